@@ -110,7 +110,7 @@ class Cluster:
             if not allow_local:
                 listed = "; ".join(map(str, commands))
                 raise UsageError(
-                    f"{inventory} would run on this machine: {listed}", "allow_local=True, if you trust it"
+                    f"{inventory} would run commands on this machine: {listed}", "allow_local=True, if you trust it"
                 )
             allow(home, commands)
         with opened(home, accept_new_host_keys=accept_new_host_keys) as controller:
@@ -215,7 +215,7 @@ class Job:
 
     @property
     def state(self) -> str:
-        """As its hosts say it now: `running`, `succeeded`, `failed`, `cancelled`, `lost`."""
+        """As its hosts say it now: `starting`, `running`, `succeeded`, `failed`, `cancelled`, `lost`."""
         return self._job.refresh().state
 
     def lines(self) -> Iterator[str]:
@@ -240,7 +240,8 @@ class Job:
         again: RunningJob | None = self._job
         while again:
             self._job = again
-            yield from again.follow()
+            with again.apart() as followed:  # what is asked between two lines must not end their stream
+                yield from followed.follow()
             again = self._retries.after(again) if self._retries else None
 
     def cancel(self) -> JobRecord:

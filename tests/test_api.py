@@ -15,6 +15,8 @@ from orchestrator import Cluster
 from orchestrator.errors import OrchError, UsageError
 from tests.support.local_cluster import INVENTORY
 from tests.support.quick_python import quick_python
+from tests.support.ssh_rack import ssh_rack
+from tests.support.sshd import needs_sshd
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAINS = """
@@ -36,6 +38,14 @@ if int(os.environ["RANK"]) == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     print("second")
 """
+PRINTS_UNTIL_TOLD = """
+import itertools, os, sys, time
+for number in itertools.count():
+    print("line", number, flush=True)
+    time.sleep(0.05)
+    if os.path.exists(sys.argv[1]):
+        break
+"""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +66,7 @@ def here(tmp_path: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_file_that_would_run_something_here_is_refused_until_its_caller_allows_it(here: Path) -> None:
-    with pytest.raises(UsageError, match="would run on this machine: a: python") as error:
+    with pytest.raises(UsageError, match="would run commands on this machine: a: python") as error:
         Cluster.up("inventory/rack.yaml")
     assert error.value.remedy == "allow_local=True, if you trust it"
     assert not (here / "a").exists()
@@ -99,10 +109,30 @@ def test_a_job_that_its_hosts_failed_is_tried_again_while_somebody_waits_for_it(
         assert {one.id for one in rack.jobs()} == {failed, job.id}
 
 
+@needs_sshd
+def test_what_is_asked_between_two_lines_ends_no_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ssh_rack(tmp_path) as made:
+        for name in ("ORCH_HOME", "ORCH_SSH_CONFIG"):
+            monkeypatch.setenv(name, made.environment[name])
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "train.py").write_text(PRINTS_UNTIL_TOLD)
+        with Cluster("rack") as rack:
+            job = rack.run("train.py", str(tmp_path / "end"), nodes="a2000")
+            before, asked = made.servers["a2000"].logins(), 0
+            for line in job.lines():
+                if asked < 3:
+                    assert line.startswith("a2000 0: line") and job.state == "running"
+                    asked += 1
+                elif line == "a2000 0: line 60":  # three seconds: time enough to dial a broken link again
+                    (tmp_path / "end").touch()
+            assert made.servers["a2000"].logins() - before == asked  # the stream goes on over the connection of `run`
+            assert job.wait().state == "succeeded"
+
+
 @pytest.mark.parametrize(
     ("words", "options", "said"),
     [
-        ((), {}, "say what to run, once"),
+        ((), {}, "nothing to run was named"),
         (("nothing.py",), {}, "nothing.py: no such script"),
         ((), {"exp": "mnist_lenet", "settings": {"epoch": 1}}, "epoch"),
         (("train.py",), {"nodes": "c"}, "c"),

@@ -3,13 +3,20 @@
 with Connections(home) as connections:
     hosts = connections.open(cluster.nodes)             # name -> Host, or that host's error
     facts = connections.each(cluster.nodes, probe, deadline_s=90)   # the same, and what `probe(host)` gives
+
+Opening a node again ends the connection that it had, and a node is known by its name, which only one cluster's nodes
+have to themselves. What goes on meanwhile, or beside other clusters' nodes, has connections apart from these:
+
+    with connections.apart(values(hosts)) as others:        # those of `hosts` go along
+        ...
 """
 
 from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -55,6 +62,20 @@ class Connections:
     ) -> None:
         for transport in list(self._transports.values()):  # a late host may still come to be among them
             transport.close()
+
+    @contextmanager
+    def apart(self, hosts: Mapping[str, ConnectedHost]) -> Iterator[Connections]:
+        """Others, which end with the block alone. hosts: by node; where these are still our connections, they go along,
+        and whoever asks us for such a node connects anew.
+        """
+        with Connections(self._home, accept_new_host_keys=self._accept_new, ask_passphrase=self._ask) as others:
+            for name in self.still_open(hosts):
+                others._nodes[name], others._transports[name] = self._nodes[name], self._transports.pop(name)
+            yield others
+
+    def still_open(self, hosts: Mapping[str, ConnectedHost]) -> dict[str, ConnectedHost]:
+        """Those of these that nobody has opened again since."""
+        return {name: host for name, host in hosts.items() if self._transports.get(name) is host.transport}
 
     def open(self, nodes: Sequence[Node]) -> dict[str, ConnectedHost | HostError]:
         """All at once; every node has its answer within the time for connecting."""

@@ -8,14 +8,15 @@
     for event in job.follow(): ...          until it has ended
     record, stayed = job.cancel()
 
-Each of these connects to the hosts; `follow` alone goes on with those that were reached before.
+Each of these connects to the hosts; `follow` alone goes on with those that were reached before. Connecting again ends
+what goes on over the connection before it: what shall go on beside other calls does so on `apart()`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from itertools import takewhile
@@ -119,6 +120,16 @@ class RunningJob:
         removed = {name: HostError(name, f"is no longer in cluster {cluster.name}", again) for name in gone}
         self._hosts = values(connected)
         return {**errors_by_node(connected), **removed}
+
+    @contextmanager
+    def apart(self) -> Iterator[RunningJob]:
+        """The same job over connections of its own, which no other call ends. Those to its hosts go along, unless some
+        of them have been opened again since.
+        """
+        hosts, self._hosts = self._hosts or {}, None
+        with self._connections.apart(hosts) as own:
+            went = own.still_open(hosts)
+            yield RunningJob(self.plan, self._jobs, own, went if went and went == hosts else None)
 
     # ---- how it goes ----------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.consent import not_allowed
 from orchestrator.hosts.file_again import keys_of_new_node, new_node
 from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.planning.request import Words, parse_pairs, read_wish
+from orchestrator.planning.request import Wish, Words, parse_pairs, read_wish
 
 Form = Mapping[str, str]
 
@@ -52,20 +52,25 @@ def master(controller: Controller, cluster: Cluster, form: Form) -> str:
 
 
 def run(controller: Controller, cluster: Cluster, form: Form) -> str:
-    plan, blob = planned(controller, cluster, form)
-    job = controller.launch(plan, blob)
-    return "; ".join([f"started {job.id}", *plan.notes, *(f"{one.words}: {one.command}" for one in plan.faster)])
+    wish, only = _wished(cluster, form)
+    plan = controller.start(cluster, wish, only).plan
+    return "; ".join([f"started {plan.job}", *plan.notes, *(f"{one.words}: {one.command}" for one in plan.faster)])
 
 
 def planned(controller: Controller, cluster: Cluster, form: Form) -> tuple[LaunchPlan, bytes]:
-    """An experiment, or a script of this machine with its arguments; and the files to ship."""
+    """What `run` would start, and the files to ship."""
+    wish, only = _wished(cluster, form)
+    return controller.choice.plan(cluster, wish.request, wish.code, only), wish.blob
+
+
+def _wished(cluster: Cluster, form: Form) -> tuple[Wish, list[str]]:
+    """An experiment, or a script of this machine with its arguments; and on which nodes."""
     command, exp = _words(form, "script"), form.get("exp") or None
     if bool(command) == bool(exp):
-        raise UsageError("say what to run, once", "choose an experiment, or give a script")
+        what = "both an experiment and a script were named" if exp else "nothing to run was named"
+        raise UsageError(what, "choose an experiment, or give a script")
     words = Words(exp, _words(form, "settings"), command=command)
-    wish = read_wish(words)
-    plan = controller.choice.plan(cluster, wish.request, wish.code, cluster.names(form.get("nodes") or None))
-    return plan, wish.blob
+    return read_wish(words), cluster.names(form.get("nodes") or None)
 
 
 def cancel(controller: Controller, cluster: Cluster, form: Form) -> str:

@@ -33,3 +33,5 @@ class InTurn:
                 controller.launch_in_turn(plan, blob)
         except OrchError as error:
             self.failed.append(f"{plan.job} was not started: {error}")
+        except Exception as error:  # a full disk, a mistake of ours: the page has promised a start
+            self.failed.append(f"{plan.job} was not started: {error.__class__.__name__}: {error}")

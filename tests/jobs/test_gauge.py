@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
@@ -221,6 +222,9 @@ def test_a_mistake_of_ours_in_its_thread_is_kept_for_who_looks() -> None:
         raise RuntimeError("ours")
         yield
 
-    job = GaugedJob(SimpleNamespace(id="job-one", plan=feed.plan, record=feed.record, gauged=gauged))  # type: ignore[arg-type]
+    one = SimpleNamespace(id="job-one", plan=feed.plan, record=feed.record, gauged=gauged)
+    one.apart = lambda: contextlib.nullcontext(one)
+    job = GaugedJob(one)  # type: ignore[arg-type]
     job.start()
     assert job.over.wait(10) and job.heard.is_set() and str(job.bug) == "ours" and job.error is None
+    assert [host.silent for host in job.now().hosts] == ["a: RuntimeError: ours", "b: RuntimeError: ours"]

@@ -23,6 +23,7 @@ from orchestrator.planning.host_choice import HostRange
 from orchestrator.planning.request import Wish, Words, read_wish
 from orchestrator.store import Store
 from orchestrator.transport import ask
+from orchestrator.ui import acts
 from tests.support.probed_hosts import facts, gpu
 from tests.support.quick_python import quick_python
 
@@ -83,6 +84,12 @@ class Somebody:
     def starts_on_all(self) -> RunningJob:
         wish = self.wish(1, 3)
         self.job = self.controller.start(self.cluster, replace(wish, request=replace(wish.request, hosts=None)))
+        return self.job
+
+    def starts_on_the_page(self) -> RunningJob:
+        self.wish(1, 3)
+        acts.run(self.controller, self.cluster, {"script": str(self.folder / "code" / "train.py")})
+        self.job = self.controller.jobs.find("latest")
         return self.job
 
     def starts(self, least: int, most: int, only: Sequence[str] = ()) -> RunningJob:
@@ -192,7 +199,8 @@ def test_of_two_who_start_at_once_each_host_has_one_of_them(people) -> None:
         assert person.has() == (names(person.job) if person.job else set())
 
 
-def test_of_two_who_refuse_each_other_crosswise_one_starts(people, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("start", [Somebody.starts_on_all, Somebody.starts_on_the_page])
+def test_of_two_who_refuse_each_other_crosswise_one_starts(people, start, monkeypatch: pytest.MonkeyPatch) -> None:
     asks, first, has = ask.ask, {"one": "a", "two": "b"}, {"one": threading.Event(), "two": threading.Event()}
 
     def asked(host, program, request, **options):
@@ -208,7 +216,7 @@ def test_of_two_who_refuse_each_other_crosswise_one_starts(people, monkeypatch: 
     monkeypatch.setattr(ask, "ask", asked)
     monkeypatch.setattr(waiting, "POLL_S", 0.1)
     monkeypatch.setattr(controller, "CROSSED_S", 2.0)
-    ended = both(people, Somebody.starts_on_all)
+    ended = both(people, start)
     (job,), (error,) = ([one for one in ended if isinstance(one, kind)] for kind in (RunningJob, RefusedError))
     assert names(job) == {"a", "b", "c"} and "is in use by" in str(error)
     assert sorted(len(person.has()) for person in people) == [0, 3]

@@ -232,7 +232,7 @@ def test_who_asks_for_what_was_collected_before_gets_what_was_not_collected_yet_
     [
         ({"script": 'train.py "a'}, "script: train.py"),
         ({"script": "train.py", "settings": 'a="1'}, "No closing quotation"),
-        ({"script": "train.py", "exp": "mnist_lenet"}, "say what to run, once"),
+        ({"script": "train.py", "exp": "mnist_lenet"}, "both an experiment and a script were named"),
         ({}, "choose an experiment, or give a script"),
     ],
 )

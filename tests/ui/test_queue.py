@@ -28,12 +28,20 @@ def test_who_waits_is_shown_in_order_and_ones_own_may_leave():
     assert "gone-1 has lost its place" in page and "late-1 was not started: why" in page
 
 
-def test_why_a_run_of_the_page_did_not_come_to_its_turn_is_kept(tmp_path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (TurnError("it was cancelled while it waited"), "it was cancelled while it waited"),
+        (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device"),
+        (KeyError("ours"), "KeyError: 'ours'"),
+    ],
+)
+def test_why_a_run_of_the_page_did_not_come_to_its_turn_is_kept(error, said, tmp_path, monkeypatch: pytest.MonkeyPatch):
     asked = list[tuple[object, bytes]]()
 
     def launch_in_turn(plan, blob):
         asked.append((plan, blob))
-        raise TurnError("it was cancelled while it waited")
+        raise error
 
     controller = SimpleNamespace(launch_in_turn=launch_in_turn)
     monkeypatch.setattr(in_turn, "opened", lambda home: contextlib.nullcontext(controller))
@@ -42,6 +50,4 @@ def test_why_a_run_of_the_page_did_not_come_to_its_turn_is_kept(tmp_path, monkey
     for thread in threading.enumerate():
         if thread.name == "turn-late-1":
             thread.join()
-    assert asked == [(plan, b"code")] and [*turns.failed] == [
-        "late-1 was not started: it was cancelled while it waited"
-    ]
+    assert asked == [(plan, b"code")] and [*turns.failed] == [f"late-1 was not started: {said}"]
