@@ -177,6 +177,12 @@ def test_few_files_lie_at_the_root_of_the_trainer():
     assert len(list((ROOT / "trainer").glob("*.py"))) <= MOST_AT_TRAINERS_ROOT
 
 
+def test_no_module_has_the_name_of_one_of_pythons_own():
+    """A reader of `profile.run` asks whose it is, and a script beside it imports the wrong one."""
+    named = {part for name in [*ORCHESTRATOR, *TRAINER] for part in name.split(".")}
+    assert named & sys.stdlib_module_names <= {"__main__"}
+
+
 # ---- who may know whom ----------------------------------------------------------------------------------------------
 
 

@@ -59,7 +59,7 @@ def _work(settings: AnySettings, info: RankInfo, metrics: MetricsWriter) -> None
 
         measure(settings, info, metrics)
     elif settings.profile_s:
-        from trainer.measure.profile import profile
+        from trainer.measure.profiling import profile
 
         profile(settings, info, metrics)
     else:

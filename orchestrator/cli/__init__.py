@@ -15,7 +15,7 @@ from orchestrator.cli.cleaning import down, reap
 from orchestrator.cli.clusters import master, status, trust, up
 from orchestrator.cli.common import Orch
 from orchestrator.cli.compare import compare
-from orchestrator.cli.copy import cp
+from orchestrator.cli.copying import cp
 from orchestrator.cli.current import clusters, use
 from orchestrator.cli.doctor import doctor
 from orchestrator.cli.everywhere import execute
@@ -24,7 +24,7 @@ from orchestrator.cli.init import init, inventory
 from orchestrator.cli.jobs import cancel, jobs, logs
 from orchestrator.cli.nodes import node
 from orchestrator.cli.plan import plan
-from orchestrator.cli.profile import profile
+from orchestrator.cli.profiling import profile
 from orchestrator.cli.pull import pull
 from orchestrator.cli.results import collect, report
 from orchestrator.cli.run import run

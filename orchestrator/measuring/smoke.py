@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from orchestrator.controller import Controller
-from orchestrator.doctor.bisect import guilty
+from orchestrator.doctor.halving import guilty
 from orchestrator.doctor.seen import Collective, Seen
 from orchestrator.errors import HostError, HostsError, OrchError
 from orchestrator.hosts.cluster import Cluster

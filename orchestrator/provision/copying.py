@@ -83,11 +83,11 @@ def from_hosts(
 def _put(host: ConnectedHost, source: Source, request: Mapping[str, Any]) -> Copied:
     view = memoryview(source.content)
     pieces = (bytes(view[start : start + PIECE_BYTES]) for start in range(0, len(view), PIECE_BYTES))
-    with exchange(host, "copy", request, pieces) as words:
+    with exchange(host, "copying", request, pieces) as words:
         for word in words:
             if "end" in word:
                 return Copied(understood(host.node, partial(_path_of, word)), request["size"], request["sha256"])
-    raise ProbeError(host.node, "its answer has no end", "try again")
+    raise ProbeError(host.node, "its answer was cut short", "try again")
 
 
 def _path_of(word: Mapping[str, Any]) -> str:
@@ -96,7 +96,7 @@ def _path_of(word: Mapping[str, Any]) -> str:
 
 def _get(host: ConnectedHost, path: str, to: Callable[[str], Path], umask: int) -> Copied:
     place = Path(os.path.realpath(to(host.node)))
-    with exchange(host, "copy", {"action": "give", "path": path, "most_bytes": MOST_BYTES}) as words:
+    with exchange(host, "copying", {"action": "give", "path": path, "most_bytes": MOST_BYTES}) as words:
         with _beside(place) as file:
             coming = _Coming(file)
             for word in words:
@@ -105,7 +105,7 @@ def _get(host: ConnectedHost, path: str, to: Callable[[str], Path], umask: int) 
                     os.fchmod(file.fileno(), coming.mode & 0o777 & ~umask)
                     break
             else:
-                raise ProbeError(host.node, "its answer has no end", "try again")
+                raise ProbeError(host.node, "its answer was cut short", "try again")
         return Copied(str(place), coming.size, coming.digest.hexdigest())
 
 

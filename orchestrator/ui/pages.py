@@ -19,8 +19,8 @@ from orchestrator.jobs.record import ENDED, JobRecord
 from orchestrator.jobs.stall import standstill
 from orchestrator.jobs.waiting import Waiting
 from orchestrator.views.documents import cluster_json, waiting_json
+from orchestrator.views.figures import clock, local_minute
 from orchestrator.views.job_table import lasted
-from orchestrator.views.numbers import clock, local_minute
 from orchestrator.views.pages import environment
 from trainer.shared.experiments import EXPERIMENTS
 

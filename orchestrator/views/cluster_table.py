@@ -11,7 +11,7 @@ from orchestrator.errors import HostError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.views import console
 from orchestrator.views.documents import cluster_json
-from orchestrator.views.numbers import age
+from orchestrator.views.figures import age
 from orchestrator.views.tables import table
 
 

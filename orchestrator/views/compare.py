@@ -5,7 +5,7 @@ from __future__ import annotations
 from orchestrator.results.compare import ComparedRun, Comparison
 from orchestrator.units import format_duration
 from orchestrator.views import console
-from orchestrator.views.numbers import UNKNOWN, figure, percent, span
+from orchestrator.views.figures import UNKNOWN, figure, percent, span
 from orchestrator.views.tables import print_table
 
 

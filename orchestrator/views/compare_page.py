@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from orchestrator.results.compare import ComparedRun, Comparison
 from orchestrator.results.curves import Curves, placed
 from orchestrator.results.intervals import Interval
+from orchestrator.views.figures import figure, span
 from orchestrator.views.linechart import ChartLine, LineChart, line_chart, percent_words
-from orchestrator.views.numbers import figure, span
 from orchestrator.views.pages import environment, or_nothing
 
 

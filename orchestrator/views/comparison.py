@@ -10,9 +10,9 @@ from orchestrator.results.summary import NodeSummary, Summary
 from orchestrator.text import one_line
 from orchestrator.units import counted
 from orchestrator.views import console
+from orchestrator.views.figures import figure, percent
 from orchestrator.views.job_table import failure_words
 from orchestrator.views.network import print_network
-from orchestrator.views.numbers import figure, percent
 from orchestrator.views.tables import table
 
 COLUMNS = (

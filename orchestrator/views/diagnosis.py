@@ -1,4 +1,4 @@
-"""What `orch doctor` found: each finding with its remedy, the ways between hosts as a matrix, and a line of summary."""
+"""What `orch doctor` found: each finding with its remedy, a matrix of the hosts' connections, and a summary."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _print_finding(same: Sequence[Finding]) -> None:
             console.plain(first.seen),
         )
     )
-    console.out.print(Text.assemble("  ", ("else:", "bold"), " ", console.plain(first.causes)))
+    console.out.print(Text.assemble("  ", ("if ignored:", "bold"), " ", console.plain(first.causes)))
     if first.remedy:
         console.out.print(Text.assemble("  ", ("try:", "bold"), " ", console.plain(first.remedy)))
 
@@ -71,10 +71,10 @@ def _print_ways(mesh: Mesh) -> None:
         rows = [[Text(start), *(cell(ways.get((start, end))) for end in names)] for start in names]
         widths = [max(len(name), *(row[at].cell_len for row in rows)) for at, name in enumerate(["", *names])]
         if len(names) <= MOST_IN_MATRIX and sum(widths) + 2 * len(names) <= console.out.width:
-            title = "ways between hosts (from the row's to the column's)"
+            title = "connections between hosts (from the row's to the column's)"
             return console.out.print(table(title, ["", *names], rows))
     is_open = sum(pair.kind == "open" for pair in mesh.pairs)
-    return console.put(f"{counted(len(mesh.pairs), 'way')} between hosts, {is_open} open")
+    return console.put(f"{counted(len(mesh.pairs), 'connection')} between hosts, {is_open} open")
 
 
 def _trip_and_speed(pair: Pair | None) -> Text:

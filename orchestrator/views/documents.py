@@ -35,7 +35,7 @@ from orchestrator.studies.ledger import Outcome, speed_up, within_noise
 from orchestrator.studies.rows import Study
 from orchestrator.studies.tables import STUDIES
 from orchestrator.units import format_bandwidth
-from orchestrator.views.numbers import local_minute
+from orchestrator.views.figures import local_minute
 from orchestrator.views.plan import Outlook
 
 MOST_LISTED = 100

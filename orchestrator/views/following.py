@@ -20,7 +20,7 @@ from orchestrator.jobs.lines import Bars, LogLine
 from orchestrator.jobs.live import Notice, RunProgress, Silence, Standstill
 from orchestrator.text import one_line
 from orchestrator.views import console
-from orchestrator.views.numbers import local_second
+from orchestrator.views.figures import local_second
 from orchestrator.views.progress import STARTING_S, progress_lines, progress_table, silence_words, time_words
 
 _RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")

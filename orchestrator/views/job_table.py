@@ -17,7 +17,7 @@ from orchestrator.jobs.record import FirstFailure, JobRecord
 from orchestrator.jobs.stall import alarm_words
 from orchestrator.text import one_line
 from orchestrator.views import console
-from orchestrator.views.numbers import clock, local_minute
+from orchestrator.views.figures import clock, local_minute
 from orchestrator.views.tables import has_room, kept, table
 
 COLUMNS = ("job", "state", "cluster", "started", "took", "exit", "nodes", "exp", "attempt", "note", "first failure")
@@ -112,7 +112,7 @@ def warn_lost_places(jobs: Iterable[str]) -> None:
     """Warns of runs that waited, and do no more."""
     for job in jobs:
         console.warn(
-            f"{job} has lost its place in the queue: the `orch run` that waited has died; nothing of it has run"
+            f"{job} has lost its place in the queue: the `orch run` that waited has ended; nothing of it has run"
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from orchestrator.results.collectives import Collectives, link_matrix
 from orchestrator.units import format_bytes
 from orchestrator.views import console
-from orchestrator.views.numbers import figure, percent
+from orchestrator.views.figures import figure, percent
 from orchestrator.views.tables import LEAST_NAME, table
 
 

@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from orchestrator.text import clean_lines, one_line
 from orchestrator.units import format_bandwidth, format_bytes, format_duration
-from orchestrator.views.numbers import figure, percent
+from orchestrator.views.figures import figure, percent
 
 NOTHING = "–"
 

@@ -28,7 +28,7 @@ from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import LIMITS, Faster, LaunchPlan
 from orchestrator.planning.profiles import GPU_SETTINGS
 from orchestrator.units import counted, format_bandwidth, format_duration
-from orchestrator.views.numbers import figure, percent
+from orchestrator.views.figures import figure, percent
 from trainer.shared.settings import Settings
 from trainer.shared.shares import WORDS
 
@@ -166,7 +166,7 @@ def _unseen_words(
     values = {name: getattr(settings, name) for name in unseen if name in chosen}
     words = [f"{name}={value}" for name, value in values.items() if value not in unseen[name]]
     if words:
-        yield f"not looked at: {', '.join(words)}"
+        yield f"not included in the prediction: {', '.join(words)}"
 
 
 # ---- for people -----------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def changes(found: Outlook) -> Iterator[str]:
     for better in without[:1]:
         yield f"better: {_hosts(better, found)}, {_gain(better, now)}"
     if not without:
-        yield "no host is better left out"
+        yield "leaving a host out would not make it faster"
     for change in advice.what_if:
         cut = found.pipeline_then.get(change.change)
         by_cut = cut is not None and cut.samples_per_s > change.choice.samples_per_s
@@ -280,7 +280,7 @@ def endings(found: Outlook) -> Iterator[str]:
         yield f"{each.words}:"
         yield f"  {each.command}"
     if found.command and not found.faster:
-        yield "nothing that these settings allow is worth a change:"
+        yield "no change that these settings allow is worth it; run:"
         yield f"  {found.command}"
 
 

@@ -8,7 +8,7 @@ from orchestrator.planning.measurement import BlockTimes
 from orchestrator.planning.profiles import RankProfile, measured_shares
 from orchestrator.units import counted
 from orchestrator.views import console, tables
-from orchestrator.views.numbers import UNKNOWN, figure
+from orchestrator.views.figures import UNKNOWN, figure
 
 
 def print_profiles(batch: int, known: Sequence[RankProfile]) -> None:

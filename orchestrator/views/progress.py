@@ -7,7 +7,7 @@ from rich.text import Text
 
 from orchestrator.jobs.live import HostRow, RunProgress, Silence
 from orchestrator.text import one_line
-from orchestrator.views.numbers import clock, figure, percent
+from orchestrator.views.figures import clock, figure, percent
 from orchestrator.views.tables import LEAST_NAME
 
 STARTING_S = 60.0

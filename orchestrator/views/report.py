@@ -34,8 +34,8 @@ from orchestrator.text import clean, one_line
 from orchestrator.units import counted, format_bytes
 from orchestrator.views.charts import draw_throughput
 from orchestrator.views.curves import by_clock, curve_charts
+from orchestrator.views.figures import figure, percent
 from orchestrator.views.gpu_charts import GpuCharts, gpu_charts, read_course
-from orchestrator.views.numbers import figure, percent
 from orchestrator.views.pages import environment
 from orchestrator.views.speeds import speed_chart
 from orchestrator.views.timeline import TimelineDrawing, draw_timeline
@@ -195,7 +195,7 @@ def efficiency_words(summary: Summary) -> str:
         return f"{compared}, the sum of what each host was measured to do alone."
     return (
         f"{compared}, the sum of each host's samples over its own compute time. This basis is an estimate: alone, a "
-        "host would also have to load its data and update its weights. A solo run of every host makes it a measurement."
+        "host would also have to load its data and update its weights. Run `orch profile` first to measure it."
     )
 
 

@@ -9,7 +9,7 @@ from orchestrator.studies.figures import FIGURES
 from orchestrator.studies.ledger import Outcome, Spread, speed_up, within_noise
 from orchestrator.studies.rows import Study
 from orchestrator.views import console, tables
-from orchestrator.views.numbers import UNKNOWN, figure
+from orchestrator.views.figures import UNKNOWN, figure
 
 DIGITS = {"efficiency": 3, "train_s": 2, "load_s": 4, "update_s": 4, "epoch_s": 2, "total_s": 2, "accuracy": 2}
 """Decimals of the figures that stand beside published ones, which have as many. Speeds are written as everywhere."""

@@ -17,8 +17,8 @@ from orchestrator.jobs.gpu_reading import Reading
 from orchestrator.jobs.stall import standstill
 from orchestrator.text import one_line
 from orchestrator.units import format_bytes
+from orchestrator.views.figures import UNKNOWN, clock, figure, percent
 from orchestrator.views.job_table import STATE_COLOURS
-from orchestrator.views.numbers import UNKNOWN, clock, figure, percent
 from orchestrator.views.progress import time_words
 
 BARS = "▁▂▃▄▅▆▇█"

@@ -108,10 +108,10 @@ def test_all_hosts_get_it_and_one_that_is_off_is_exit_code_3(rack, file, tmp_pat
 def test_what_arrives_damaged_or_in_part_is_not_left(tmp_path):
     host = ConnectedHost(LocalTransport("here"), sys.executable, None, "/nowhere")
     request = {"action": "take", "path": str(tmp_path / "it"), "name": "it", "mode": 0o644, "size": 4, "sha256": SHA256}
-    with pytest.raises(HostError, match="arrived damaged"), exchange(host, "copy", request, [b"four"]) as words:
+    with pytest.raises(HostError, match="arrived damaged"), exchange(host, "copying", request, [b"four"]) as words:
         list(words)
     assert names(tmp_path) == []
-    with exchange(host, "copy", request, [b"two"]) as words:
+    with exchange(host, "copying", request, [b"two"]) as words:
         next(words)
     assert names(tmp_path) == []
 
@@ -174,7 +174,7 @@ def test_no_folder_and_no_device_is_replaced_here(rack, file, tmp_path):
         ([{"size": copying.MOST_BYTES + 1, "mode": 0}], "more bytes than were asked for"),
         ([{"size": "x", "mode": 0}], "ValueError"),
         ([{"piece": 7}], "TypeError"),
-        ([], "no end"),
+        ([], "was cut short"),
     ],
 )
 def test_a_host_that_sends_anything_else_leaves_nothing_here(words, why, tmp_path, monkeypatch):
@@ -199,14 +199,14 @@ def test_a_host_that_sends_anything_else_leaves_nothing_here(words, why, tmp_pat
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("a b", "one of SRC and DST is on hosts"),
-        ("v100:a a2000:b", "one of SRC and DST is on hosts"),
-        ("./v100:a b", "one of SRC and DST is on hosts"),
+        ("a b", "neither SRC nor DST is on a host"),
+        ("v100:a a2000:b", "both SRC and DST are on hosts"),
+        ("./v100:a b", "neither SRC nor DST is on a host"),
         ("--nodes v100 v100:a b", "hosts are named twice"),
         ("x:a b", "no such node in cluster rack"),
-        ("x*:a b", "x* fits no node of cluster rack"),
+        ("x*:a b", "x* matches no node of cluster rack"),
         ("v100:a/ b", "a/ is no file"),
-        ("nothing.txt v100:", "one of SRC and DST is on hosts"),
+        ("nothing.txt v100:", "neither SRC nor DST is on a host"),
         ("nothing.txt v100:a", "nothing.txt: No such file"),
         (". v100:a", "is no regular file"),
     ],

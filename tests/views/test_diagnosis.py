@@ -21,13 +21,13 @@ def printed(looked_at, monkeypatch, width=200):
 
 
 @pytest.mark.parametrize(
-    ("width", "cell"), [(200, "0.3 ms, 2.3Gbps"), (40, "2.3Gbps"), (20, "6 ways between hosts, 5 open")]
+    ("width", "cell"), [(200, "0.3 ms, 2.3Gbps"), (40, "2.3Gbps"), (20, "6 connections between hosts, 5 open")]
 )
 def test_the_matrix_holds_what_the_screen_has_room_for(width, cell, monkeypatch):
     shown = printed(seen(mesh=Mesh(pairs(kind="refused"))), monkeypatch, width)
     assert cell in shown
     assert ("ms" in shown.partition("block:")[0]) == (width == 200)
-    assert "block: P14 ways between hosts, a2000 -> a16: the connection is refused" in shown
+    assert "block: P14 connections between hosts, a2000 -> a16: the connection is refused" in shown
 
 
 def test_findings_that_differ_in_their_hosts_alone_stand_there_once(monkeypatch):
@@ -36,7 +36,7 @@ def test_findings_that_differ_in_their_hosts_alone_stand_there_once(monkeypatch)
     shown = printed(seen(*hosts, mesh=ways), monkeypatch)
     assert "P16 own host name, a16, a2000, v100: " in shown
     assert shown.count("P16 own host name, ") == 1
-    assert shown.count("P14 ways between hosts, ") == 2  # whom to look at differs
+    assert shown.count("P14 connections between hosts, ") == 2  # whom to look at differs
     assert shown.splitlines()[-1].startswith(f"{len(judge(seen()).passed) - 2} checks passed, 5 findings (2 block), ")
 
 
@@ -44,7 +44,7 @@ def test_of_many_hosts_the_ways_are_counted(monkeypatch):
     names = [f"n{number}" for number in range(13)]
     mesh = Mesh(tuple(Pair(start, end, "open") for start in names for end in names if start != end))
     hosts = tuple(host("v100", node_changes={"name": name}) for name in names)
-    assert "156 ways between hosts, 156 open" in printed(seen(hosts=hosts, mesh=mesh), monkeypatch)
+    assert "156 connections between hosts, 156 open" in printed(seen(hosts=hosts, mesh=mesh), monkeypatch)
 
 
 def test_nothing_that_a_host_says_steers_the_terminal_or_is_markup(monkeypatch):

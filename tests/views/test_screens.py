@@ -12,7 +12,7 @@ from orchestrator.store import Store
 from orchestrator.studies.figures import FIGURES
 from orchestrator.studies.ledger import Done, Outcome, RowRun
 from orchestrator.studies.tables import STUDIES
-from orchestrator.views import comparison, console, job_table, network, numbers, tables
+from orchestrator.views import comparison, console, figures, job_table, network, tables
 from orchestrator.views.study_table import cells, dispensable, titles
 from tests.support.plan_command import RESNET, lab_home, orch
 from tests.support.remembered import cluster, job
@@ -97,15 +97,15 @@ def test_a_plan_on_a_narrow_screen_drops_columns_and_no_digit(tmp_path, monkeypa
     assert {"network", "of", "shares"} - set(header.split()) == dropped
     for row in rows:
         best = tensor if " tensor " in row else document["pipeline"] if "pipeline" in row else found[row.split()[0]]
-        assert {numbers.figure(best["samples_per_s"]), numbers.figure(best["step_ms"])} <= set(row.split())
+        assert {figures.figure(best["samples_per_s"]), figures.figure(best["step_ms"])} <= set(row.split())
 
 
 def test_the_comparison_of_hosts_fits_sixty_columns(screen, tmp_path):
     summary = analyse(two_hosts(tmp_path / "run"))
     _, row, _ = screen(60, lambda: comparison.print_hosts(summary), "node|a2000|v100")
     node = summary.nodes[0]
-    figures = [node.samples_per_s, node.step_ms.p50, node.compute_ms, node.sync_ms, node.wait_ms]
-    assert {numbers.figure(value) for value in figures} <= set(row.split())
+    measured = [node.samples_per_s, node.step_ms.p50, node.compute_ms, node.sync_ms, node.wait_ms]
+    assert {figures.figure(value) for value in measured} <= set(row.split())
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from trainer.compute.timer import Mark, Timer, timer_for
 from trainer.data.batch import moved, tensors_of
 from trainer.measure.ladder import Ladder, Measuring, again, climb, record_of
 from trainer.measure.passes import record_blocks
-from trainer.measure.profile import OF_BLOCKS, held_beside
+from trainer.measure.profiling import OF_BLOCKS, held_beside
 from trainer.measure.updates import NoMemory, Times, Trainee
 from trainer.measure.visited import Visited
 from trainer.pipeline.chain import survey_of
@@ -34,6 +34,7 @@ from trainer.setup.assemble import Met
 from trainer.setup.own import Own
 from trainer.setup.start_record import start_fields
 from trainer.shared.errors import TrainError
+from trainer.shared.pace import no_pace_for
 from trainer.training.loss_sum import checked
 
 LOADED = 64
@@ -53,7 +54,7 @@ class Rehearsal:
         everyone = devices_of_all_ranks(device)
         with together(info.node):
             if info.pace:
-                raise TrainError(f"paced: a stand-in knows the speed of experiments alone, and this is {own.name}")
+                raise no_pace_for(own.name)
             settings = choose_arithmetic(met.settings, device, everyone)
             use_arithmetic(settings)
             self._precision = build_precision(settings.amp, device, None)

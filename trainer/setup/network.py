@@ -16,10 +16,9 @@ from trainer.ranks.rank_info import RankInfo
 from trainer.setup.batch_norm import check_batch_norm, check_pairs, check_whole_batch
 from trainer.setup.material import Experiment, Material
 from trainer.setup.paced import keep_records, refuse_arithmetic
-from trainer.shared.errors import TrainError
 from trainer.shared.experiments import DATA_SETS, TRAINING, DataSet
 from trainer.shared.metrics import MetricsWriter
-from trainer.shared.pace import Pace
+from trainer.shared.pace import Pace, no_pace_for
 from trainer.shared.settings import Settings
 
 
@@ -55,7 +54,7 @@ def facts_of(material: Material) -> DataSet:
     """Of an experiment, whose speed a paced rank knows. Raises TrainError for a script's own network."""
     if isinstance(material, Experiment):
         return material.facts
-    raise TrainError(f"paced: a stand-in knows the speed of experiments alone, and this is {material.name}")
+    raise no_pace_for(material.name)
 
 
 def stand_in(

@@ -57,6 +57,13 @@ class Pace:
         return factor * (kernels * self.fixed_ms / 1000 + work * samples / self.samples_per_s)
 
 
+def no_pace_for(name: str) -> TrainError:
+    """A network that is no experiment's: nobody knows how fast the GPU trains it."""
+    return TrainError(
+        f"paced hosts run only experiments, not {name}; use --exp, or leave `paced:` out of the inventory"
+    )
+
+
 def read_pace(text: str) -> Pace:
     """Raises TrainError where the text is not what the launcher writes."""
     try:

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from orchestrator.doctor.bisect import guilty
+from orchestrator.doctor.halving import guilty
 
 NAMES = "abcdefghi"
 

@@ -76,7 +76,8 @@ def _side(source: str, target: str, nodes: str | None) -> Side:
     of_source, of_target = _ON_HOSTS.fullmatch(source), _ON_HOSTS.fullmatch(target)
     there = of_source or of_target
     if not there or (of_source and of_target):
-        raise UsageError("one of SRC and DST is on hosts", "write it as NODE:PATH, or :PATH for all of them")
+        what = "both SRC and DST are on hosts" if there else "neither SRC nor DST is on a host"
+        raise UsageError(what, "write one of them as NODE:PATH, or :PATH for all hosts; the other is on this machine")
     if there[1] and nodes:
         raise UsageError("hosts are named twice", "leave out --nodes, or write :PATH")
     here = target if of_source else source
