@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from trainer.setup.batch_norm import check_batch_norm, check_pairs
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import EVENT_FIELDS
+from trainer.train import train_epoch
 
 SYNTHETIC = ["--exp", "mnist_lenet", "--data", "synthetic", "--device", "cpu"]
 TORCHRUN = ["--standalone", "--nproc-per-node", "2", "-m", "trainer"]
@@ -296,3 +298,20 @@ def test_an_experiment_trains_and_evaluates_with_its_own_defaults(tmp_path):
     assert of_event(lines, "start")[0]["settings"]["num_workers"] == 0
     assert of_event(lines, "eval")
     assert of_event(lines, "end")[0]["status"] == "succeeded"
+
+
+def test_label_smoothing_gives_every_class_its_part_of_the_loss():
+    """Of the label 1 - e, of all classes e between them: Szegedy et al. 2016, section 7."""
+    logits, labels, part = torch.randn(5, 10, generator=torch.manual_seed(1)), torch.tensor([0, 3, 9, 9, 1]), 0.3
+    losses: list[torch.Tensor] = []
+    settings = parse_settings("mnist_lenet", {"label_smoothing": str(part)})
+    session: Any = SimpleNamespace(
+        run=SimpleNamespace(settings=settings),
+        batches=lambda: [(logits, labels)],
+        model=lambda images: images,
+        step=losses.append,
+    )
+    train_epoch(session)
+    log_p = logits.log_softmax(dim=1)
+    expected = -(1 - part) * log_p[range(5), labels].sum() - part * log_p.mean(dim=1).sum()
+    torch.testing.assert_close(losses, [expected])
