@@ -1,4 +1,4 @@
-"""Makes the README's pictures from a run on the lab's stand-ins for an A2000 and a V100. Needs root and two minutes.
+"""Makes the README's pictures from a run on the lab's paced hosts, an A2000 and a V100. Needs root and two minutes.
 
     sudo .venv/bin/python docs/pictures.py
 

@@ -53,8 +53,8 @@ def commands() -> str:
 
 def checks() -> str:
     rows = [f"| {check.id} | {check.name} | {check.level} | {check.causes} |" for check in CHECKS]
-    about = "What [`orch doctor`](../doctor.md) looks for, how bad it is, and what comes of it where nobody looks."
-    table = "\n".join(["| id | check | level | else |", "| --- | --- | --- | --- |", *rows])
+    about = "What [`orch doctor`](../doctor.md) looks for, how bad it is, and what it leads to if ignored."
+    table = "\n".join(["| id | check | level | if ignored |", "| --- | --- | --- | --- |", *rows])
     more = "A part of what a check looks for may only warn, or block, beside its level: each finding says its own."
     return _page(["# Checks", WRITTEN, about, table, more])
 
@@ -78,7 +78,7 @@ def inventory() -> str:
     parts = ["# The inventory", WRITTEN, "One YAML file describes a cluster: `cluster`, `defaults` and `nodes`."]
     parts += ["## Keys of a node alone", _keys({key: one for key, one in host.items() if key not in shared})]
     parts += ["## Keys of a node or of `defaults`", "What a node says itself wins over `defaults`.", _keys(shared)]
-    parts += ["## `paced`: a stand-in for a GPU", _keys(definitions["PacedEntry"]["properties"])]
+    parts += ["## `paced`: the speed of a GPU that is not there", _keys(definitions["PacedEntry"]["properties"])]
     parts += ["## `slowdown`, within `paced`", _keys(definitions["SlowdownEntry"]["properties"])]
     return _page(parts)
 
@@ -140,7 +140,11 @@ def _value(value: object) -> str:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [titles, ["---"] * len(titles), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    lines = [
+        titles,
+        ["---"] * len(titles),
+        *([" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in rows),
+    ]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

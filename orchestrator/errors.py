@@ -99,7 +99,12 @@ class AuthError(HostError):
 
 
 class ProbeError(HostError):
-    pass
+    """What a host answers is of no use."""
+
+    def __init__(self, node: str, message: str, remedy: str = "") -> None:
+        super().__init__(
+            node, message, remedy or f"try again; does its shell print at login? (`orch ssh {node} -- true`)"
+        )
 
 
 class HostsError(OrchError):

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--yes", is_flag=True, help="End the processes that are ours.")
+@click.option("--yes", is_flag=True, help="End those of your own jobs.")
 @cluster_option
 @json_option
 def reap(yes: bool, cluster: str | None, as_json: bool) -> None:
-    """List processes that jobs without a supervisor left on the hosts; --yes ends those that are ours.
+    """List processes that jobs without a supervisor left on the hosts; --yes ends those of your own jobs.
 
-    Ours are the jobs of this cluster that were started with this $ORCH_HOME. For the others it names the owner.
+    Yours are the jobs that were started with this $ORCH_HOME on this cluster. For the others it names the owner.
 
     \b
     orch reap
@@ -80,7 +80,7 @@ def down(yes: bool, cluster: str | None, as_json: bool) -> None:
     from orchestrator.views import console
 
     if as_json and not yes:
-        raise UsageError("`orch down --json` asks nobody", "say so with --yes")
+        raise UsageError("`orch down --json` cannot ask for your consent", "add --yes to give it")
     with open_controller() as controller:
         known = controller.store.cluster(cluster)
         if jobs := controller.store.uncollected(known.name):

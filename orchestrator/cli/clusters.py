@@ -137,7 +137,8 @@ def master(name: str | None, elect: bool, cluster: str | None) -> None:
     from orchestrator.views import cluster_table
 
     if bool(name) == elect:
-        raise UsageError("name a node, or give --elect", "orch master NODE")
+        what = f"{name} and --elect at once" if name else "neither a node nor --elect was given"
+        raise UsageError(what, "`orch master NODE`, or `orch master --elect`")
     with open_controller() as controller:
         cluster_table.print_cluster(controller.clusters.pin_master(controller.store.cluster(cluster), name))
 

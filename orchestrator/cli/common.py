@@ -33,7 +33,7 @@ _REMEDIES = {
     errno.ESTALE: "that disk or its server fails (see `dmesg`): choose a folder on another one",
     errno.EMFILE: "raise `ulimit -n`",
     errno.EAGAIN: "you may start no further process or thread: end some, or raise `ulimit -u`",
-    errno.ENOMEM: "too little memory is free on this machine",
+    errno.ENOMEM: "too little memory is free on this machine: end some program here",
 }
 """What to try when this machine itself refuses; hosts have their own (`remote/trouble.py`)."""
 
@@ -104,7 +104,7 @@ def insist(question: str) -> None:
         if sys.stdin is not None and sys.stdin.isatty():  # Ctrl-C
             raise
         words = "nothing was done: there is no terminal to ask on, and no answer on standard input"
-        raise UsageError(words, "say so with --yes") from None
+        raise UsageError(words, "add --yes to agree") from None
     if not is_wanted:
         raise click.Abort
 

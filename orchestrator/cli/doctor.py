@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.argument("inventory", metavar="[INVENTORY]", type=click.Path(path_type=Path), required=False)
 @nodes_option
 @click.option("--collective", is_flag=True, help="Also run a short all-reduce on all hosts, as a job.")
-@click.option("--fix", is_flag=True, help="First mend what is ours: see above.")
+@click.option("--fix", is_flag=True, help="First repair what your own jobs left: see above.")
 @click.option("--yes", is_flag=True, help="With --fix: do not ask.")
 @accept_option
 @allow_local_option
@@ -49,12 +49,12 @@ def doctor(
     ways, and send a little. Nothing is installed or left running. With an INVENTORY its hosts are checked, else those
     of the current cluster.
 
-    With --collective, and where nothing blocks one, a job of 1 KiB and 8 MiB follows: it takes torch's start, about
-    10 s, and the GPUs. Where it fails, it is tried on fewer hosts until the guilty one, or pair, is found.
+    With --collective, where nothing blocks one, a job that all-reduces 1 KiB and 8 MiB follows. It uses the GPUs, for
+    about 10 s and torch's start. Where it fails, fewer hosts are tried until the guilty one, or pair, is found.
 
-    --fix ends processes that our jobs left, wakes our stopped supervisors, removes halves of starts, uploads and
-    removals, and makes environments of `orch setup` again that do not start. It says what, asks first, and touches
-    nothing of other people or of jobs that run.
+    --fix ends processes that your jobs left, resumes your stopped supervisors, removes unfinished starts, uploads and
+    removals, and rebuilds environments of `orch setup` that do not start. It lists these changes and asks first. It
+    touches nothing of other people or of running jobs.
 
     The exit code is 0 if nothing blocks a job, 1 if a finding does, 3 if a host could not be reached.
 
@@ -101,9 +101,11 @@ def _refuse(inventory: Path | None, cluster: str | None, collective: bool, fix: 
     if inventory and collective:
         raise UsageError("--collective runs a job, which needs a cluster that is up", f"`orch up {inventory}` first")
     if inventory and fix:
-        raise UsageError("--fix mends what jobs of a cluster left, which has to be up", f"`orch up {inventory}` first")
+        raise UsageError(
+            "--fix repairs what the jobs of a cluster left, which has to be up", f"`orch up {inventory}` first"
+        )
     if fix and nobody_is_asked:
-        raise UsageError("`orch doctor --fix --json` asks nobody", "say so with --yes")
+        raise UsageError("`orch doctor --fix --json` cannot ask for your consent", "add --yes to give it")
 
 
 def _look(controller: Controller, nodes: Sequence[Node], master: str | None) -> Seen:

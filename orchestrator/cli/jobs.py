@@ -164,7 +164,7 @@ class Moment(click.ParamType):  # type: ignore[type-arg]  # as above
 @click.option("-n", "--lines", type=click.IntRange(min=1), metavar="N", help="Only the last N lines of each log.")
 @click.option("--since", type=Moment(), metavar="WHEN", help="Only lines printed since then: 30m ago, or at 14:05.")
 @click.option("-t", "--timestamps", is_flag=True, help="Begin each line with the time at which it was printed.")
-@click.option("--grep", type=Regex(), metavar="REGEX", help="Only lines, of those, in which this fits.")
+@click.option("--grep", type=Regex(), metavar="REGEX", help="Only the lines in which this matches.")
 @cluster_option
 def logs(
     wanted: str | None,
@@ -279,7 +279,11 @@ def _meant(controller: Controller, cluster: str | None, yes: bool) -> RunningJob
     known = job.refresh()
     if known.state in ENDED:
         others = [other.id for other in controller.store.jobs() if other.state not in ENDED]
-        remedy = f"still running: {', '.join(others)}: name one with --job" if others else "no other job runs, either"
+        remedy = (
+            f"still running: {', '.join(others)}: name one with --job"
+            if others
+            else "no other job runs; `orch jobs` lists all"
+        )
         raise UsageError(f"{known.id} has ended already ({known.state})", remedy)
     question = f"Cancel {known.id} ({known.state}) on {', '.join(known.nodes)}?"
     if not yes and not agrees(question):

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 def plan(
     nodes: str | None, bandwidth: float | None, out: Path, cluster: str | None, as_json: bool, **what: Any
 ) -> None:
-    """Predict the step time and samples/s of every strategy for an experiment or a script.
+    """Predict the step time and samples/s of the ways to run an experiment or a script.
 
     It starts nothing and asks no host. It shows the fastest strategy of each fidelity, what limits it, hosts that cost
     more than they contribute, and what a faster link, another host or a larger batch would change. Speeds come from

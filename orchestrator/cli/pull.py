@@ -98,7 +98,7 @@ def _job_and_globs(words: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]
 def _nothing_fits(job: str, globs: Sequence[str], outputs: Outputs) -> UsageError:
     names = list(dict.fromkeys(file.name for listing in outputs.found.values() for file in listing.files))
     remedy = f"it wrote {', '.join(names[:5])}{', ...' if names[5:] else ''}" if names else "it wrote no files"
-    return UsageError(f"no file of {job} fits {' '.join(globs)}", f"{remedy} (`--list` shows all)")
+    return UsageError(f"no file of {job} matches {' '.join(globs)}", f"{remedy} (`--list` shows all)")
 
 
 def bring(job: RunningJob, chosen: Mapping[str, Sequence[Output]], out: Path) -> dict[str, Pulled | HostError]:

@@ -60,12 +60,15 @@ SECOND_CTRL_C_S = 3.0
 @module_option
 @folder_option
 @click.option(
-    "--batch", type=click.IntRange(min=1), metavar="N", help="Split N samples an update: each rank's is in ORCH_SHARE."
+    "--batch",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Samples of an update, over all ranks; each rank finds its part in ORCH_SHARE.",
 )
 @click.option(
     "--pass-local-rank", is_flag=True, help="Give the script --local_rank=N, as torch.distributed.launch does."
 )
-@click.option("--no-metrics", is_flag=True, help="Leave the steps of a script unmeasured: hang nothing into its torch.")
+@click.option("--no-metrics", is_flag=True, help="Do not measure the steps of a script: install no hooks in its torch.")
 @click.option(
     "--env",
     multiple=True,
@@ -83,7 +86,7 @@ SECOND_CTRL_C_S = 3.0
 @click.option(
     "--hosts",
     metavar="MIN:MAX",
-    help="Start on the best MAX of these nodes that can take part, if they are MIN at least; N means N:N.",
+    help="Start on the hosts that can take part, the best MAX of them; start nothing on fewer than MIN. N means N:N.",
     shell_complete=node_ranges,
 )
 @click.option("--detach", is_flag=True, help="Return as soon as the job runs.")
@@ -96,7 +99,7 @@ SECOND_CTRL_C_S = 3.0
     type=Quantity("time"),
     default="3s",
     show_default=True,
-    help="The time that ranks get between INT, TERM and KILL.",
+    help="How long ranks have after SIGINT before SIGTERM, and after that before SIGKILL.",
 )
 @click.option(
     "--elastic",
@@ -114,8 +117,7 @@ SECOND_CTRL_C_S = 3.0
     "--retries",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Try a job that failed because of its hosts again, N times at most: on those that remain, from its last "
-    "checkpoint.",
+    help="If hosts make the job fail, start it again on those that remain, from its last checkpoint; at most N times.",
 )
 @click.option(
     "--retry-on",
@@ -135,7 +137,7 @@ SECOND_CTRL_C_S = 3.0
 @click.option(
     "--time-limit",
     type=Quantity("time"),
-    help="End the job after this time: 90s, 30m, 12h. With it a job may go past those that wait longer.",
+    help="End the job after this time: 90s, 30m, 12h. Then it may start before queued jobs that it does not delay.",
 )
 @click.option("--name", type=Called("name"), metavar="NAME", help="What the job's id begins with.")
 @click.option(
@@ -165,7 +167,7 @@ def run(ctx: click.Context, /, **options: Any) -> None:
     orch run --exp mnist_lenet --set epochs=1
     orch run --exp resnet152_cifar --set strategy=auto --nodes a2000,v100 --detach
     orch run --exp mnist_lenet --set checkpoint_every=500
-    orch run --exp mnist_lenet --elastic 2:3  continues when a third node is lost
+    orch run --exp mnist_lenet --elastic 2:3  continues if one of three is lost
     orch run --exp mnist_lenet --hosts 2:4    does without hosts that are off
     orch run --retries 2 --exp mnist_lenet --set checkpoint_every=500
     orch run --resume latest --set epochs=20  from that job's last checkpoint on

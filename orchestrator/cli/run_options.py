@@ -81,12 +81,18 @@ class RunOptions:
     def check_notify(self) -> None:
         """Raises UsageError where nobody here would see the end."""
         if self.notify and self.detach:
-            raise UsageError("--notify needs somebody here to see the job's end", "leave --detach out, and add `&`")
+            raise UsageError(
+                "--notify works only while `orch run` follows the job",
+                "leave --detach out; `nohup orch run ... &` outlives this terminal",
+            )
 
     def first_attempt(self) -> Attempt | None:
         """None where there is to be no other. Raises UsageError where nobody would see to it."""
         if self.retries is not None and self.detach:
-            raise UsageError("--retries needs somebody here to see the job's end", "leave --detach out, and add `&`")
+            raise UsageError(
+                "--retries works only while `orch run` follows the job",
+                "leave --detach out; `nohup orch run ... &` outlives this terminal",
+            )
         return first_attempt(self.retries, self.retry_on, rejoin=self.rejoin)
 
     def measures_steps(self) -> bool:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Listen there.  [default: one that is free]")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Listen on this port.  [default: a free one]")
 @out_option
 @cluster_option
 def ui(port: int, out: Path, cluster: str | None) -> None:

@@ -19,8 +19,8 @@ def why(wanted: str | None, all_frames: bool, cluster: str | None, as_json: bool
     """Name the host, rank, Python line and reason where a job stands still.
 
     Each host looks twice within two seconds at what its ranks do: threads, processes, pipes, connections. It works for
-    any script, without root, and neither ends nor changes anything. A job that is only slow counts as no stall; the
-    reason is told by what is seen, and is no proof.
+    any script, without root, and neither ends nor changes anything. A job that is only slow counts as no stall. The
+    reason is inferred from what the hosts show; it is not proved.
 
     \b
     orch why

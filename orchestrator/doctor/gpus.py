@@ -82,7 +82,7 @@ def _health_of(gpu: GpuHealth) -> Iterator[Finding]:
         yield seen, f"`nvidia-smi -pl {gpu.default_limit_watts:.0f} -i {gpu.index}` as root"
     if gpu.link_width and gpu.most_link_width and gpu.link_width < gpu.most_link_width:
         seen = f"{name} has {gpu.link_width} of its {gpu.most_link_width} PCIe lanes"
-        yield seen, "seat it anew, or in a slot with more lanes"
+        yield seen, "reseat the card, or move it to a slot with more lanes"
 
 
 def fabric(host: Host) -> Iterator[Finding]:

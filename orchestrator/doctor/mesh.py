@@ -192,7 +192,7 @@ def take_part(host: ConnectedHost, conductor: Conductor, token: bytes, address: 
                     understood(host.node, lambda word=word: conductor.take(host.node, word))  # type: ignore[misc]
             finally:
                 conductor.left(host.node)
-        raise ProbeError(host.node, "its answer has no end", "try again")
+        raise ProbeError(host.node, "its answer was cut short", "try again")
     except HostError:
         conductor.left(host.node)
         raise

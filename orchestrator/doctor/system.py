@@ -46,7 +46,8 @@ def own_name(host: Host) -> Iterator[Finding]:
     addresses = host.facts.hostname_addresses
     local = [address for address in addresses if ipaddress.ip_address(address).is_loopback]
     remedy = (
-        "nothing for `orch run`, which does without; for other launchers `ADDRESS NAME` of its own in its /etc/hosts"
+        "`orch run` is not affected. For other launchers, add a line `ADDRESS NAME` with this host's own address and "
+        "name to its /etc/hosts"
     )
     if not addresses:
         yield "its own name (`hostname`) leads to no address", remedy

@@ -162,11 +162,16 @@ CHECKS: tuple[Check, ...] = (
     _check("P11", "NVSwitch fabric", "block", "a freeze at NCCL's start, without a word", gpus_waiting, has_nvswitch),
     _check("P12", "training address", "block", "a master that cannot listen", ways.listening, tried_pairs),
     _check(
-        "P13", "ways to the master", "block", "`client socket has timed out` after minutes", ways.to_master, tried_pairs
+        "P13",
+        "connections to the master",
+        "block",
+        "`client socket has timed out` after minutes",
+        ways.to_master,
+        tried_pairs,
     ),
     _check(
         "P14",
-        "ways between hosts",
+        "connections between hosts",
         "block",
         "a good start, and a first collective that hangs",
         ways.to_others,

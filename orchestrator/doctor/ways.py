@@ -17,7 +17,7 @@ _WORDS = {
     "silent": "no connection comes about, and nothing at that address answers",
     "filtered": "no connection comes about, though that address answers on another port",
     "refused": "the connection is refused, though it listens there",
-    "unreachable": "there is no way",
+    "unreachable": "there is no route to that host",
     "mute": "somebody accepts the connection who is not that host",
     "hung up": "the connection breaks",
 }

@@ -1,6 +1,7 @@
 """Which hosts are worth the most to a job that takes some of them: by speed, else by the memory of their GPUs. Pure.
 
-worth = worth_of(draft, profiles, election)         Worth({"v100": 763.0, "a2000": 288.0}, "the fastest by profile")
+by_speed(plan, profiles)         Worth({"v100": 763.0, "a2000": 288.0}, "the fastest by profile")
+by_memory(candidates)            the same, where not every host's speed is known
 """
 
 from __future__ import annotations

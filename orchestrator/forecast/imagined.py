@@ -73,7 +73,10 @@ def imagine(groups: Sequence[Group], layers: tuple[Layer, ...], batch: int, band
     for group in groups:
         speeds = (estimate_speed(group.gpu, layers),) * group.gpus
         if speeds[0].cap == 0:
-            raise UsageError(f"not one sample fits into the {group.gpu.memory_gib:g} GiB of an {group.gpu.name}")
+            raise UsageError(
+                f"not one sample fits into the {group.gpu.memory_gib:g} GiB of an {group.gpu.name}",
+                "take a GPU with more memory, or another --exp",
+            )
         for _ in range(group.hosts):
             name = f"{group.gpu.name}-{len(hosts)}"
             hosts.append(HostSpeed(name, speeds, group.kind))

@@ -149,7 +149,7 @@ def _speed_words(speeds_from: dict[str, str]) -> Iterator[str]:
 def _changed_words(plan: LaunchPlan, profiles: Profiles) -> Iterator[str]:
     measured = [profile.created[:10] for profile in profiles.values() if profile.code not in (None, plan.code.sha256)]
     if measured:
-        yield f"its files have changed since it was profiled on {min(measured)}; `orch profile --again` measures anew"
+        yield f"its files have changed since it was profiled on {min(measured)}: run `orch profile --again`"
 
 
 def memory_notes(plan: LaunchPlan, view: ForecastInputs) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """What it costs to exchange bytes between ranks: the links, and the overheads of what carries them. Pure.
 
-    wire = Wire((Site("a2000", 1, 2.35e9, 2.35e9), Site("v100", 1, 2.35e9, 2.35e9)), GLOO)
+    wire = LinkCosts((Site("a2000", 1, 2.35e9, 2.35e9), Site("v100", 1, 2.35e9, 2.35e9)), GLOO)
     wire.all_reduce_s(232_657_192)          0.794
 
 All are alpha-beta costs of known algorithms. Of the ring (Patarasuk and Yuan 2009): n ranks pass pieces of S/n bytes in

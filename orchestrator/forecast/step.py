@@ -28,10 +28,9 @@ from orchestrator.forecast.links import LinkCosts
 from orchestrator.forecast.tensor import Sent, time_step
 from orchestrator.planning.measurement import BlockTimes
 from trainer.shared.gpu_work import Work
+from trainer.shared.pace import BACKWARD, FORWARD, OPTIMISER
 from trainer.shared.shares import Speed, at_most, equal_shares, fastest_shares
 
-FORWARD, BACKWARD, OPTIMISER = 0.33, 0.66, 0.01
-"""How compute divides: as `trainer.shared.pace` has it, which says why."""
 MIB = 2**20
 Fidelity = Literal["exact", "half", "compressed", "local"]
 Limit = Literal["wire", "compute"]

@@ -1,6 +1,6 @@
 """What lies in the hosts' work folders and whose it is: one host asked, its answer as a value.
 
-    look(host, who)                     # Survey: our jobs, others', and what is no job of anybody
+    survey_host(host, who)              # Survey: our jobs, others', and what is no job of anybody
     reap(host, who, end=True)           # Reaped: processes of jobs without a supervisor; ours are ended
     mend(host, who, end=True)           # Mended: the same, and folders that nobody will need
     down(host, who)                     # Cleared: what was ended and removed, and what was left alone

@@ -61,7 +61,7 @@ def _run(host: ConnectedHost, line: str, limit_s: float) -> Ran:
             if "end" in word:
                 return understood(host.node, partial(_ran, word["end"], said))
             understood(host.node, partial(_hear, word, said))
-    raise ProbeError(host.node, "its answer has no end", "try again")
+    raise ProbeError(host.node, "its answer was cut short", "try again")
 
 
 def _hear(word: Mapping[str, Any], said: Mapping[str, bytearray]) -> None:

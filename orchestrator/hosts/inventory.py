@@ -115,7 +115,7 @@ class _Pace(_Model):
 
 
 class Paced(_Pace):
-    """A stand-in for a GPU that is not there: its ranks keep this speed on the CPU."""
+    """Paced: its ranks keep this speed of a GPU that is not there, on the CPU."""
 
     memory_bytes: int | None = None
     slowdown: tuple[Slowdown, ...] = ()
@@ -126,7 +126,7 @@ class SlowdownEntry(Slowdown, Written):
 
 
 class PacedEntry(_Pace, Written):
-    """A stand-in for a GPU that is not there: its ranks keep this speed on the CPU."""
+    """Paced: its ranks keep this speed of a GPU that is not there, on the CPU."""
 
     memory: Memory | None = None
     """Memory of the GPU that is stood in for, like 16GiB."""

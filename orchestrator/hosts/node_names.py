@@ -47,7 +47,7 @@ def _names_of(word: str, known: Sequence[str], whose: str) -> list[str]:
         return names
     fits = re.compile("|".join(re.escape(name).replace(r"\*", ".*").replace(r"\?", ".") for name in names))
     if not (found := [name for name in known if fits.fullmatch(name)]):
-        raise UsageError(f"{word} fits no node of {whose}", _there_are(known))
+        raise UsageError(f"{word} matches no node of {whose}", _there_are(known))
     return found
 
 

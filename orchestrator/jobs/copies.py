@@ -16,14 +16,13 @@ from pathlib import Path
 
 from orchestrator.errors import OrchError
 from orchestrator.jobs.follow import Event
-from orchestrator.jobs.frames import FilePiece
+from orchestrator.jobs.frames import LOGS, FilePiece
 from orchestrator.jobs.lines import LogLine, Splitter
 from orchestrator.jobs.remembered import RememberedJobs
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
 
 PIECE_BYTES = 1 << 18
-LOGS = ("stdout.log", "stderr.log")
 
 
 def newest_copy(jobs: RememberedJobs, job: str) -> RunFolder | None:

@@ -24,7 +24,7 @@ from orchestrator.jobs.metric_lines import parse_event
 from orchestrator.jobs.record import Kind, Verdict
 from orchestrator.jobs.standing import Standing, standings_of
 from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.units import format_duration
+from orchestrator.units import counted, format_duration
 
 QUIET_S, LONG_S, VERY_LONG_S = 20.0, 60.0, 1800.0
 STEPS, LONG_STEPS = 3, 10
@@ -147,7 +147,7 @@ def _silent(scene: Scene) -> Verdict | None:
     if not scene.silent or not scene.hosts or len(scene.idle) < len(scene.live):
         return None
     name, error = next(iter(scene.silent.items()))
-    still = f"the {len(scene.live)} other ranks that are heard of stand still"
+    still = f"no rank on the other hosts ({len(scene.live)}) gets on"
     return Verdict("half-dead-link", f"{name} gives no answer ({reasons([error])[0]}), and {still}", error.remedy, name)
 
 
@@ -171,7 +171,7 @@ def _link(scene: Scene) -> Verdict | None:
             if way.retransmits >= RETRIES:
                 hosts = [node.name for node in scene.plan.nodes if node.address == way.to]
                 peer = hosts[0] if len(hosts) == 1 else f"{way.to} port {way.port}"
-                tries = f"{way.unsent:,} bytes were sent {way.retransmits} times again"
+                tries = f"{way.unsent:,} bytes were sent again {counted(way.retransmits, 'time')}"
                 reason = f"{one.name} sends to {peer} and hears nothing: {tries}"
                 return _of(
                     one, "half-dead-link", reason, "`orch status`; then the cable, switch or firewall between them"

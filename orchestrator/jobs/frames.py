@@ -25,7 +25,8 @@ LARGEST_WALL = 2.5e11
 """In the year 9892: later ones are no date here."""
 HEAD_BYTES = 1 << 12
 """A file is known by its inode and by how it begins."""
-RANK_FILES = ("stdout.log", "stderr.log", "metrics.jsonl")
+LOGS = ("stdout.log", "stderr.log")
+RANK_FILES = (*LOGS, "metrics.jsonl")
 NODE_FILES = ("supervisor.log", "torchrun.log", "prepare.log", "gpu.jsonl")
 _RANK_FILE = re.compile(rf"rank-(\d{{1,5}})/({'|'.join(map(re.escape, RANK_FILES))})")
 

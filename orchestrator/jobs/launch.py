@@ -129,7 +129,7 @@ class _Start:
 
 
 def _place(node: NodePlan, answer: Mapping[str, Any]) -> list[Any]:
-    """Where the others find this host's supervisor: the fields of `remote/peers.Place`."""
+    """Where the others find this host's supervisor: the fields of `remote/way.Place`."""
     port = ask.understood(node.name, lambda: int(answer["peer_port"]))
     return [node.address, port, node.interface or "INTERFACE", one_line(answer.get("firewall"), 20)]
 

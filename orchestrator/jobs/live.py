@@ -1,10 +1,10 @@
 """How a run goes at this moment: the ranks' metrics, folded into one row a host as they arrive. Pure.
 
-Takes the plan and the pieces of `rank-<r>/metrics.jsonl`, gives a frozen `Progress` whenever it is asked:
+Takes the plan and the pieces of `rank-<r>/metrics.jsonl`, gives a frozen `RunProgress` whenever it is asked:
 
     view = LiveView(plan)
     if view.take("v100", piece):
-        view.progress(90.0).rows  # (Row(node="v100", step=120, steps=938, samples_per_s=833.0, wait_share=0.4, ...),)
+        view.progress(90.0).rows  # (HostRow(node="v100", step=120, steps=938, samples_per_s=833.0, ...),)
 
 Only the newest steps are kept, and of a large piece only the newest lines are read: following costs next to nothing,
 whatever a job's speed. Nothing in these files is trusted; what cannot be used is left out.

@@ -1,6 +1,6 @@
 """What jobs wrote beside their logs, as their hosts list it, and what of it no run folder here has.
 
-outputs(plan, hosts)                                Outputs(found={"a": Listing(...)}, errors={})
+outputs(plan, hosts)                                Outputs(found={"a": OutputListing(...)}, errors={})
 unpulled(jobs, connections, cluster)                what `orch down` would take with it
 """
 

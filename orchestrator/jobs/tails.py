@@ -15,7 +15,7 @@ from typing import Any
 
 from orchestrator.errors import HostsError
 from orchestrator.jobs.control import ASK_S, on_all
-from orchestrator.jobs.frames import HEAD_BYTES, NODE_FILES, Held
+from orchestrator.jobs.frames import HEAD_BYTES, LOGS, NODE_FILES, Held
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost
@@ -23,7 +23,6 @@ from orchestrator.transport.fanout import errors, values
 
 FILES_ASKED = 100
 """At once: each answers with up to 6 KB."""
-LOGS = ("stdout.log", "stderr.log")
 
 
 def tails(

@@ -33,7 +33,9 @@ def wait_and_sync(
     return wait, exposed - wait
 
 
-def bubble_and_sync(exposed_ms: float, bubble_ms: float) -> tuple[float, float]:
-    """The same of a stage of a pipeline; `results.measure` has it in SQL."""
-    wait_ms = min(exposed_ms, bubble_ms)
-    return wait_ms, exposed_ms - wait_ms
+def bubble_and_sync(
+    exposed: Quantity, bubble: Quantity, least: Callable[[Quantity, Quantity], Quantity] = min
+) -> tuple[Quantity, Quantity]:
+    """The same of a stage of a pipeline."""
+    wait = least(exposed, bubble)
+    return wait, exposed - wait

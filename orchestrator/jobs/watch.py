@@ -1,7 +1,7 @@
 """What the hosts of one job have to say, as it comes: one stream a host, over as many connections as it takes.
 
 for name, item in watch(plan, hosts, offsets={}, follow=True, reconnect=connections.reopen):
-    item                            a Piece of a file, an Agent's record, a Beat, an End, or that host's HostError
+    item                            a `Frame` (of a file, a record, a beat or the end), or that host's HostError
 """
 
 from __future__ import annotations

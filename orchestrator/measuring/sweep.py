@@ -172,4 +172,6 @@ class Sweep:
         except FileNotFoundError:
             return Ledger(schema=SCHEMA)
         except (OSError, ValidationError) as error:
-            raise UsageError(f"{self.file}: no sweep of ours ({type(error).__name__})", "move it away") from error
+            raise UsageError(
+                f"{self.file}: not a table of `orch sweep` ({type(error).__name__})", "move it away"
+            ) from error

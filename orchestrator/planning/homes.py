@@ -26,10 +26,8 @@ def homes_of(nodes: Iterable[Node], facts: Mapping[str, NodeFacts]) -> dict[str,
 
 def notes_on(request: RunRequest, own_home: str, homes: Mapping[str, str]) -> Iterator[str]:
     """A sentence for each setting or script argument that names this machine's home folder."""
-    if request.kind == "experiment":
-        for key in sorted(request.chosen):
-            yield from expanded_here("--set", f"{key}=", str(getattr(request.settings, key)), own_home, homes)
-        return
+    for key in sorted(request.chosen):
+        yield from expanded_here("--set", f"{key}=", str(getattr(request.settings, key)), own_home, homes)
     for word in request.command:
         path = word.partition("=")[2] if word.startswith("-") else word
         for problem in _elsewhere(path, own_home, homes):

@@ -127,7 +127,8 @@ class Words:
 def read_wish(words: Words) -> Wish:
     """Raises UsageError where it is not exactly one of the three kinds, and for any mistake in one."""
     if bool(words.exp) == bool(words.command):
-        raise UsageError("say what to run, once", "--exp NAME, -- SCRIPT ARGS, or -m MODULE")
+        what = "both an experiment and a script were named" if words.exp else "nothing to run was named"
+        raise UsageError(what, "give one of --exp NAME, -- SCRIPT ARGS and -m MODULE")
     if words.exp and words.batch is not None:
         raise UsageError("--batch belongs to a script of your own", f"--set batch={words.batch}")
     if words.exp and words.pass_local_rank:

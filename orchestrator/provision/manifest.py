@@ -1,7 +1,7 @@
 """A data set's folder as it is to be sent: takes a folder here, gives the names, sizes and SHA-256 of its files.
 
     manifest = read_manifest(Path("~/data").expanduser(), progress)
-    manifest.files[0]          # File(name="MNIST/raw/train-images-idx3-ubyte", size=47040016, sha256="ba891046...")
+    manifest.files[0]       # ManifestFile(name="MNIST/raw/train-images-idx3-ubyte", size=47040016, sha256="ba89...")
 
 A link that stays inside the folder is sent as what it leads to; one that leads outside is refused, as is whatever is
 neither file nor folder; so are a home folder, and what looks like a login or a private key. Names have to be printable:

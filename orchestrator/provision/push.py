@@ -98,7 +98,7 @@ class _Session:
                     self._show(self._progress)
             finally:
                 self._go.put(False)
-        raise ProbeError(self.host.node, "its answer has no end", "try again")
+        raise ProbeError(self.host.node, "its answer was cut short", "try again")
 
     def _heard(self, word: Mapping[str, Any]) -> PushProgress:
         """The progress after a host's word. Raises ValueError, TypeError where that is none."""

@@ -192,7 +192,7 @@ def set_up(
                 elif "line" in word:
                     progress = SetupProgress(host.node, progress.phase, one_line(word["line"], 200))
                 show(progress)
-        raise ProbeError(host.node, "its answer has no end", "try again")
+        raise ProbeError(host.node, "its answer was cut short", "try again")
 
     return for_each(hosts, one, deadline_s=LIMIT_S + 60, at_once=max(1, len(hosts)))
 

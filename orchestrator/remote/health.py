@@ -1,6 +1,6 @@
 """What may end a job later, as this host's system says it: limits, environment, cards, what runs and what is due.
 
-    gather(30.0)     # {"limits": {"nofile": [1024, 1048576], ...}, "uptime_s": 4711.0, ...}
+    gather()         # {"limits": {"nofile": [1024, 1048576], ...}, "uptime_s": 4711.0, ...}
 
 Raw, not judged (`orchestrator/doctor/`). What may block without end runs in a process of its own, as in `probe`.
 """

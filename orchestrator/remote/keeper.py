@@ -4,7 +4,7 @@
 
 The seconds are for others to read (`gpu_claim.holder_of`): so long the job has its GPUs at most. The keeper just waits.
 Should the supervisor itself be killed, every process of the job falls back to it (a subreaper), and it ends
-them and writes down why. The answer is one JSON object: {"pid", "hub_port"}, or {"error", "remedy"}.
+them and writes down why. The answer is one JSON object: {"pid", "hub_port", "peer_port"}, or {"error", "remedy"}.
 """
 
 from __future__ import annotations

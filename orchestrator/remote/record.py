@@ -1,6 +1,6 @@
 """agent.json: what became of a job on this host, written by its supervisor alone.
 
-record = Record(job, "beta")
+record = RecordWriter(job, "beta")
 record.write({"phase": "running"})              # joins what was written before
 record.write({"state": "failed", "ended": now}) # the last word, for which there is room on a full disk
 """

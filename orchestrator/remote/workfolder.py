@@ -98,11 +98,6 @@ def content(root: Path) -> str:
         # The mark went between the two looks.
 
 
-def is_marked(root: Path) -> bool:
-    mark = _mark(root)
-    return bool(mark and _is_ours(mark))
-
-
 def _mark(root: Path) -> os.stat_result | None:
     try:
         return os.lstat(root / MARK)

@@ -60,8 +60,8 @@ def missing(plan: LaunchPlan, events: Events, figures: Figures) -> Iterable[str]
                 yield f"{node.name}: rank {rank} reported no step."
     if any(start.get("samples_from") == "unknown" for start in events.latest("start").values()):
         yield (
-            "How many samples a step has is not known, nor so its speed: the script asks no DataLoader for them and "
-            "calls no DistributedDataParallel (`orch run --batch N` says it)."
+            "Samples per step, and so the speed, are unknown: the script uses neither a DataLoader nor "
+            "DistributedDataParallel. `orch run --batch N` gives them."
         )
     if figures.reported and len(figures.reported) < plan.world_size:
         yield (

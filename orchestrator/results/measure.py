@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
-from duckdb import ColumnExpression, FunctionExpression
+from duckdb import ColumnExpression, Expression, FunctionExpression
 
 from orchestrator.jobs.metric_lines import count, number
-from orchestrator.jobs.waits import wait_and_sync
+from orchestrator.jobs.waits import bubble_and_sync, wait_and_sync
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.planning.recorded_settings import read_settings
 from orchestrator.results.events import Events
@@ -137,10 +137,18 @@ def _last_epoch_loss(events: Events) -> float | None:
 def _wait_and_sync() -> tuple[str, str]:
     """SQL over the columns of `together`."""
     exposed, comm, least_comm = (ColumnExpression(name) for name in ("exposed_ms", "comm_ms", "least_comm_ms"))
-    wait, sync = wait_and_sync(exposed, comm, least_comm, least=lambda a, b: FunctionExpression("least", a, b))
-    bubble = "bubble_before_ms + bubble_behind_ms"  # NULL outside a pipeline, and least() skips NULL
-    waited = f"CASE WHEN {bubble} IS NULL THEN {wait} ELSE least(exposed_ms, {bubble}) END"
-    return waited, f"CASE WHEN {bubble} IS NULL THEN {sync} ELSE exposed_ms - least(exposed_ms, {bubble}) END"
+    bubble = ColumnExpression("bubble_before_ms") + ColumnExpression("bubble_behind_ms")
+    among_ranks = wait_and_sync(exposed, comm, least_comm, least=_least)
+    among_stages = bubble_and_sync(exposed, bubble, least=_least)
+    # The bubble is NULL outside a pipeline, and least() skips NULL.
+    wait, sync = (
+        f"CASE WHEN {bubble} IS NULL THEN {a} ELSE {b} END" for a, b in zip(among_ranks, among_stages, strict=True)
+    )
+    return wait, sync
+
+
+def _least(one: Expression, other: Expression) -> Expression:
+    return FunctionExpression("least", one, other)
 
 
 _WAIT, _SYNC = _wait_and_sync()

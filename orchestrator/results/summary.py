@@ -57,7 +57,7 @@ class NodeSummary(Record):
     own_samples_per_s: float | None = None
     """Samples over compute time, summed over its ranks: what this host could do alone."""
     solo_samples_per_s: float | None = None
-    """What it did alone, measured by a solo run."""
+    """What it did alone, measured by `orch profile`."""
     step_ms: StepTime | None = None
     load_ms: float | None = None
     compute_ms: float | None = None
@@ -161,7 +161,7 @@ class Summary(Record):
     world_size: int
     samples_per_s: float | None = None
     prediction: Prediction | None = None
-    """What the plan foresaw, to stand beside what was measured."""
+    """What the plan predicted, to stand beside what was measured."""
     efficiency: float | None = None
     efficiency_basis: Literal["solo", "estimated"] | None = None
     faster: tuple[Faster, ...] = ()

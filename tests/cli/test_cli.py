@@ -121,8 +121,8 @@ def test_names_are_completed(line, offered, tmp_path):
 
 WRONG = {
     "no such command": (["launch"], "No such command 'launch'"),
-    "nothing to run": (["run"], "say what to run, once"),
-    "two things to run": (["run", "--exp", "mnist_lenet", "-m", "x"], "say what to run, once"),
+    "nothing to run": (["run"], "nothing to run was named"),
+    "two things to run": (["run", "--exp", "mnist_lenet", "-m", "x"], "both an experiment and a script were named"),
     "no cluster": (["status"], "no cluster yet"),
     "no job": (["collect", "--job", "latest"], "no job yet"),
     "no pair": (["run", "--exp", "mnist_lenet", "--set", "epochs"], "'epochs' is not --set KEY=VALUE"),
@@ -132,7 +132,7 @@ WRONG = {
     "restarts of a static job": (["run", "--max-restarts", "2", "--exp", "mnist_lenet"], "belongs to --elastic"),
     "no time": (["run", "--time-limit", "soon", "--", "x.py"], "'soon' is not a time"),
     "no script": (["run", "--", "nowhere.py"], "nowhere.py: no such script"),
-    "a question in a document": (["down", "--json"], "say so with --yes"),
+    "a question in a document": (["down", "--json"], "add --yes"),
     "no inventory": (["up", "nowhere.yaml"], "nowhere.yaml"),
 }
 

@@ -70,7 +70,7 @@ def test_a_pattern_that_fits_no_node_is_refused_before_any_host_is_asked(orch, l
     at = 2 if name == "data" else 1
     words = [name, *words]
     code, out, err = orch(*words[:at], "--nodes", "x[1-3]*", *words[at:])
-    assert (code, out) == (2, "") and "x[1-3]* fits no node of" in err and "its nodes: " in err
+    assert (code, out) == (2, "") and "x[1-3]* matches no node of" in err and "its nodes: " in err
 
 
 def test_use_switches_all_terminals_but_those_that_chose_by_themselves(orch, monkeypatch):

@@ -31,9 +31,9 @@ def rack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rack]:
 @needs_sshd
 def test_hosts_that_answer_are_shown_beside_one_that_is_off(rack: Rack) -> None:
     shown = rack.types("doctor", exit_code=3).stdout
-    assert "ways between hosts" in shown
+    assert "connections between hosts" in shown
     assert "block: P01 login, gone: " in shown
-    assert "\n  else: " in shown
+    assert "\n  if ignored: " in shown
     assert "\n  try: " in shown
     assert shown.splitlines()[-1].count(" checks passed, ") == 1
 
@@ -109,9 +109,9 @@ def test_what_a_dead_job_of_ours_left_is_ended_when_its_person_says_so_and_anoth
     try:
         words = ("doctor", "--fix", "--nodes", "a")
         refused = person.types(*words, code=2).stderr
-        assert "a: would end or wake mine-1: pid " in refused and "say so with --yes" in refused
+        assert "a: would end or wake mine-1: pid " in refused and "add --yes to agree" in refused
         assert [stray.poll() for stray in strays.values()] == [None, None]
-        assert "asks nobody" in person.types(*words, "--json", code=2).stderr
+        assert "cannot ask for your consent" in person.types(*words, "--json", code=2).stderr
         found = json.loads(person.types(*words, "--yes", "--json").stdout)
         assert list(found["fixed"]) == ["a"] and found["fixed"]["a"][0].startswith("mine-1: pid ")
         assert strays["mine-1"].wait(10) == -9 and strays["bobs-1"].poll() is None

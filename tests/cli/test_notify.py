@@ -40,7 +40,7 @@ def test_its_failure_is_a_warning(place: Place) -> None:
 
 def test_who_detaches_is_told_that_nobody_would_see_the_end(place: Place) -> None:
     refused = place.types("run", "--detach", "--notify", "true", "proj/train.py", code=2)
-    assert "--notify needs somebody here to see the job's end" in refused.stderr
+    assert "--notify works only while `orch run` follows the job" in refused.stderr
 
 
 def test_one_that_never_ends_is_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -113,7 +113,8 @@ def test_jobs_start_in_the_order_in_which_they_came_and_a_dead_controller_loses_
         with ended(last):
             last.starts().ends()
     assert (
-        f"{late.job} has lost its place in the queue: the `orch run` that waited has died" in alice.types("jobs").stderr
+        f"{late.job} has lost its place in the queue: the `orch run` that waited has ended"
+        in alice.types("jobs").stderr
     )
     assert queue(alice) == [] and not list((alice.folder / "home" / "waiting").iterdir())
     assert gpu_claim.holder_of(rack.uuids["a"]) is None

@@ -162,7 +162,7 @@ FAULTS = {
     "P10 hot": (seen(of_gpu(slowed_by=0x48)), "warn", ("a16",), "GPU 1 is slowed by heat", "fans"),
     "P10 clock": (seen(of_gpu(clock_mhz=600)), "warn", ("a16",), "set to 600 MHz, below its own 1200", "-rac -i 1"),
     "P10 power": (seen(of_gpu(limit_watts=100)), "warn", ("a16",), "100 W, below its own 250", "-pl 250 -i 1"),
-    "P10 lanes": (seen(of_gpu(link_width=4)), "warn", ("a16",), "4 of its 16 PCIe lanes", "seat it"),
+    "P10 lanes": (seen(of_gpu(link_width=4)), "warn", ("a16",), "4 of its 16 PCIe lanes", "reseat the card"),
     "P11 state": (seen(of_gpu(fabric="In Progress")), "block", ("a16",), "GPU 1: the NVSwitch fabric", "fabricmanager"),
     "P11 error": (
         seen(of_facts(torch=torch(devices=0, nccl="2.14.3", cuda_error="CUDA: Error 802: system not yet initialized"))),
@@ -390,7 +390,7 @@ FAULTS = {
 }
 
 
-VERBS = {"look", "seat", "replace", "take", "wait,", "set"}
+VERBS = {"look", "reseat", "replace", "take", "wait,", "set"}
 OF_ERRORS = {"P01 off", "P01 key", "P02"}
 """Whose remedies these tests made up."""
 

@@ -76,7 +76,7 @@ def test_the_line_of_better_shares_splits_the_batch_as_predicted():
 def test_where_nothing_is_worth_a_change_the_plan_ends_with_its_own_line():
     words = ("--set", "batch=2048", "--set", "shares=v100=5,a2000=2", *WHOLE)
     lines = orch("plan", "--exp", "resnet152_cifar", *words).stdout.rstrip().split("\n")
-    assert lines[-2] == "nothing that these settings allow is worth a change:"
+    assert lines[-2] == "no change that these settings allow is worth it; run:"
     assert pasted(lines[-1]).settings["shares"] == "v100=5,a2000=2"
 
 

@@ -340,18 +340,18 @@ THOUSAND = ("--nodes", "500xA2000,500xV100", "--bandwidth", "2.5Gbps")
 )
 def test_what_a_plan_does_not_look_at_is_said(home, settings, said):
     words = [word for setting in settings for word in ("--set", setting)]
-    found = [sentence for sentence in planned(*words)["basis"] if sentence.startswith("not looked at")]
-    assert found == ([f"not looked at: {said}"] if said else [])
+    found = [sentence for sentence in planned(*words)["basis"] if sentence.startswith("not included in the prediction")]
+    assert found == ([f"not included in the prediction: {said}"] if said else [])
 
 
 def test_an_estimate_looks_at_no_amp(home, tmp_path):
     assert (
-        "not looked at: amp=bf16, backend=gloo"
+        "not included in the prediction: amp=bf16, backend=gloo"
         in planned(*THOUSAND, "--set", "amp=bf16", "--set", "backend=gloo")["basis"]
     )
     remember(tmp_path, "a2000_v100.yaml")
-    assert "not looked at: amp=bf16" in planned("--set", "amp=bf16")["basis"]
-    assert "not looked at: cuda_graph=off" in planned("--set", "cuda_graph=off")["basis"]
+    assert "not included in the prediction: amp=bf16" in planned("--set", "amp=bf16")["basis"]
+    assert "not included in the prediction: cuda_graph=off" in planned("--set", "cuda_graph=off")["basis"]
 
 
 def test_local_in_32_bits_is_shown_no_other(home):

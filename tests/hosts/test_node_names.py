@@ -46,8 +46,8 @@ def test_an_unknown_plain_name_stays_for_its_user_to_refuse():
 @pytest.mark.parametrize(
     ("listed", "words"),
     [
-        ("x*", "x* fits no node of cluster rack"),
-        ("gpu[17-18]*", "gpu[17-18]* fits no node of cluster rack"),
+        ("x*", "x* matches no node of cluster rack"),
+        ("gpu[17-18]*", "gpu[17-18]* matches no node of cluster rack"),
         ("gpu[15-18]", "gpu[15-18]: no gpu17, gpu18 in cluster rack"),
         ("gpu[1-2]", "gpu[1-2]: no gpu1, gpu2 in cluster rack"),
         ("gpu[01-16", "gpu[01-16: brackets do not match"),

@@ -185,7 +185,7 @@ def test_bytes_that_nobody_confirms_name_the_way(tmp_path: Path) -> None:
 
     found = verdict(tmp_path, a=sends(6), b=host(rank(1, REDUCES)))
     assert (found.kind, found.node, found.rank) == ("half-dead-link", "a", 0)
-    assert "81,920 bytes were sent 6 times again" in found.reason
+    assert "81,920 bytes were sent again 6 times" in found.reason
     assert verdict(tmp_path / "2", a=sends(0), b=host(rank(1, REDUCES))).kind == "stands-still"
 
 

@@ -128,7 +128,7 @@ def test_a_job_that_somebody_cancels_is_not_tried_again(rack: Rack) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--retries", "1", "--detach"), "--retries needs somebody here to see the job's end"),
+        (("--retries", "1", "--detach"), "--retries works only while `orch run` follows the job"),
         (("--rejoin",), "--retry-on and --rejoin belong to --retries"),
         (("--retry-on", "any"), "--retry-on and --rejoin belong to --retries"),
     ],

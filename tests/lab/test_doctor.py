@@ -83,7 +83,7 @@ def test_in_a_sound_rack_nothing_blocks_and_nothing_stays_behind(person):
 def test_a_file_that_nobody_brought_up_is_checked_without_being_remembered(person, tmp_path):
     stranger = Person(person.lab, tmp_path / "home", tmp_path)
     shown = stranger.types("doctor", str(person.lab.inventory), "--nodes", "alpha,beta").stdout
-    assert "ways between hosts" in shown
+    assert "connections between hosts" in shown
     assert "not applicable" in shown.splitlines()[-1]
     assert stranger.types("clusters").stdout == ""
 

@@ -89,12 +89,14 @@ def test_a_script_of_another_language_is_refused_before_any_host_is_asked(name, 
     assert command == ([] if said else [name, "1"])
 
 
-def test_a_home_folder_that_the_shell_here_filled_in_is_named(runs, monkeypatch):
+def test_a_home_folder_that_the_shell_here_filled_in_is_named(runs, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     _, err = runs("--exp mnist_lenet --set data_dir=/home/me/birds")
     assert "/home/me/birds lies in your home folder here, and on alpha that is /home/lab" in err
     assert "write --set 'data_dir=~/birds', with the quotes" in err
     assert "give the script a path of the hosts" in runs("train.py --data=/home/me/birds")[1]
+    (tmp_path / "mine.py").write_text("import trainer\n")
+    assert "write --set 'checkpoint_dir=~/c', with the quotes" in runs("--set checkpoint_dir=/home/me/c mine.py")[1]
     for line in ("--exp mnist_lenet --set 'data_dir=~/birds'", "train.py --data=/home/meg/birds"):
         assert "home folder" not in runs(line)[1]
     monkeypatch.setenv("HOME", "/home/lab")

@@ -71,10 +71,11 @@ def test_no_log_says_nothing(tmp_path):
     assert not is_secondary([])
 
 
+_TOO_LARGE = "try `--set accumulate=4`, or a smaller batch"
 KNOWN = {
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB": "lower `batch`",
-    "RuntimeError: GET was unable to find an engine to execute this computation": "lower `batch`",
-    "RuntimeError: Unable to find a valid cuDNN algorithm to run convolution": "lower `batch`",
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB": _TOO_LARGE,
+    "RuntimeError: GET was unable to find an engine to execute this computation": _TOO_LARGE,
+    "RuntimeError: Unable to find a valid cuDNN algorithm to run convolution": _TOO_LARGE,
     "OSError: [Errno 28] No space left on device": "a disk is full",
     "Error: failed to extend /dev/shm/nccl-WU88OE to 9637892 bytes, error: No space left on device (28)": "--shm-size",
     "Error while creating shared memory segment /dev/shm/nccl-KWf (size 5967872)": "NCCL_SHM_DISABLE=1",
@@ -92,7 +93,7 @@ KNOWN = {
     "NCCL WARN Call to ibv_create_cq failed with error Cannot allocate memory": "NCCL_IB_DISABLE=1",
     "ModuleNotFoundError: No module named 'timm'": "lacks a module",
     "DistNetworkError: The client socket has timed out after 60000ms while trying to connect": "firewall",
-    "DistNetworkError: port: 29500, useIpv6: false, code: -98, name: EADDRINUSE": "is taken",
+    "DistNetworkError: port: 29500, useIpv6: false, code: -98, name: EADDRINUSE": "`ss -ltnp` there shows which",
 }
 
 

@@ -175,7 +175,7 @@ def test_a_table_of_somebody_elses_is_not_written_over(bench, tmp_path):
     one = bench()
     one.out.mkdir()
     one.file.write_text("[]")
-    with pytest.raises(UsageError, match="no sweep of ours"):
+    with pytest.raises(UsageError, match="not a table of `orch sweep`"):
         one.run(Watch(one.controller))
     assert one.file.read_text() == "[]"
 

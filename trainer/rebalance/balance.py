@@ -116,7 +116,3 @@ class Balance:
         best = self.ranks[rank].best
         speeds = [best if other is self.ranks[rank] else other.speed for other in self.ranks]
         return best is None or self._solve(speeds)[rank] > 0
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# In a run

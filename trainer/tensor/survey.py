@@ -1,4 +1,4 @@
-"""Which layers of a network can be cut, what they take and what they give: `survey(model, shape)`, without computing.
+"""Which layers of a network can be cut, what they take and give: `layers_of(model, images, shares)`, without computing.
 
 Weights of other kinds (BatchNorm's) are held and moved by every rank: all see the same activations and gradients, so
 that they stay alike with nothing exchanged.

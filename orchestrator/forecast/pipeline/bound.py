@@ -24,7 +24,7 @@ from orchestrator.forecast.links import LinkCosts
 from orchestrator.forecast.pipeline.chain import Chain
 from orchestrator.forecast.pipeline.course import STATES, Course
 from orchestrator.forecast.pipeline.stage_host import StageHost, times_of
-from orchestrator.forecast.step import OPTIMISER
+from trainer.shared.pace import OPTIMISER
 
 ROUNDING = 1e-12
 Cut = tuple[int, ...]

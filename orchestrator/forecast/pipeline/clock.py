@@ -19,7 +19,7 @@ from orchestrator.forecast.links import LinkCosts
 from orchestrator.forecast.pipeline.chain import Chain
 from orchestrator.forecast.pipeline.course import Course, StageCost
 from orchestrator.forecast.pipeline.sums import sums_of
-from orchestrator.forecast.step import OPTIMISER
+from trainer.shared.pace import OPTIMISER
 from trainer.shared.turns import Task, Turns
 
 LEFT_OUT, UPDATES = 2, 4

@@ -15,8 +15,8 @@ from functools import lru_cache
 from itertools import accumulate
 
 from orchestrator.forecast.pipeline.chain import Chain
-from orchestrator.forecast.step import OPTIMISER
 from orchestrator.planning.measurement import BlockTimes, TaskTime
+from trainer.shared.pace import OPTIMISER
 from trainer.shared.shares import Speed
 
 

@@ -17,7 +17,7 @@ from orchestrator.forecast.links import LinkCosts
 from orchestrator.forecast.pipeline.averages import Averages, joined_s
 from orchestrator.forecast.pipeline.chain import Chain
 from orchestrator.forecast.pipeline.course import Course
-from orchestrator.forecast.step import OPTIMISER
+from trainer.shared.pace import OPTIMISER
 
 Limit = Literal["slowest stage", "bubble", "link", "fixed cost"]
 
