@@ -31,6 +31,8 @@ GRACE_S = 2.0
 LAST_WORDS_S = 0.5
 """So long we listen to what a command left running that still holds its outputs."""
 LOOK_S = 0.2
+LINE = "ORCH_LINE"
+"""Every user of this host can read a command line, and only its owner an environment. The line unsets it first."""
 
 
 def main(request: dict[str, Any]) -> None:
@@ -44,7 +46,8 @@ class Execution:
         self._talk = talk
         self._deadline = time.monotonic() + request["limit_s"]
         self._child = subprocess.Popen(
-            ["sh", "-c", request["line"]],
+            ["sh", "-c", f'eval "unset {LINE}; ${LINE}"'],
+            env={**os.environ, LINE: request["line"]},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

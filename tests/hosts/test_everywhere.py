@@ -58,6 +58,11 @@ def test_several_words_arrive_as_they_are_and_one_is_a_line_of_shell(rack):
     assert line_of(["ls | wc"]) == "ls | wc" and line_of(["ls", "| wc"]) == "ls '| wc'"
 
 
+def test_the_line_is_in_no_command_line_nor_in_the_environment_of_what_it_starts(rack):
+    done = rack.types(*BOTH, "--", "cat /proc/$PPID/cmdline /proc/$$/cmdline; env; echo $0 $#: Bearer | cut -d: -f1")
+    assert "Bearer" not in done.stdout and "PATH=" in done.stdout and done.stdout.endswith("\nsh 0\n")
+
+
 def test_it_runs_in_the_home_folder_with_the_hosts_own_umask_and_nothing_to_read(rack):
     done = rack.types(*BOTH, "--", "pwd; umask; wc -c")
     assert done.stdout.splitlines()[1:] == [str(Path.home()), "0022", "0"]

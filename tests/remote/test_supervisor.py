@@ -216,7 +216,7 @@ def test_prepare_runs_once_a_host_before_the_ranks_and_its_failure_is_the_cause(
         job.plan = job.plan.model_copy(update={"nodes": nodes})
 
     script = "print(open('prepared').read(), 'Bearer' in open('seen').read())"
-    with gang(tmp_path / "good", script) as job:
+    with gang(tmp_path / "good", script, env={"line": "of the job's own"}) as job:
         # What it says stands in no command line, nor in the environment of what it starts.
         preparing(job, "cat /proc/$$/cmdline >seen; env >>seen; : Bearer; echo yes >> prepared")
         job.launch()
