@@ -85,7 +85,7 @@ class LostJobs:
 
     def _rebuilt(self, plan: LaunchPlan, answers: Mapping[str, Mapping[str, Any]]) -> JobRecord:
         agents: dict[str, Mapping[str, Any] | HostError] = {**rescan.agents_of(plan.job, plan, answers)}
-        record = combine(plan, agents, rescan.record_of(plan), datetime.now(timezone.utc))
+        record = combine(plan, agents, JobRecord.of(plan, "lost"), datetime.now(timezone.utc))
         self._jobs.save_job(record, plan)
         if plan.owner != read_owner(self._jobs.home):  # `orch down` takes it from nobody
             self._jobs.nothing_to_collect(record.id)

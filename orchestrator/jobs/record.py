@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from orchestrator.planning.launch_plan import Attempt, HostChoice
+from orchestrator.planning.launch_plan import Attempt, HostChoice, LaunchPlan
 from orchestrator.record import SCHEMA, Record, Words
 from orchestrator.text import message
 
@@ -16,7 +16,7 @@ JobState = Literal["starting", "running", "succeeded", "failed", "cancelled", "l
 ENDED: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 """Known to have ended. A lost job may be found again."""
 
-FINAL_STATES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled", "lost"})
+FINAL_STATES: frozenset[str] = ENDED | {"lost"}
 
 
 class FirstFailure(Record):
@@ -140,3 +140,20 @@ class JobRecord(Record):
     """Which one, of a job that is tried again by `--retries`."""
     joined: bool | None = None
     """Whether any rank has met another; False: each of several runs by itself. None: not known, or a single rank."""
+
+    @classmethod
+    def of(cls, plan: LaunchPlan, state: JobState) -> JobRecord:
+        """What its plan says of a job, before any host has been heard."""
+        return cls(
+            schema=1,
+            id=plan.job,
+            state=state,
+            exp=plan.exp,
+            cluster=plan.cluster,
+            nodes=tuple(node.name for node in plan.nodes),
+            started=plan.created,
+            name=plan.name,
+            note=plan.note,
+            hosts=plan.hosts,
+            attempt=plan.attempt,
+        )

@@ -1,7 +1,7 @@
 """Rebuilds what this controller lost of its jobs from what their hosts remember. Pure.
 
     plan = adopt(answer["plan"], cluster, node="v100", job="mnist_lenet-20261121-0912-k3f")
-    record = record_of(plan)            # `state.combine` then finds its state
+    record = JobRecord.of(plan, "lost")     # `state.combine` then finds its state
 
 No host is taken at its word. A plan that comes from one is for reading only (logs, cancel, collect): nothing is ever
 launched from it. Where the job's hosts are and how Python starts there is the inventory's word, everything that is
@@ -18,7 +18,6 @@ from datetime import datetime
 from typing import Any
 
 from orchestrator.hosts.cluster import Cluster
-from orchestrator.jobs.record import JobRecord
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.record import SCHEMA, Owner
 from orchestrator.text import clean
@@ -84,24 +83,6 @@ def adopt(record: Any, cluster: Cluster, *, node: str, job: str) -> LaunchPlan:
         where = {"python": here.python, "activate": here.activate, "workdir": here.workdir}
         nodes.append(planned.model_copy(update=where))
     return plan.model_copy(update={"nodes": tuple(nodes)})
-
-
-def record_of(plan: LaunchPlan) -> JobRecord:
-    """What is known of the job before its hosts' records are looked at."""
-    nodes = tuple(node.name for node in plan.nodes)
-    return JobRecord(
-        schema=1,
-        id=plan.job,
-        state="lost",
-        exp=plan.exp,
-        cluster=plan.cluster,
-        nodes=nodes,
-        started=plan.created,
-        name=plan.name,
-        note=plan.note,
-        hosts=plan.hosts,
-        attempt=plan.attempt,
-    )
 
 
 def agents_of(job: str, plan: LaunchPlan, answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -13,7 +13,9 @@ from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import Node
 from orchestrator.jobs import rescan
+from orchestrator.jobs.record import JobRecord
 from orchestrator.paths import Home
+from orchestrator.planning.launch_plan import Attempt, LaunchPlan
 from orchestrator.store import Store
 from tests.support import forks
 from tests.support.job_states import PLAN
@@ -225,6 +227,15 @@ HOSTILE = st.recursive(
 )
 
 
+def test_a_record_has_all_that_a_plan_says_of_its_job():
+    plan = PLAN.model_copy(update={"name": "night", "note": "warmer", "attempt": Attempt(number=2, most=3)})
+    record = JobRecord.of(plan, "starting")
+    both = (JobRecord.model_fields.keys() & LaunchPlan.model_fields.keys()) - {"nodes"}
+    assert {"name", "note", "hosts", "attempt"} <= both
+    assert {name: getattr(record, name) for name in both} == {name: getattr(plan, name) for name in both}
+    assert (record.id, record.started, record.nodes) == (plan.job, plan.created, ("a", "b", "c"))
+
+
 @given(st.dictionaries(st.sampled_from([*PLAN_JSON]), HOSTILE, max_size=4), HOSTILE)
 def test_whatever_a_host_remembers_it_is_a_plan_that_fits_or_a_reason(twisted, agent):
     answers = {"a": {JOB: {"plan": changed(**twisted), "agent": agent}}}
@@ -233,5 +244,5 @@ def test_whatever_a_host_remembers_it_is_a_plan_that_fits_or_a_reason(twisted, a
     assert len(plans) + len(left_out) + len(found.elsewhere) == 1
     for plan in plans.values():
         assert {one.name for one in plan.nodes} <= set("abc")
-        assert rescan.record_of(plan).state == "lost"
+        assert JobRecord.of(plan, "lost").id == JOB
         rescan.agents_of(JOB, plan, answers)
