@@ -158,19 +158,7 @@ class Controller:
         that none of them was asked to run it. said: lines that an earlier plan of the same start has said.
         """
         plan = plan.model_copy(update={"owner": read_owner(self.store.home)})
-        record = JobRecord(
-            schema=1,
-            id=plan.job,
-            state="starting",
-            exp=plan.exp,
-            cluster=plan.cluster,
-            nodes=tuple(node.name for node in plan.nodes),
-            started=plan.created,
-            name=plan.name,
-            note=plan.note,
-            hosts=plan.hosts,
-            attempt=plan.attempt,
-        )
+        record = JobRecord.of(plan, "starting")
         job = self._reached(plan)
         said = set() if said is None else said
         self.checks.look_at_gpus(plan, job.hosts, said)
@@ -261,18 +249,26 @@ class Controller:
         try:
             with claimed(run):
                 fetched = job.collect(run, progress, limit_bytes=limit_bytes)
-                summary = self.report(run)
+                summary = self._analysed(run)
             if fetched.is_whole:
                 self.store.nothing_to_collect(job.id)
             return Report(summary, run, fetched.new_bytes, fetched.errors, fetched.notices)
         except HeldError as error:
-            if not run.summary.is_file():
-                raise
-            said = f"{error.message}; this is what the collect before it found. {error.remedy}"
-            return Report(Summary.load(run), run, 0, {}, (said,))
+            return _found_before(run, error)
 
-    def report(self, run: RunFolder) -> Summary:
-        """Analyses a collected run folder and writes its report; needs no host."""
+    def report(self, run: RunFolder) -> Report:
+        """Analyses a collected run folder and writes its report; needs no host.
+
+        While somebody collects into that folder, it is only read. Raises HeldError where there is nothing yet.
+        """
+        try:
+            with claimed(run):
+                return Report(self._analysed(run), run, 0, {})
+        except HeldError as error:
+            return _found_before(run, error)
+
+    def _analysed(self, run: RunFolder) -> Summary:
+        """With its report written. The folder has to be `claimed`."""
         from orchestrator.results.analyse import analyse
         from orchestrator.views.report import write_report
 
@@ -288,3 +284,11 @@ class Controller:
         measuring = runs_measuring(run.root.parent, summary.cluster, names, self.store.runs_of(COLLECTIVES))
         carried = (links_carried(one.job, one.collectives, names) for one in measuring if one.collectives)
         return next(filter(None, carried), None)
+
+
+def _found_before(run: RunFolder, held: HeldError) -> Report:
+    """What is there of a folder that somebody collects into. Raises that error where there is nothing."""
+    if not run.summary.is_file():
+        raise held
+    said = f"{held.message}; this is what the collect before it found. {held.remedy}"
+    return Report(Summary.load(run), run, 0, {}, (said,))

@@ -128,7 +128,10 @@ def report(
 
     with open_controller() as controller:
         run_folder = collected(controller, wanted, out, cluster)
-        summary = controller.report(run_folder)
+        found = controller.report(run_folder)
+    summary = found.summary
+    for notice in found.notices:
+        console.warn(notice)
     if figures:
         from orchestrator.views.paper import write_figures
 

@@ -9,16 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.controller import Controller
 from orchestrator.errors import ConnectError, OrchError
+from orchestrator.hosts.connections import Connections
 from orchestrator.jobs import collect as collecting
 from orchestrator.jobs.collect import HeldError, claimed, collect
 from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.watch import watch
-from orchestrator.paths import RunFolder
+from orchestrator.paths import Home, RunFolder
 from orchestrator.record import write_record
 from orchestrator.results.analyse import analyse
+from orchestrator.store import Store
 from tests.support.broken_link import breaking
 from tests.support.local_job import Gang, gang
+from tests.support.run_folders import two_hosts
 
 SAYS = """
 import os
@@ -275,6 +279,20 @@ def test_a_folder_is_one_collects_at_a_time_and_the_other_hears_whose(run):
         pass
     with claimed(run):
         pass
+
+
+def test_a_report_only_reads_a_folder_that_somebody_collects_into(tmp_path):
+    home, run = Home(tmp_path / "home"), two_hosts(tmp_path / "runs" / "run")
+    controller = Controller(Store(home), Connections(home))
+    with claimed(run), pytest.raises(HeldError, match="is collecting into"):
+        controller.report(run)  # there is nothing to read yet
+    first = controller.report(run)
+    run.report.unlink()
+    with claimed(run):
+        again = controller.report(run)
+    assert again.summary == first.summary and first.notices == ()
+    assert "this is what the collect before it found. collect again when it is done" in again.notices[0]
+    assert not run.report.exists()
 
 
 def test_a_lock_that_a_killed_collect_left_with_its_youngest_child_is_waited_for(run):
