@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -19,6 +20,7 @@ from orchestrator.doctor.seen import Host, Seen
 from orchestrator.errors import HostError, HostsError, OrchError, ProbeError, StateError, UnlikeError, UsageError
 from orchestrator.hosts import belongings, checks
 from orchestrator.hosts.belongings import Cleared, Mended, Reaped, Survey, Who
+from orchestrator.hosts.changes import all_but, only, released, with_known, with_made, with_node, without_node
 from orchestrator.hosts.cluster import Cluster, Problem, Venv
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.election import Election, elect
@@ -56,6 +58,18 @@ class Up:
 
 
 @dataclass(frozen=True)
+class Look:
+    """What was found when these nodes were looked at."""
+
+    nodes: Mapping[str, Node]
+    facts: Mapping[str, NodeFacts]
+    problems: Mapping[str, HostError]
+    findings: tuple[Finding, ...]
+    at: str
+    """When, ISO 8601."""
+
+
+@dataclass(frozen=True)
 class Ready:
     """What a plan is made of: nodes that can take part, with their facts, and the master among them."""
 
@@ -70,29 +84,35 @@ class Clusters:
 
     def up(self, inventory: Inventory) -> Up:
         """Connects to every host at once, probes, elects, remembers. Hosts that fail are remembered as such."""
+        cluster, forgotten = self._of_file(inventory)
+        look = self._look_at(cluster, cluster.nodes)
+
+        def now() -> Cluster:
+            nonlocal forgotten
+            cluster, forgotten = self._of_file(inventory)  # another command may have changed it meanwhile
+            return self._with_look(cluster, look)
+
+        up = self._up(self.store.save_cluster(now, current=True), look)
+        return replace(up, warnings=(*forgotten, *inventory.warnings, *up.warnings))
+
+    def _of_file(self, inventory: Inventory) -> tuple[Cluster, tuple[str, ...]]:
+        """The cluster of this file with all else that is known of it, and what to say of what is not kept. Raises
+        UsageError: see `_takes_over`.
+        """
         known, forgotten = None, tuple[str, ...]()
         try:
             known = self.store.known_cluster(inventory.cluster)
         except StateError as error:
             forgotten = (f"{error.message}: what `orch node` and `orch master` had changed is forgotten",)
-        nodes, file = inventory.nodes, os.path.abspath(inventory.file)
+        file = os.path.abspath(inventory.file)
         if known and known.file != file:
             forgotten += self._takes_over(known, inventory)
+        of_file = Cluster(
+            schema=1, name=inventory.cluster, file=file, nodes=inventory.nodes, defaults=inventory.defaults
+        )
         if known:
-            known = known.model_copy(update={"extra": extra_again(known, inventory)})
-            nodes = tuple(node for node in nodes if node.name not in known.removed)
-            nodes += tuple(node for node in known.extra if node.name not in {n.name for n in nodes})
-        cluster = Cluster(schema=1, name=inventory.cluster, file=file, nodes=nodes, defaults=inventory.defaults)
-        if known:
-            kept = ("added", "probed", "released", "removed", "extra", "extra_keys", "master_pin")
-            cluster = cluster.model_copy(update={name: getattr(known, name) for name in kept})
-            own = {node.name: node.python for node in nodes}  # of the file as it is now
-            venvs = {name: venv for name, venv in known.venvs.items() if name in own}
-            cluster = cluster.with_venvs(
-                {name: venv.model_copy(update={"base_python": own[name]}) for name, venv in venvs.items()}
-            )
-        up = self._look(cluster, cluster.nodes)
-        return replace(up, warnings=(*forgotten, *inventory.warnings, *up.warnings))
+            of_file = with_known(of_file, known.model_copy(update={"extra": extra_again(known, inventory)}))
+        return of_file, forgotten
 
     def _takes_over(self, known: Cluster, inventory: Inventory) -> tuple[str, ...]:
         """What to say where another file takes the place of a cluster that is known by the same name. Raises UsageError
@@ -115,55 +135,34 @@ class Clusters:
         """keys: those of `node` that it does not have from the defaults. Raises UsageError where it is there already,
         HostError where it cannot be reached: it is not added then.
         """
-        if node.name in {other.name for other in cluster.nodes}:
-            raise UsageError(f"{node.name} is already in cluster {cluster.name}", "choose another name")
-        changed = {
-            "nodes": (*cluster.nodes, node),
-            "extra": (*cluster.extra, node),
-            "extra_keys": {**cluster.extra_keys, node.name: dict(keys)},
-            "removed": tuple(name for name in cluster.removed if name != node.name),
-        }
-        found = self._found(cluster.model_copy(update=changed), (node,))
-        if node.name not in found.cluster.facts:
-            raise _not_added(found.problems[node.name])
-        return self._remembered(found)
+        look = self._look_at(with_node(cluster, keys, node), (node,))
+        if node.name not in look.facts:
+            raise _not_added(look.problems[node.name])
+        return self._remember(cluster.name, look, lambda known: with_node(known, keys, node))
 
     def set_venvs(self, name: str, venvs: Mapping[str, Venv | None]) -> Up:
         """Has these nodes run their environment's Python from now on (None: their own), and probes them."""
-        cluster = self.store.cluster(name)  # read again: making environments took its time
-        there = {node: venv for node, venv in venvs.items() if node in {known.name for known in cluster.nodes}}
-        kept = {**_without(cluster.venvs, set(there)), **{node: venv for node, venv in there.items() if venv}}
-        cluster = cluster.with_venvs(kept)
-        return self._look(cluster, [cluster.node(node) for node in there])
+        cluster = with_made(self.store.cluster(name), venvs)  # read again: making environments took its time
+        look = self._look_at(cluster, [node for node in cluster.nodes if node.name in venvs])
+        return self._remember(name, look, lambda known: with_made(known, venvs))
 
     def remove_node(self, cluster: Cluster, name: str) -> Cluster:
-        node = cluster.node(name)
-        if len(cluster.nodes) == 1:
-            raise UsageError(f"{name} is the last node of cluster {cluster.name}", "a cluster needs one")
-        update = {
-            "nodes": tuple(other for other in cluster.nodes if other is not node),
-            "extra": tuple(other for other in cluster.extra if other.name != name),
-            "extra_keys": _without(cluster.extra_keys, {name}),
-            "removed": (*cluster.removed, name),
-            "facts": {key: value for key, value in cluster.facts.items() if key != name},
-            "problems": {key: value for key, value in cluster.problems.items() if key != name},
-            "venvs": _without(cluster.venvs, {name}),
-            "master_pin": None if cluster.master_pin == name else cluster.master_pin,
-        }
-        return self._elected(cluster.model_copy(update=update))
+        return self.store.change_cluster(cluster.name, lambda known: self._elected(without_node(known, name)))
 
     def release_node(self, cluster: Cluster, name: str, *, restore: bool) -> Cluster:
-        cluster.node(name)
-        released = tuple(other for other in cluster.released if other != name)
-        if not restore and not {node.name for node in cluster.active()} - {name} - cluster.problems.keys():
-            raise UsageError(f"{name} is the only usable host of cluster {cluster.name}", "restore another one first")
-        return self._elected(cluster.model_copy(update={"released": released if restore else (*released, name)}))
+        return self.store.change_cluster(
+            cluster.name, lambda known: self._elected(released(known, name, restore=restore))
+        )
 
     def pin_master(self, cluster: Cluster, name: str | None) -> Cluster:
         """name: None gives the choice back to the election."""
-        if name:
-            cluster.node(name)
-        return self._elected(cluster.model_copy(update={"master_pin": name}))
+
+        def pinned(known: Cluster) -> Cluster:
+            if name:
+                known.node(name)
+            return self._elected(known.model_copy(update={"master_pin": name}))
+
+        return self.store.change_cluster(cluster.name, pinned)
 
     def on_gpus(self, cluster: Cluster, without: Collection[str] = ()) -> dict[str, NodeFacts]:
         """What the nodes that train on GPUs say of these at this moment, as far as they do so in time. Nothing of it is
@@ -177,17 +176,9 @@ class Clusters:
 
         return values(self.connections.each(asked, look, deadline_s=GPUS_S)) if asked else {}
 
-    def _look(self, cluster: Cluster, nodes: Sequence[Node]) -> Up:
-        """Connects to these nodes, probes them, elects among all, remembers."""
-        return self._remembered(self._found(cluster, nodes))
-
-    def _remembered(self, found: Up) -> Up:
-        self.store.save_cluster(found.cluster, current=True)
-        return found
-
-    def _found(self, cluster: Cluster, nodes: Sequence[Node]) -> Up:
+    def _look_at(self, cluster: Cluster, nodes: Sequence[Node]) -> Look:
+        """Connects to these nodes of the cluster and probes them."""
         peers = {node.name: _peers(node, cluster.nodes) for node in nodes}
-
         by_name = {node.name: node for node in nodes}
 
         def see(host: ConnectedHost) -> Host:
@@ -201,31 +192,45 @@ class Clusters:
         for node in nodes:
             if node.name in facts and (blocked := _unusable(node, facts[node.name], findings)):
                 problems[node.name] = blocked
-        looked = {node.name for node in nodes}
-        now = now_utc()
+        return Look(by_name, facts, problems, findings, now_utc())
+
+    def _remember(self, name: str, look: Look, change: Callable[[Cluster], Cluster]) -> Up:
+        """Changes the cluster as it is known now, and makes it the current one."""
+        saved = self.store.change_cluster(name, lambda known: self._with_look(change(known), look), current=True)
+        return self._up(saved, look)
+
+    def _with_look(self, cluster: Cluster, look: Look) -> Cluster:
+        """With what was found of those nodes that are still what was looked at, and its master elected again."""
+        same = {node.name for node in cluster.nodes if _is_seen(node, look)}
+        problems = {name: _problem(name, error) for name, error in look.problems.items() if name in same}
         cluster = cluster.model_copy(
             update={
-                "facts": {**_without(cluster.facts, looked), **facts},
-                "problems": {**_without(cluster.problems, looked), **{n: _problem(n, e) for n, e in problems.items()}},
-                "added": {node.name: cluster.added.get(node.name, now) for node in cluster.nodes},
-                "probed": {**cluster.probed, **dict.fromkeys(looked, now)},
+                "facts": {**all_but(cluster.facts, same), **only(look.facts, same)},
+                "problems": {**all_but(cluster.problems, same), **problems},
+                "added": {node.name: cluster.added.get(node.name, look.at) for node in cluster.nodes},
+                "probed": {**cluster.probed, **dict.fromkeys(same, look.at)},
             }
         )
-        warnings = [finding.line for finding in findings if finding.level == "warn"]
+        election = None
+        with suppress(OrchError):  # `_up` says it
+            election = self._elect(cluster, cluster.active())
+        return _with_election(cluster, election)
+
+    def _up(self, cluster: Cluster, look: Look) -> Up:
+        """What there is to say of the cluster after this look."""
+        problems = only(look.problems, {node.name for node in cluster.nodes})
+        warnings = [finding.line for finding in look.findings if finding.level == "warn"]
         election = None
         try:
             election = self._elect(cluster, cluster.active())
         except OrchError as error:
             if not problems:  # else these say it, host by host
                 warnings.append(str(error))
-        elected = _with_election(cluster, election)
-        return Up(elected, election, problems, tuple(warnings), unlike(cluster), findings)
+        return Up(cluster, election, problems, tuple(warnings), unlike(cluster), look.findings)
 
     def _elected(self, cluster: Cluster) -> Cluster:
-        """The same cluster with its master elected again from the facts at hand, remembered."""
-        cluster = _with_election(cluster, self._elect(cluster, cluster.active()))
-        self.store.save_cluster(cluster)
-        return cluster
+        """The same cluster with its master elected again from the facts at hand."""
+        return _with_election(cluster, self._elect(cluster, cluster.active()))
 
     def _elect(self, cluster: Cluster, nodes: Sequence[Node]) -> Election:
         if cluster.master_pin:
@@ -272,7 +277,9 @@ class Clusters:
         """Ends and removes what is this cluster's, and ours, on each node."""
         bare = cluster.with_venvs({})  # no environment is asked to remove itself
         answers = self._on_each(bare, belongings.down)
-        self.store.save_cluster(cluster.with_venvs(_without(cluster.venvs, set(values(answers)))))
+        cleared = set(values(answers))
+        with suppress(StateError):  # removed or damaged meanwhile: then no environment is remembered either
+            self.store.change_cluster(cluster.name, lambda known: known.with_venvs(all_but(known.venvs, cleared)))
         return answers
 
     def _on_each(
@@ -348,13 +355,15 @@ def _place(node: Node) -> tuple[Any, ...]:
     return node.transport, node.host, node.port, node.user, node.proxy_jump, node.workdir
 
 
+def _is_seen(node: Node, look: Look) -> bool:
+    """Whether this is what was looked at: another command may have given the name to another host, or Python."""
+    seen = look.nodes.get(node.name)
+    return seen is not None and (*_place(seen), seen.python) == (*_place(node), node.python)
+
+
 def _peers(node: Node, nodes: Sequence[Node]) -> tuple[str, ...]:
     """Where the others are, as an address or a name that this host can be asked its route to."""
     return tuple(other.address or other.host for other in nodes if other.name != node.name)
-
-
-def _without(values: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name not in names}
 
 
 def now_utc() -> str:

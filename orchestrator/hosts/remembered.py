@@ -11,7 +11,7 @@ import difflib
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,11 +57,29 @@ class RememberedClusters:
         self.home = home
         self.unwritten: OSError | None = None
 
-    def save_cluster(self, cluster: Cluster, *, current: bool = False) -> None:
+    def save_cluster(self, cluster: Cluster | Callable[[], Cluster], *, current: bool = False) -> Cluster:
+        """cluster: or what makes it, under the lock: nobody changes then what it reads. current: it becomes that."""
         with self._locked():
-            write_record(self.home.cluster(cluster.name), cluster.masked())
+            saved = cluster if isinstance(cluster, Cluster) else cluster()
+            write_record(self.home.cluster(saved.name), saved.masked())
             if current:
-                write_atomic(self.home.current_cluster, cluster.name + "\n")
+                write_atomic(self.home.current_cluster, saved.name + "\n")
+        return saved
+
+    def change_cluster(self, name: str, change: Callable[[Cluster], Cluster], *, current: bool = False) -> Cluster:
+        """Reads, changes and writes a cluster under the lock: two commands at once do not undo each other.
+
+        Raises StateError where it is no longer there.
+        """
+
+        def changed() -> Cluster:
+            if known := self.known_cluster(name):
+                return change(known)
+            raise StateError(
+                f"cluster {name} was removed while this command ran", "`orch up INVENTORY` remembers it again"
+            )
+
+        return self.save_cluster(changed, current=current)
 
     def cluster(self, name: str | None = None) -> Cluster:
         """The named cluster, else the current one. Raises UsageError where there is none."""
