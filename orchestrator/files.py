@@ -86,10 +86,21 @@ def write_json(path: Path, value: Any) -> None:
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Holds an exclusive flock on `path` (made when absent); waits for it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as file:
-        flock(file, fcntl.LOCK_EX)
-        yield
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a") as file:
+            flock(file, fcntl.LOCK_EX)
+            if is_at(file, path):  # else somebody removed it before we had it: nobody else would meet our lock
+                yield
+                return
+
+
+def is_at(file: IO[Any], path: Path) -> bool:
+    """Whether this open file is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def flock(file: IO[Any], operation: int) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator import files
 from orchestrator.files import locked, write_atomic, write_json
 
 
@@ -72,4 +73,17 @@ def test_a_lock_keeps_others_out_until_it_is_left(tmp_path: Path) -> None:
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         raise RuntimeError("left early")
     with path.open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_lock_whose_file_was_removed_before_it_was_held_is_taken_again(tmp_path: Path, monkeypatch) -> None:
+    path, removed, real = tmp_path / "lock", [], files.flock
+
+    def late(file, operation):
+        if not removed:  # by another program, which found it unlocked
+            removed.append(path.unlink())
+        real(file, operation)
+
+    monkeypatch.setattr(files, "flock", late)
+    with locked(path), path.open() as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)

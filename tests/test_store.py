@@ -10,6 +10,8 @@ import pytest
 
 from orchestrator.errors import OrchError, StateError, UsageError
 from orchestrator.hosts.cluster import Problem
+from orchestrator.hosts.connections import Connections
+from orchestrator.jobs.known import KnownJobs
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from tests.support.plans import a2000_v100
@@ -142,7 +144,7 @@ def test_an_unknown_cluster_of_the_terminal_is_named_with_the_variable_and_the_n
 def test_a_prefix_of_several_jobs_is_refused_with_their_names(store):
     store.save_job(job("mnist-1"))
     store.save_job(job("mnist-2"))
-    with pytest.raises(UsageError, match=r"'mnist' fits several jobs: mnist-[12], mnist-[12]"):
+    with pytest.raises(UsageError, match=r"'mnist' matches several jobs: mnist-[12], mnist-[12]"):
         store.find_job("mnist")
 
 
@@ -285,6 +287,19 @@ def test_a_start_that_was_given_up_counts_as_half_done_until_it_is_over(store):
     assert store.half_started() == [plan.job]
     store.start_is_over(plan.job)
     assert store.half_started() == []
+
+
+def test_a_start_that_looked_abandoned_a_moment_ago_stays_remembered_where_somebody_is_at_it(store, monkeypatch):
+    """Another controller looks between the marker's `open` and its lock."""
+    plan = a2000_v100()
+    seen = [plan.job]
+    monkeypatch.setattr(Store, "half_started", lambda _: seen)
+    monkeypatch.setattr(Store, "job_ids", lambda _: [])
+    with store.launching(job(plan.job), plan):
+        KnownJobs(store, Connections(store.home)).settle_half_starts()
+        assert store.home.launching(plan.job).exists()
+    KnownJobs(store, Connections(store.home)).settle_half_starts()
+    assert not store.home.launching(plan.job).exists()
 
 
 def test_a_reader_beside_writers_meets_only_whole_files(store):

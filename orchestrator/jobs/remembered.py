@@ -16,11 +16,12 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 from pydantic import Field
 
 from orchestrator.errors import NoJobError, OrchError, UsageError
-from orchestrator.files import flock, locked, make_folder, write_json
+from orchestrator.files import flock, is_at, locked, make_folder, write_json
 from orchestrator.hosts.remembered import RememberedClusters, damaged
 from orchestrator.jobs.record import JobRecord
 from orchestrator.paths import Home
@@ -188,7 +189,7 @@ class RememberedJobs(RememberedClusters):
         if len(fitting) == 1:
             return fitting[0]
         if fitting:
-            raise UsageError(f"{wanted!r} fits several jobs: {', '.join(fitting[:5])}", "give more of the id")
+            raise UsageError(f"{wanted!r} matches several jobs: {', '.join(fitting[:5])}", "give more of the id")
         if not known:
             raise NoJobError("no job yet", "start one with `orch run`; `orch jobs --rescan` asks the hosts for others")
         raise NoJobError(f"no job {wanted!r}", f"the latest: {', '.join(known[:5])} (`orch jobs` lists all)")
@@ -251,8 +252,11 @@ class RememberedJobs(RememberedClusters):
         return _is_free(self.home.launching(job))
 
     def start_is_over(self, job: str) -> None:
-        with self._if_writable():
-            Start(self.home.launching(job)).over()
+        """Nothing is left of it on any host. A start that somebody is at by now stays remembered."""
+        marker = self.home.launching(job)
+        with self._if_writable(), self._locked(), suppress(FileNotFoundError), open(marker, "rb") as file:
+            if _is_left(file, marker):  # and nobody takes it before it is gone
+                Start(marker).over()
 
 
 class Start:
@@ -270,7 +274,15 @@ def _is_free(marker: Path) -> bool:
     """Whether the marker is there and nobody holds it: its controller is dead, or gave up."""
     try:
         with open(marker, "rb") as file:
-            flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return marker.exists()
-    except (FileNotFoundError, BlockingIOError):
+            return _is_left(file, marker)
+    except FileNotFoundError:
         return False
+
+
+def _is_left(file: IO[Any], marker: Path) -> bool:
+    """The same of the open marker, which nobody can take then until it is closed."""
+    try:
+        flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return is_at(file, marker)
