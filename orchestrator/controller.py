@@ -36,7 +36,7 @@ from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.request import Wish, Words
 from orchestrator.results.collectives import LinksCarried, links_carried
 from orchestrator.results.summary import Summary
-from orchestrator.starting.choice import Choice
+from orchestrator.starting.choice import HostChooser
 from orchestrator.starting.planner import Planner
 from orchestrator.starting.retries import First, Retries
 from orchestrator.store import Store
@@ -76,7 +76,7 @@ class Controller:
         self.store, self.connections, self.say = store, connections, say
         self.clusters = Clusters(store, connections)
         self.planner = Planner(store, self.clusters)
-        self.choice = Choice(self.planner, self.clusters)
+        self.choice = HostChooser(self.planner, self.clusters)
         self.queue = Queue(store, connections)
         self.checks = StartChecks(store, lambda line: self.say(line))
         self.jobs, self.lost_jobs = KnownJobs(store, connections), LostJobs(store, connections)

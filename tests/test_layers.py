@@ -69,6 +69,8 @@ TRAINER_ORDER = [
 ]
 """The packages of trainer/: each knows those above it in this list alone; the files at its root know all."""
 MOST_AT_TRAINERS_ROOT = 5
+SAME_NAME = {"Cluster", "OrchCallback"}
+"""A Python program's cluster and what is remembered of one; and a callback for each framework."""
 FRAMEWORKS = {
     "integrations.accelerate": {"accelerate"},
     "integrations.huggingface": {"transformers"},
@@ -181,6 +183,12 @@ def test_no_module_has_the_name_of_one_of_pythons_own():
     """A reader of `profile.run` asks whose it is, and a script beside it imports the wrong one."""
     named = {part for name in [*ORCHESTRATOR, *TRAINER] for part in name.split(".")}
     assert named & sys.stdlib_module_names <= {"__main__"}
+
+
+@pytest.mark.parametrize("trees", [HERE, REMOTE, TRAINER], ids=["orchestrator", "remote", "trainer"])
+def test_no_two_classes_that_others_see_have_one_name(trees):
+    defined = [node.name for tree in trees.values() for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert {name for name in defined if name[0] != "_" and defined.count(name) > 1} <= SAME_NAME
 
 
 # ---- who may know whom ----------------------------------------------------------------------------------------------

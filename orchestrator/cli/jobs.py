@@ -142,7 +142,7 @@ class Regex(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
             self.fail(f"{value!r} is no regular expression: {error}", param, ctx)
 
 
-class Moment(click.ParamType):  # type: ignore[type-arg]  # as above
+class When(click.ParamType):  # type: ignore[type-arg]  # as above
     """Seconds since 1970 of `30m` ago, or a time of this machine's clock."""
 
     name = "when"
@@ -162,7 +162,7 @@ class Moment(click.ParamType):  # type: ignore[type-arg]  # as above
 @click.option("--node", "only_node", metavar="N", help="Only this node.", shell_complete=node_names)
 @click.option("--rank", "only_rank", type=int, metavar="R", help="Only this rank.")
 @click.option("-n", "--lines", type=click.IntRange(min=1), metavar="N", help="Only the last N lines of each log.")
-@click.option("--since", type=Moment(), metavar="WHEN", help="Only lines printed since then: 30m ago, or at 14:05.")
+@click.option("--since", type=When(), metavar="WHEN", help="Only lines printed since then: 30m ago, or at 14:05.")
 @click.option("-t", "--timestamps", is_flag=True, help="Begin each line with the time at which it was printed.")
 @click.option("--grep", type=Regex(), metavar="REGEX", help="Only the lines in which this matches.")
 @cluster_option

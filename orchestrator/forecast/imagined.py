@@ -23,7 +23,7 @@ _GROUP = re.compile(r"(?P<hosts>\d{1,6})x(?:(?P<gpus>\d{1,3})x)?(?P<gpu>[A-Za-z]
 
 
 @dataclass(frozen=True)
-class Group:
+class HostGroup:
     """So many hosts, each with so many of these GPUs."""
 
     hosts: int
@@ -46,7 +46,7 @@ def is_imagined(text: str) -> bool:
     return bool(re.match(r"\s*\d+x", text))
 
 
-def parse_groups(text: str) -> tuple[Group, ...]:
+def parse_groups(text: str) -> tuple[HostGroup, ...]:
     """Raises UsageError naming what is expected, or the GPUs that are known."""
     groups = []
     for item in text.split(","):
@@ -59,14 +59,14 @@ def parse_groups(text: str) -> tuple[Group, ...]:
         if gpu is None:
             known = ", ".join(each.name for each in CARDS)
             raise UsageError(f"{match['gpu']} is not in the catalogue", f"it knows {known}")
-        groups.append(Group(int(match["hosts"]), int(match["gpus"] or 1), gpu))
+        groups.append(HostGroup(int(match["hosts"]), int(match["gpus"] or 1), gpu))
     ranks = sum(group.hosts * group.gpus for group in groups)
     if ranks > MOST_RANKS:
         raise UsageError(f"{ranks} ranks are more than a plan looks at", f"at most {MOST_RANKS}")
     return tuple(groups)
 
 
-def imagine(groups: Sequence[Group], layers: tuple[Layer, ...], batch: int, bandwidth_bps: float) -> Scene:
+def imagine(groups: Sequence[HostGroup], layers: tuple[Layer, ...], batch: int, bandwidth_bps: float) -> Scene:
     """bandwidth_bps: of every host's link, as declared. Raises UsageError where a GPU is too small."""
     hosts, sites = list[HostSpeed](), list[Site]()
     bps = GOODPUT * bandwidth_bps

@@ -48,7 +48,7 @@ class GpuHealth(Fact):
     """Why it does not; None where it did, or was not tried."""
 
 
-class Card(Fact):
+class NetworkCard(Fact):
     """A network card."""
 
     duplex: Text | None = None
@@ -83,7 +83,7 @@ class Health(Fact):
     """The packages for which a reboot is due, if known; None where none is due."""
     kills_left: bool | None = None
     """Whether systemd-logind is set to end processes with their session; None where it has no say."""
-    cards: dict[Text, Card] = Field(default_factory=dict)
+    cards: dict[Text, NetworkCard] = Field(default_factory=dict)
     jobs: tuple[Text, ...] = ()
     """Jobs of orch, of this user, that have a process there."""
     gpus: tuple[GpuHealth, ...] = ()

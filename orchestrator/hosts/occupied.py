@@ -29,7 +29,7 @@ class OccupiedError(HostError):
 
 
 @dataclass(frozen=True)
-class Seen:
+class GpusSeen:
     """Before a start: what a person should know, a line each, and why the job cannot start on this host, if so."""
 
     lines: tuple[str, ...] = ()
@@ -50,22 +50,22 @@ def without_jobs(facts: NodeFacts, jobs: Collection[str]) -> NodeFacts:
     return facts.model_copy(update={"gpus": tuple(gpus)})
 
 
-def judge(node: str, found: NodeFacts | HostError, uuids: Sequence[str], needed_bytes: int, *, share: bool) -> Seen:
+def judge(node: str, found: NodeFacts | HostError, uuids: Sequence[str], needed_bytes: int, *, share: bool) -> GpusSeen:
     """found: by a look at the host just now. uuids: the GPUs that the job is to have, with about so many bytes needed
     on each. share: the person wants them all the same, where that can work at all.
     """
     if isinstance(found, HostError):
-        return Seen((f"{found.message}; who else uses its GPUs is unknown",))
+        return GpusSeen((f"{found.message}; who else uses its GPUs is unknown",))
     if found.gpu_error:
-        return Seen((f"{node}: nvidia-smi: {found.gpu_error}; who else uses its GPUs is unknown",))
+        return GpusSeen((f"{node}: nvidia-smi: {found.gpu_error}; who else uses its GPUs is unknown",))
     there = {gpu.uuid: gpu for gpu in found.gpus}
     if gone := [uuid for uuid in uuids if uuid not in there]:
-        return Seen((), HostError(node, f"its GPU {gone[0]} is no longer there", "`orch up` again"))
+        return GpusSeen((), HostError(node, f"its GPU {gone[0]} is no longer there", "`orch up` again"))
     own = [there[uuid] for uuid in uuids]
     refusals = [error for gpu in own if (error := _refusal(node, gpu, needed_bytes, share))]
     if refusals:
-        return Seen((), refusals[0])
-    return Seen(tuple(f"{node}: {line}" for line in warnings(found.model_copy(update={"gpus": tuple(own)}))))
+        return GpusSeen((), refusals[0])
+    return GpusSeen(tuple(f"{node}: {line}" for line in warnings(found.model_copy(update={"gpus": tuple(own)}))))
 
 
 def _refusal(node: str, gpu: Gpu, needed_bytes: int, share: bool) -> HostError | None:

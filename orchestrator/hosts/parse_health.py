@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from orchestrator.hosts.health import Card, Disk, GpuHealth, Health, Limit
+from orchestrator.hosts.health import Disk, GpuHealth, Health, Limit, NetworkCard
 from orchestrator.hosts.parse_facts import making_sense
 from orchestrator.hosts.raw_answer import Command, at_most, clean, failure, loads, mapping, whole
 
@@ -63,11 +63,11 @@ def parse_environment(value: Any) -> dict[str, str]:
     return {clean(name): clean(text) for name, text in _items(value)}
 
 
-def parse_cards(value: Any) -> dict[str, Card]:
+def parse_cards(value: Any) -> dict[str, NetworkCard]:
     found = {}
     for name, (duplex, errors, packets) in _items(value):
         counts = {"crc_errors": whole(errors or "0"), "packets": int(_count(packets or "0"))}
-        found[clean(name)] = Card.of(duplex=None if duplex is None else clean(duplex), **counts)
+        found[clean(name)] = NetworkCard.of(duplex=None if duplex is None else clean(duplex), **counts)
     return found
 
 

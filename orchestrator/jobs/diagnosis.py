@@ -38,7 +38,7 @@ EVERY_RANK = f"every rank has to make the same calls: what leads this one elsewh
 
 
 @dataclass(frozen=True)
-class Scene:
+class StalledJob:
     plan: LaunchPlan
     hosts: Mapping[str, HostLook]
     silent: Mapping[str, HostError]
@@ -112,7 +112,7 @@ class Scene:
 def diagnose(plan: LaunchPlan, outcomes: Mapping[str, HostLook | HostError]) -> Verdict:
     hosts = {name: found for name, found in outcomes.items() if isinstance(found, HostLook)}
     silent = {name: found for name, found in outcomes.items() if isinstance(found, HostError)}
-    scene = Scene(plan, hosts, silent)
+    scene = StalledJob(plan, hosts, silent)
     found = (verdict for find in FINDERS if (verdict := find(scene)))
     return next(found, None) or _no_stall(scene)
 
@@ -120,7 +120,7 @@ def diagnose(plan: LaunchPlan, outcomes: Mapping[str, HostLook | HostError]) -> 
 # ---- what needs no time ---------------------------------------------------------------------------------------------
 
 
-def _stopped(scene: Scene) -> Verdict | None:
+def _stopped(scene: StalledJob) -> Verdict | None:
     for one in scene.live:
         if one.at == "stopped" and one.process:
             reason = f"{one.name} is stopped by a signal (state {one.process.state})"
@@ -132,7 +132,7 @@ def _stopped(scene: Scene) -> Verdict | None:
     return None
 
 
-def _full_pipe(scene: Scene) -> Verdict | None:
+def _full_pipe(scene: StalledJob) -> Verdict | None:
     for one in scene.live:
         if one.at == "pipe":
             is_stopped = one.look.wrapper in ("T", "t")
@@ -143,7 +143,7 @@ def _full_pipe(scene: Scene) -> Verdict | None:
     return None
 
 
-def _silent(scene: Scene) -> Verdict | None:
+def _silent(scene: StalledJob) -> Verdict | None:
     if not scene.silent or not scene.hosts or len(scene.idle) < len(scene.live):
         return None
     name, error = next(iter(scene.silent.items()))
@@ -154,7 +154,7 @@ def _silent(scene: Scene) -> Verdict | None:
 # ---- what stands still ----------------------------------------------------------------------------------------------
 
 
-def _disk(scene: Scene) -> Verdict | None:
+def _disk(scene: StalledJob) -> Verdict | None:
     """A slow disk that takes a checkpoint, or gives a batch, lets it get on now and then."""
     for one in scene.live if scene.is_long_quiet else ():
         if one.at == "disk" and one.process and one.process.stands:
@@ -165,7 +165,7 @@ def _disk(scene: Scene) -> Verdict | None:
     return None
 
 
-def _link(scene: Scene) -> Verdict | None:
+def _link(scene: StalledJob) -> Verdict | None:
     for one in scene.live if scene.is_quiet else ():
         for way in () if one.look.moves_data else one.look.connections:
             if way.retransmits >= RETRIES:
@@ -179,7 +179,7 @@ def _link(scene: Scene) -> Verdict | None:
     return None
 
 
-def _idle_one(scene: Scene) -> Verdict | None:
+def _idle_one(scene: StalledJob) -> Verdict | None:
     """One that does nothing, and not in a collective: it is the cause, whatever the others do."""
     idle = [one for one in scene.others if not one.moves and one.at != "disk"]
     if not scene.is_quiet or not idle or scene.working:
@@ -201,7 +201,7 @@ def _idle_one(scene: Scene) -> Verdict | None:
     return _of(found, "stands-still", reason, f"what does it wait for there? {ALL_FRAMES}")
 
 
-def _loader_words(scene: Scene, one: Standing) -> tuple[str, str]:
+def _loader_words(scene: StalledJob, one: Standing) -> tuple[str, str]:
     worker, script = one.process, one.look.script
     remedy = "what does the data set wait for there? `num_workers=0` shows it in the rank itself"
     if worker is script or worker is None:
@@ -215,7 +215,7 @@ def _loader_words(scene: Scene, one: Standing) -> tuple[str, str]:
     )
 
 
-def _absent_one(scene: Scene) -> Verdict | None:
+def _absent_one(scene: StalledJob) -> Verdict | None:
     """Others wait, and one is no longer there, or not yet."""
     if not scene.is_quiet or not scene.waiting:
         return None
@@ -228,7 +228,7 @@ def _absent_one(scene: Scene) -> Verdict | None:
     return None
 
 
-def _busy_one(scene: Scene) -> Verdict | None:
+def _busy_one(scene: StalledJob) -> Verdict | None:
     """Others wait, and one works: it evaluates, compiles, unpacks or saves, for all that can be seen."""
     if not scene.is_quiet or not scene.waiting or not scene.others:
         return None
@@ -238,7 +238,7 @@ def _busy_one(scene: Scene) -> Verdict | None:
     return _of(odd, "still-busy", f"{reason}; {scene.for_so_long}", f"if it should be done by now: {ALL_FRAMES}")
 
 
-def _all_wait(scene: Scene) -> Verdict | None:
+def _all_wait(scene: StalledJob) -> Verdict | None:
     if not scene.is_quiet or not scene.waiting or scene.others:
         return None
     odd = _odd(scene.waiting)
@@ -250,7 +250,7 @@ def _all_wait(scene: Scene) -> Verdict | None:
     return Verdict("stands-still", reason, "the network between them: `orch status`, and NCCL_DEBUG=INFO", None, None)
 
 
-def _throttled(scene: Scene) -> Verdict | None:
+def _throttled(scene: StalledJob) -> Verdict | None:
     for name, host in scene.hosts.items():
         for gpu in _last_readings(host):
             if not gpu.sm_mhz or not gpu.max_sm_mhz or (gpu.utilisation or 0) < BUSY_PERCENT:
@@ -265,14 +265,14 @@ def _throttled(scene: Scene) -> Verdict | None:
     return None
 
 
-FINDERS: Sequence[Callable[[Scene], Verdict | None]] = (
+FINDERS: Sequence[Callable[[StalledJob], Verdict | None]] = (
     *(_stopped, _full_pipe, _silent, _disk, _link),
     *(_idle_one, _absent_one, _busy_one, _all_wait, _throttled),
 )
 """In the order in which a cause goes before what comes of it."""
 
 
-def _no_stall(scene: Scene) -> Verdict:
+def _no_stall(scene: StalledJob) -> Verdict:
     if not scene.live:
         begun = not scene.standings or any(one.at == "begins" for one in scene.standings)
         return Verdict("no-stall", "its ranks have not begun" if begun else "its ranks have ended")
@@ -301,7 +301,7 @@ def _of(one: Standing, kind: Kind, reason: str, remedy: str) -> Verdict:
     return Verdict(kind, reason, remedy, one.node, one.rank, one.place, text)
 
 
-def _missed(scene: Scene, one: Standing, how: str, remedy: str = EVERY_RANK) -> Verdict:
+def _missed(scene: StalledJob, one: Standing, how: str, remedy: str = EVERY_RANK) -> Verdict:
     where = scene.waiting[0].place
     reason = f"{one.name} {how}{_program(one)}, while {_ranks(scene.waiting)} waits in a collective at {where}"
     return _of(one, "missed-collective", f"{reason}; {scene.for_so_long}", remedy)

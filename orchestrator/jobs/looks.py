@@ -85,7 +85,7 @@ class ProcessLook(Record):
         return self.threads[0].own_frame(src) if self.threads else None
 
 
-class Connection(Record):
+class WaitingConnection(Record):
     """A connection of a rank on which bytes wait."""
 
     to: Words
@@ -121,7 +121,7 @@ class RankLook(Record):
     more: Count = 0
     net_bytes: Count = 0
     """What the connections of all its processes carried in between."""
-    connections: Annotated[tuple[Connection, ...], Field(max_length=64)] = ()
+    connections: Annotated[tuple[WaitingConnection, ...], Field(max_length=64)] = ()
 
     @property
     def moves_data(self) -> bool:

@@ -55,7 +55,7 @@ class HostAnswer:
 
 
 @dataclass(frozen=True)
-class Standing:
+class PlaceInQueue:
     """holders: who has the GPUs. before: who waits for them and came earlier. goes_past: and is not delayed by a start
     now. starts_s: in so many seconds the GPUs are this job's at the latest; None where nobody knows.
     """
@@ -133,13 +133,13 @@ def _seconds(said: Any) -> float | None:
     return said if said is not None and math.isfinite(said) and said >= 0 else None
 
 
-def standing_of(answers: Mapping[str, HostAnswer]) -> Standing:
+def standing_of(answers: Mapping[str, HostAnswer]) -> PlaceInQueue:
     holders = _by_job(rival for answer in answers.values() for rival in answer.held)
     started = {rival.job for rival in holders}  # its tickets go when all its hosts have started it
     before = _in_order(rival for answer in answers.values() for rival in answer.ahead if rival.job not in started)
     over_s = [rival.over_s for answer in answers.values() for rival in (*answer.held, *answer.ahead)]
     starts_s = None if None in over_s else max([0.0, *filter(None, over_s)])
-    return Standing(tuple(holders), tuple(before), all(answer.goes_past for answer in answers.values()), starts_s)
+    return PlaceInQueue(tuple(holders), tuple(before), all(answer.goes_past for answer in answers.values()), starts_s)
 
 
 def queue_of(answers: Mapping[str, HostAnswer]) -> tuple[Rival, ...]:

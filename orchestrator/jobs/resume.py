@@ -27,7 +27,7 @@ NO_WORDS = Words()
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptCheckpoint:
     """A checkpoint on a host."""
 
     node: str
@@ -82,7 +82,7 @@ def keepers_of(plan: LaunchPlan) -> tuple[str, ...]:
     return plan.checkpoints or (plan.master,)
 
 
-def last_checkpoint(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> Kept:
+def last_checkpoint(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> KeptCheckpoint:
     """The newest one on these hosts; where the job wrote none, that from which it had gone on. Raises UsageError where
     there is none, HostError.
     """
@@ -101,7 +101,7 @@ def last_checkpoint(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> Kep
     raise UsageError(f"{plan.job} has no checkpoint on {', '.join(hosts)}", remedy)
 
 
-def kept_by(plan: LaunchPlan, host: ConnectedHost) -> Kept | None:
+def kept_by(plan: LaunchPlan, host: ConnectedHost) -> KeptCheckpoint | None:
     """The newest one that lies there. A copy lies in the job's own folder, wherever the master writes. Raises
     HostError.
     """
@@ -109,16 +109,16 @@ def kept_by(plan: LaunchPlan, host: ConnectedHost) -> Kept | None:
     return _kept(plan, host, folder or "")
 
 
-def newest(found: Sequence[Kept]) -> Kept | None:
+def newest(found: Sequence[KeptCheckpoint]) -> KeptCheckpoint | None:
     """Of equal ones the first."""
     return max(found, key=lambda kept: kept.updates, default=None)
 
 
-def _kept(plan: LaunchPlan, host: ConnectedHost, folder: str) -> Kept | None:
+def _kept(plan: LaunchPlan, host: ConnectedHost, folder: str) -> KeptCheckpoint | None:
     """folder: "" for the job's own."""
     answer = ask_host(host, plan, "checkpoint", folder=folder)
     path = ask.understood(host.node, lambda: _path(answer["path"]))
-    return Kept(host.node, path) if path else None
+    return KeptCheckpoint(host.node, path) if path else None
 
 
 def _path(path: object) -> str | None:

@@ -18,7 +18,7 @@ from .processes import signal_name
 OUT_OF_MEMORY = "this host, or the cgroup that it runs in, ran out of memory, and the kernel ended a process"
 
 
-class Diagnosis:
+class FailureDiagnosis:
     """node: this host's name."""
 
     def __init__(self, node: str) -> None:

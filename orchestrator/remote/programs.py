@@ -14,7 +14,7 @@ from typing import Any
 
 from . import trouble
 from .children import Children
-from .failures import Diagnosis, how_it_ended
+from .failures import FailureDiagnosis, how_it_ended
 from .host_state import HostState
 from .layout import JobFolder
 from .messages import Order, failure
@@ -36,7 +36,7 @@ class Programs:
         drain: Callable[[], None],
         rendezvous: Rendezvous | None,
     ) -> None:
-        self.children, self.failures = Children(job, node), Diagnosis(node["name"])
+        self.children, self.failures = Children(job, node), FailureDiagnosis(node["name"])
         self._job, self._node, self._state = job, node, state
         self._drain, self._rendezvous = drain, rendezvous
 

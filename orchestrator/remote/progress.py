@@ -20,7 +20,7 @@ TAIL_BYTES = 1 << 14
 MOST_STEP, MOST_S = 2**53, 1e9
 
 
-class Progress(NamedTuple):
+class RankProgress(NamedTuple):
     sizes: tuple[int, ...]
     quiet_s: float
     """Since it wrote last, by the clock of its disk; or since it began, where it has written nothing."""
@@ -30,7 +30,7 @@ class Progress(NamedTuple):
     """What the longest of the last steps took."""
 
 
-def progress_of(job: JobFolder, rank: int) -> Progress:
+def progress_of(job: JobFolder, rank: int) -> RankProgress:
     sizes, times = list[int](), list[float]()
     for name in FILES:
         try:
@@ -41,7 +41,7 @@ def progress_of(job: JobFolder, rank: int) -> Progress:
             sizes.append(found.st_size)
             times.append(found.st_mtime)
     quiet_s = min(MOST_S, max(0.0, time.time() - max(times))) if times else 0.0
-    return Progress(tuple(sizes), quiet_s, *_steps(job, rank))
+    return RankProgress(tuple(sizes), quiet_s, *_steps(job, rank))
 
 
 def _steps(job: JobFolder, rank: int) -> tuple[int | None, float | None]:

@@ -35,7 +35,7 @@ SHORT, NAME = 64, 500
 """A path or the name of a function has at most so many characters; so it is with `faulthandler`."""
 
 
-class Seen(NamedTuple):
+class SeenProcess(NamedTuple):
     """One process at one moment; of a `compared` one also what has changed since the moment before."""
 
     pid: int
@@ -54,7 +54,7 @@ class Seen(NamedTuple):
     idle: bool = False
     """Whether it has used next to no CPU since."""
 
-    def compared(self, before: Seen | None) -> Seen:
+    def compared(self, before: SeenProcess | None) -> SeenProcess:
         if before is None:
             return self._replace(moved_bytes=0)
         return self._replace(
@@ -68,7 +68,7 @@ class Seen(NamedTuple):
         return self.threads[0] if self.threads else None
 
 
-def see(job: JobFolder, rank: int, pid: int) -> tuple[list[Seen], int]:
+def see(job: JobFolder, rank: int, pid: int) -> tuple[list[SeenProcess], int]:
     """The script first, then what it has started, the oldest first; and how many more of those there are."""
     pids = [pid, *(one.pid for one in sorted(descendants(pid), key=lambda one: one.start_time))]
     with asking(job.stacks(rank)) as ask:
@@ -76,7 +76,7 @@ def see(job: JobFolder, rank: int, pid: int) -> tuple[list[Seen], int]:
     return [one for one in found if one], max(0, len(pids) - MOST_PROCESSES)
 
 
-def _seen(pid: int, threads: list[Thread] | None) -> Seen | None:
+def _seen(pid: int, threads: list[Thread] | None) -> SeenProcess | None:
     """None where it has ended."""
     name, _, rest = _text(pid, "stat").rpartition(") ")
     fields = rest.split()
@@ -84,7 +84,7 @@ def _seen(pid: int, threads: list[Thread] | None) -> Seen | None:
         return None
     ticks = int(fields[11]) + int(fields[12])
     name = name.partition("(")[2]
-    return Seen(pid, name, fields[0], _wchan(pid), ticks, _moved_bytes(pid, fields[0]), threads or None)
+    return SeenProcess(pid, name, fields[0], _wchan(pid), ticks, _moved_bytes(pid, fields[0]), threads or None)
 
 
 def state_of(pid: int) -> str:
@@ -131,7 +131,7 @@ def full_pipes(pid: int) -> list[str]:
 # ---- for the answer -----------------------------------------------------------------------------------------------
 
 
-def row(one: Seen, src: Path, threads: int, frames: int) -> dict[str, Any]:
+def row(one: SeenProcess, src: Path, threads: int, frames: int) -> dict[str, Any]:
     """threads, frames: so many of each at most."""
     return {
         **{key: getattr(one, key) for key in ("pid", "state", "same", "idle", "moved_bytes")},

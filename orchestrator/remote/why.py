@@ -30,8 +30,8 @@ from .carried import carried
 from .layout import JobFolder, WorkFolder
 from .meeting import ESTABLISHED, connections, sockets_of
 from .processes import uses
-from .progress import Progress, progress_of
-from .seen import Seen, full_pipes, row, see, state_of
+from .progress import RankProgress, progress_of
+from .seen import SeenProcess, full_pipes, row, see, state_of
 from .stillness import Sample, what_it_does
 
 LOOKS, LOOK_S = 7, 0.25
@@ -79,12 +79,12 @@ class Found:
 
     def __init__(self, job: JobFolder, number: int, record: Mapping[str, Any]) -> None:
         self._job, self._number, self._record = job, number, record
-        self._before: dict[int, Seen] = {}
+        self._before: dict[int, SeenProcess] = {}
         self._carried: dict[int, int] = {}
-        self._progress: Progress | None = None
+        self._progress: RankProgress | None = None
         self.samples: deque[Sample] = deque()
         self.row: dict[str, Any] = {}
-        self.seen: list[Seen] = []
+        self.seen: list[SeenProcess] = []
         self.more = 0
 
     def first(self) -> None:

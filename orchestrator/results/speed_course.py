@@ -27,7 +27,7 @@ KINDS: tuple[Happened, ...] = ("rebalance", "eval", "checkpoint")
 TOGETHER = "all hosts"
 
 
-class HostSpeed(Record):
+class HostCourse(Record):
     name: str
     """`all hosts` where each sample passes all of them."""
     samples_per_s: tuple[float, ...]
@@ -43,7 +43,7 @@ class HappenedAt(Record):
 class SpeedCourse(Record):
     steps: tuple[int, ...] = ()
     """The last step of each stretch."""
-    hosts: tuple[HostSpeed, ...] = ()
+    hosts: tuple[HostCourse, ...] = ()
     marks: tuple[HappenedAt, ...] = ()
 
 
@@ -58,7 +58,7 @@ def read_speed_course(events: Events) -> SpeedCourse:
     steps = tuple(dict.fromkeys(step for step, _, _ in rows))
     if len(steps) < 2:
         return SpeedCourse()
-    hosts = tuple(HostSpeed(name=name, samples_per_s=tuple(of)) for name, of in speeds.items())
+    hosts = tuple(HostCourse(name=name, samples_per_s=tuple(of)) for name, of in speeds.items())
     return SpeedCourse(steps=steps, hosts=hosts, marks=tuple(_marks(events, steps[-1])))
 
 

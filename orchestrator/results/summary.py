@@ -26,7 +26,7 @@ from orchestrator.results.rebalances import Rebalance
 from orchestrator.results.slowed import Slowed
 from orchestrator.results.speed_course import SpeedCourse
 from orchestrator.results.stages import StageSummary
-from orchestrator.results.target import Target
+from orchestrator.results.target import AccuracyTarget
 from orchestrator.units import format_duration, format_figure, format_percent
 
 
@@ -200,7 +200,7 @@ class Summary(Record):
     accuracy_per_class: dict[str, float] = Field(default_factory=dict)
     loss: float | None = None
     """The mean over the samples of the last epoch that ended; else of the last step that has one; None when paced."""
-    target: Target | None = None
+    target: AccuracyTarget | None = None
     """The accuracy at which it was to end; None where none was set, and when paced."""
     batch_norm: BatchNorm | None = None
     """The groups that it saw; None where the network has none, or its ranks do not report it."""

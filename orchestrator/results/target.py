@@ -31,7 +31,7 @@ class Reached(Record):
     """Since the start of the process, which may have gone on from a checkpoint."""
 
 
-class Target(Record):
+class AccuracyTarget(Record):
     asked: Ratio
     reached: Reached | None = None
 
@@ -47,7 +47,7 @@ class Target(Record):
         )
 
 
-def read_target(events: Events) -> Target | None:
+def read_target(events: Events) -> AccuracyTarget | None:
     """Every rank reports the same: the first that does counts. None where no target was set."""
     start = next(iter(events.latest("start").values()), {})
     asked = read_settings(start.get("settings")).target_accuracy
@@ -55,7 +55,7 @@ def read_target(events: Events) -> Target | None:
         return None
     for event in events.latest("target").values():
         try:
-            return Target(asked=asked, reached=Reached.model_validate(event))
+            return AccuracyTarget(asked=asked, reached=Reached.model_validate(event))
         except ValidationError:
             continue
-    return Target(asked=asked)
+    return AccuracyTarget(asked=asked)

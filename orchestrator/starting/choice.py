@@ -28,7 +28,7 @@ from orchestrator.planning.request import RunRequest
 from orchestrator.starting.planner import Planner
 
 
-class Choice:
+class HostChooser:
     def __init__(self, planner: Planner, clusters: Clusters) -> None:
         self._planner, self._clusters = planner, clusters
 

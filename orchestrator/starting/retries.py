@@ -23,7 +23,7 @@ from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.jobs import control
 from orchestrator.jobs.judged import Judged, judge
-from orchestrator.jobs.resume import Kept, kept_by
+from orchestrator.jobs.resume import KeptCheckpoint, kept_by
 from orchestrator.jobs.running import RunningJob
 from orchestrator.planning.host_choice import HostRange
 from orchestrator.planning.launch_plan import Attempt, Earlier, LaunchPlan
@@ -187,11 +187,11 @@ class Retries:
             raise TooFewError(f"{remain}: {lost}", "--rejoin takes a host in again once it answers")
         return HostRange(wanted.min_hosts, max(wanted.min_hosts, min(wanted.max_hosts, len(names)))), names
 
-    def _newest(self, names: Sequence[str]) -> dict[str, Kept]:
+    def _newest(self, names: Sequence[str]) -> dict[str, KeptCheckpoint]:
         """The newest checkpoint of all attempts, by each of these hosts that has it; {} where there is none, or nothing
         that could go on from it.
         """
-        found = dict[str, Kept]()
+        found = dict[str, KeptCheckpoint]()
         for plan in reversed(self._plans if self._first.wish.request.training else ()):
             nodes = [self._first.cluster.node(node.name) for node in plan.nodes if node.name in names]
             looked = self._connections.each(nodes, partial(kept_by, plan), deadline_s=control.ASK_S)
@@ -202,7 +202,7 @@ class Retries:
         return {node: kept for node, kept in found.items() if kept.updates == most}
 
 
-def _going_on(request: RunRequest, kept: Kept) -> RunRequest:
+def _going_on(request: RunRequest, kept: KeptCheckpoint) -> RunRequest:
     assert request.training  # noqa: S101 - it has written this checkpoint
     settings = replace(request.training, resume=kept.folder)
     return replace(request, settings=settings, chosen={**request.chosen, "resume": kept.folder})

@@ -29,7 +29,7 @@ OF_GPU = {
 LABELS = ("job", "cluster", "node")
 
 
-class Jobs(Collector):
+class JobsCollector(Collector):
     def __init__(self, jobs: Sequence[JobNow]) -> None:
         self._jobs = jobs
 
@@ -64,6 +64,6 @@ def _add(family: GaugeMetricFamily, labels: Sequence[str], value: float | None, 
 
 def metrics_of(jobs: Sequence[JobNow]) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Jobs(jobs))
+    registry.register(JobsCollector(jobs))
     text: bytes = generate_latest(registry)  # type: ignore[no-untyped-call]
     return text

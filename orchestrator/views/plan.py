@@ -18,7 +18,7 @@ from orchestrator.forecast.asked import allowed, kept, memory_words
 from orchestrator.forecast.cut import pipeline_for
 from orchestrator.forecast.faster import MOST_CUTS, faster_ways
 from orchestrator.forecast.gpus import ERROR, HOST_DAYS, RESTART_S, FailureCosts, failures
-from orchestrator.forecast.imagined import Group, imagine
+from orchestrator.forecast.imagined import HostGroup, imagine
 from orchestrator.forecast.inputs import ForecastInputs
 from orchestrator.forecast.layers import gradient_bytes, layers_in, network_of
 from orchestrator.forecast.links import GOODPUT
@@ -103,7 +103,7 @@ def outlook_of(plan: LaunchPlan, view: ForecastInputs, chosen: Collection[str]) 
 
 
 def imagined_outlook(
-    groups: Sequence[Group], settings: Settings, bandwidth_bps: float, chosen: Collection[str]
+    groups: Sequence[HostGroup], settings: Settings, bandwidth_bps: float, chosen: Collection[str]
 ) -> Outlook:
     layers = layers_in(network_of(settings))
     scene = imagine(groups, layers, settings.batch, bandwidth_bps)

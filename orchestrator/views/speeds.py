@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.results.curves import placed
-from orchestrator.results.speed_course import HostSpeed
+from orchestrator.results.speed_course import HostCourse
 from orchestrator.results.summary import Summary
 from orchestrator.views.linechart import MOST_LINES, ChartLine, LineChart, line_chart
 
@@ -44,10 +44,10 @@ def speed_chart(summary: Summary) -> SpeedChart | None:
     return SpeedChart(chart, "seconds" if timed else "updates", styles, len(course.hosts))
 
 
-def _most_changed(hosts: Sequence[HostSpeed]) -> list[HostSpeed]:
+def _most_changed(hosts: Sequence[HostCourse]) -> list[HostCourse]:
     """In their order; of too many those with the largest part between their slowest and their fastest stretch."""
 
-    def change(host: HostSpeed) -> float:
+    def change(host: HostCourse) -> float:
         return (max(host.samples_per_s) - min(host.samples_per_s)) / (max(host.samples_per_s) or 1.0)
 
     kept = sorted(hosts, key=change, reverse=True)[:MOST_LINES]

@@ -34,8 +34,8 @@ def numbered() -> None:
     """What a stage hands on is its micro-batch's number in the run; whether it gets such is printed."""
     import torch
 
-    from trainer.pipeline.stage import Stage
-    from trainer.pipeline.update import Update
+    from trainer.pipeline.stage import StageWork
+    from trainer.pipeline.update import PipelineUpdate
 
     def counted(run):
         def of_update(self):
@@ -64,9 +64,11 @@ def numbered() -> None:
 
         return of_numbers
 
-    Update.run = counted(Update.run)
-    Update._forward, Update._backward = named(Update._forward), named(Update._backward)
-    Stage.forward, Stage.judge, Stage.backward = map(checked, (Stage.forward, Stage.judge, Stage.backward))
+    PipelineUpdate.run = counted(PipelineUpdate.run)
+    PipelineUpdate._forward, PipelineUpdate._backward = named(PipelineUpdate._forward), named(PipelineUpdate._backward)
+    StageWork.forward, StageWork.judge, StageWork.backward = map(
+        checked, (StageWork.forward, StageWork.judge, StageWork.backward)
+    )
 
 
 @pytest.fixture(scope="module")

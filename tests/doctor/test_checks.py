@@ -11,7 +11,7 @@ from orchestrator.doctor.seen import Collective, Mesh, Seen
 from orchestrator.doctor.table import CHECKS
 from orchestrator.errors import AuthError, ConnectError, HostKeyError, ProbeError
 from orchestrator.hosts.facts import Interface, Occupant
-from orchestrator.hosts.health import Card, Disk, Limit
+from orchestrator.hosts.health import Disk, Limit, NetworkCard
 from tests.support.examined_hosts import GPU_UUIDS, UNLIMITED, gpu_health, host, pairs, seen
 from tests.support.probed_hosts import CPU_TORCH, CU132, GIB, NO_GPU, PACED, gpu, torch
 
@@ -272,7 +272,13 @@ FAULTS = {
         "cables",
     ),
     "P20 far": (way(round_trip_s=0.05), "warn", ("a2000", "a16"), "50.0 ms", "orch plan"),
-    "P20 half": (seen(of_health(cards={"eno1": Card(duplex="half")})), "warn", ("a16",), "half duplex", "ethtool eno1"),
+    "P20 half": (
+        seen(of_health(cards={"eno1": NetworkCard(duplex="half")})),
+        "warn",
+        ("a16",),
+        "half duplex",
+        "ethtool eno1",
+    ),
     "P20 100": (
         seen(a16(facts_changes={"interfaces": (link(speed_bps=1e8),)}, node_changes={"bandwidth_bps": None})),
         "warn",
@@ -288,7 +294,7 @@ FAULTS = {
         "cable",
     ),
     "P20 damaged": (
-        seen(of_health(cards={"eno1": Card(duplex="full", crc_errors=400, packets=10**6)})),
+        seen(of_health(cards={"eno1": NetworkCard(duplex="full", crc_errors=400, packets=10**6)})),
         "warn",
         ("a16",),
         "400 damaged packets",
@@ -432,8 +438,12 @@ HARMLESS = {
     "hosts kept to their CPUs": seen(
         *(host(name, node_changes={"device": "cpu"}, facts_changes={**NO_GPU, "torch": CPU_TORCH}) for name in NAMES)
     ),
-    "another card's duplex": seen(of_health(cards={"eno1": Card(duplex="full"), "wlan0": Card(duplex="half")})),
-    "few damaged packets of many": seen(of_health(cards={"eno1": Card(duplex="full", crc_errors=400, packets=10**12)})),
+    "another card's duplex": seen(
+        of_health(cards={"eno1": NetworkCard(duplex="full"), "wlan0": NetworkCard(duplex="half")})
+    ),
+    "few damaged packets of many": seen(
+        of_health(cards={"eno1": NetworkCard(duplex="full", crc_errors=400, packets=10**12)})
+    ),
     "variables that the plan sets": seen(of_health(environment={"NCCL_ALGO": "Ring", "NCCL_SOCKET_IFNAME": "eth9"})),
     "a group as large as its host": seen(of_health(group_memory_bytes=1 << 50, group_pids=1 << 20, group_cpus=16.0)),
     "one server, two folders": seen(nfs("v100", "/export/a"), nfs("a16", "/export/b")),

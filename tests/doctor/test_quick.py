@@ -13,7 +13,7 @@ from orchestrator.doctor.seen import Host, Seen
 from orchestrator.doctor.start import StartChecks
 from orchestrator.errors import ProbeError
 from orchestrator.hosts.cluster import Cluster
-from orchestrator.hosts.health import Card, Health
+from orchestrator.hosts.health import Health, NetworkCard
 from orchestrator.hosts.now import as_of_now
 from orchestrator.jobs.launch import Prepared
 from orchestrator.paths import Home
@@ -88,14 +88,14 @@ def test_what_is_harmless_is_not_spoken_of(declared, found):
     assert warnings(declared, found) == ()
 
 
-WELL_OFF = {"cards": {"eno1": Card(duplex="full")}, "uptime_s": 86400.0, "available_bytes": 8 << 30}
+WELL_OFF = {"cards": {"eno1": NetworkCard(duplex="full")}, "uptime_s": 86400.0, "available_bytes": 8 << 30}
 
 
 @pytest.mark.parametrize(
     ("health", "says"),
     [
         ({"gpus": (gpu_health(0, slowed_by=0x48),)}, "v100: GPU 0 is slowed by heat"),
-        ({"cards": {"eno1": Card(duplex="half")}}, "v100: eno1 runs half duplex: look at"),
+        ({"cards": {"eno1": NetworkCard(duplex="half")}}, "v100: eno1 runs half duplex: look at"),
         ({"available_bytes": 100 << 20}, "v100: only 100.0MiB of its 64.0GiB memory are free: `ps aux"),
         ({"uptime_s": 30.0}, "v100: it came up 30.0s ago"),
     ],

@@ -6,7 +6,7 @@ import torch
 from trainer.compute.models import build_model, stages_of
 from trainer.compute.precision import Bf16, Full
 from trainer.pipeline.part import part_of
-from trainer.pipeline.stage import Stage
+from trainer.pipeline.stage import StageWork
 from trainer.shared.stages import parse_stages
 from trainer.strategies.base import local_loss, weighted
 
@@ -47,7 +47,7 @@ def whole(model, precision, given):
 def in_stages(models, stages, precision, given, splits):
     """Activations and gradients pass the host, as between two ranks."""
     parts = [part_of(model, stage) for model, stage in zip(models, stages, strict=True)]
-    first, last = (Stage(part, precision, reads=number == 0, splits=splits) for number, part in enumerate(parts))
+    first, last = (StageWork(part, precision, reads=number == 0, splits=splits) for number, part in enumerate(parts))
     for images, labels in given:
         passed = first.forward(images, None, 0.0)
         last.forward(passed.cpu().to(images.device), labels, 0.0)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from orchestrator.doctor.seen import Collective, Host, Mesh, Pair, Seen
 from orchestrator.hosts.facts import Interface, RdmaPort, Route
-from orchestrator.hosts.health import Card, Disk, GpuHealth, Health, Limit
+from orchestrator.hosts.health import Disk, GpuHealth, Health, Limit, NetworkCard
 from tests.support.probed_hosts import facts, gpu, node, torch
 
 NAMES = ("a2000", "v100", "a16")
@@ -24,7 +24,7 @@ def health(name="v100", **changes):
         "environment": {"NCCL_DEBUG": "INFO" if name == "v100" else "WARN", "NCCL_ALGO": "Ring"},
         "uptime_s": 86400.0,
         "kills_left": False,
-        "cards": {"eno1": Card(duplex="full", packets=1000)},
+        "cards": {"eno1": NetworkCard(duplex="full", packets=1000)},
         "gpus": (gpu_health(0), gpu_health(1)),
         "data": ("MNIST",),
         "disk": Disk(kind="ext4", source="/dev/sda1", path="/home/ubuntu/.orch"),

@@ -25,10 +25,9 @@ from trainer.compute.timer import CpuTimer
 from trainer.pipeline.cuts import Cuts
 from trainer.pipeline.layout import Layout
 from trainer.pipeline.part import part_of
-from trainer.pipeline.stage import Stage
+from trainer.pipeline.stage import StageWork
 from trainer.pipeline.strategy import Pipeline
-from trainer.shared.stages import Stage as Blocks
-from trainer.shared.stages import parse_stages
+from trainer.shared.stages import Stage, parse_stages
 from trainer.strategies.gradient_sum import GradientSum
 
 CLASSES = 3
@@ -134,7 +133,7 @@ def piped(rank: int, case: Case) -> dict[str, Tensor] | None:
     place = layout.place(rank)
     is_last = place.stage == len(layout.ranks[place.pipeline]) - 1
     cuts = Cuts(at[own.first - 1] if place.stage else None, None if is_last else at[own.last], case.dtype)
-    stage = Stage(part, Full(), reads=place.stage == 0, splits=case.splits)
+    stage = StageWork(part, Full(), reads=place.stage == 0, splits=case.splits)
     sums = GradientSum(peers) if peers else None
     group = group_of(len(case.nodes))
     pipeline = Pipeline(stage, layout, cuts, group, sums, CpuTimer(), NO_BRAKE, in_flight=case.in_flight)
@@ -230,7 +229,7 @@ def test_a_part_takes_its_state_out_of_a_whole_networks() -> None:
     whole = network(torch.float64)
     whole(samples(0, 8, torch.float64)[0])  # its statistics move
     torch.manual_seed(4)
-    for stage in (Blocks("a", 0, 2), Blocks("b", 3, 6)):
+    for stage in (Stage("a", 0, 2), Stage("b", 3, 6)):
         part = part_of(Small().double(), stage)
         parts.take(part, whole.state_dict())
         taken = part.state_dict()

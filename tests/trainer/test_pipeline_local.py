@@ -22,7 +22,7 @@ from trainer.compute.timer import CpuTimer
 from trainer.pipeline.cuts import Cuts
 from trainer.pipeline.layout import Layout
 from trainer.pipeline.part import part_of
-from trainer.pipeline.stage import Stage
+from trainer.pipeline.stage import StageWork
 from trainer.pipeline.strategy import Pipeline
 from trainer.shared.config import parse_settings
 from trainer.shared.fields import SettingsError
@@ -101,7 +101,7 @@ def averaged(rank: int, case: Case) -> dict[str, Tensor]:
     cuts = Cuts(at[own.first - 1] if place.stage else None, None if is_last else at[own.last], torch.float64)
     averages = ParameterAverage(part, GradientSum(peers[0]), CpuTimer(), NO_BRAKE, case.every)
     pipeline = Pipeline(
-        Stage(part, Full(), reads=place.stage == 0, splits=True),
+        StageWork(part, Full(), reads=place.stage == 0, splits=True),
         layout,
         cuts,
         group_of(len(case.nodes)),

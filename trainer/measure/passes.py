@@ -24,7 +24,7 @@ from trainer.measure.block_times import Cut, Lap, micro_batches, time_blocks
 from trainer.measure.ladder import Ladder, Measuring, median
 from trainer.measure.updates import Trainee
 from trainer.pipeline.chain import Block
-from trainer.pipeline.stage import Stage
+from trainer.pipeline.stage import StageWork
 
 MARKS = 50
 """Pairs of marks that the clock's noise is taken from."""
@@ -36,7 +36,7 @@ class Passes:
     def __init__(self, trainee: Trainee) -> None:
         self.trainee, self.blocks = trainee, stages_of(trainee.model)
         self.cut: Cut = ()
-        self.stages: list[Stage] = []
+        self.stages: list[StageWork] = []
         trainee.optimizer.zero_grad(set_to_none=True)
 
     def noise_ms(self) -> float:
@@ -52,10 +52,10 @@ class Passes:
             self.cut, self.stages = cut, self._stages(cut)
         return self.trainee.attempt(lambda: self._take(samples))
 
-    def _stages(self, cut: Cut) -> list[Stage]:
+    def _stages(self, cut: Cut) -> list[StageWork]:
         ends = (*cut[1:], len(self.blocks))
         return [
-            Stage(nn.Sequential(*self.blocks[first:end]), self.trainee.precision, reads=first == 0, splits=True)
+            StageWork(nn.Sequential(*self.blocks[first:end]), self.trainee.precision, reads=first == 0, splits=True)
             for first, end in zip(cut, ends, strict=True)
         ]
 
@@ -82,7 +82,7 @@ class Passes:
             for ahead, behind in zip(itertools.pairwise(forward), reversed(back), strict=True)
         ]
 
-    def _judged(self, stage: Stage, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _judged(self, stage: StageWork, inputs: Tensor, targets: Tensor) -> Tensor:
         """As a run's last stage is: with the loss that its loop computes."""
         inputs = stage.enter(inputs)
         with stage.precision.autocast():

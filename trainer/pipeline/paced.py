@@ -10,12 +10,12 @@ from torch import Tensor
 from trainer.compute.precision import Full
 from trainer.paced.part import LearningPart, PacedPart
 from trainer.pipeline.cuts import Cuts
-from trainer.pipeline.stage import Stage
+from trainer.pipeline.stage import StageWork
 from trainer.shared.pace import BACKWARD, FORWARD
 
 
 class PacedStage:
-    """As `Stage`. Gradients of weights are the weights themselves: to make others would take this CPU longer than a
+    """As `StageWork`. Gradients of weights are the weights themselves: to make others would take this CPU longer than a
     fast GPU its whole backward. Nobody computes a loss.
     """
 
@@ -52,8 +52,8 @@ class PacedStage:
             weight.grad = weight.detach()
 
 
-class LearningStage(Stage):
-    """As `Stage`, within the time of the larger network's tasks: the arithmetic is done before a task is due."""
+class LearningStage(StageWork):
+    """As `StageWork`, within the time of the larger network's tasks: the arithmetic is done before a task is due."""
 
     def __init__(self, part: LearningPart, precision: Full, *, reads: bool, splits: bool) -> None:
         super().__init__(part, precision, reads=reads, splits=splits)

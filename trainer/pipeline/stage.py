@@ -1,6 +1,6 @@
 """One stage's work on micro-batches: forward, backward for what went in, and later for its own weights.
 
-stage = Stage(part, precision, reads=False, splits=True)
+stage = StageWork(part, precision, reads=False, splits=True)
 output = stage.forward(inputs, there_s)                  to be sent on; or, of the last stage,
 inputs = stage.enter(inputs)                             what its part is to be called with, and
 stage.judge(inputs, loss_sum, there_s)                   the sum of the losses of what it gave
@@ -29,7 +29,7 @@ class Pass:
     output: Tensor
 
 
-class Stage:
+class StageWork:
     """part: the blocks of this stage, in a row. reads: are its inputs images, which have no gradient? splits: do its
     weights' gradients come later?
     """

@@ -33,8 +33,8 @@ from trainer.pipeline.layout import Layout, MicroBatch
 from trainer.pipeline.links import ACTIVATIONS, GRADIENTS, LABELS, LOSSES, Receiver, Sender
 from trainer.pipeline.paced import PacedStage
 from trainer.pipeline.part import StageParts
-from trainer.pipeline.stage import Stage
-from trainer.pipeline.update import Update
+from trainer.pipeline.stage import StageWork
+from trainer.pipeline.update import PipelineUpdate
 from trainer.shared.turns import in_flight_of_rank
 from trainer.strategies.after_backward import allreduce_flat
 from trainer.strategies.base import Base, Exchange
@@ -57,7 +57,7 @@ class Pipeline(Base):
 
     def __init__(
         self,
-        stage: Stage | PacedStage,
+        stage: StageWork | PacedStage,
         layout: Layout,
         cuts: Cuts,
         group: dist.ProcessGroup,
@@ -166,7 +166,7 @@ class Pipeline(Base):
         own, of_pipeline = self.ahead.popleft()
         self.samples = sum(one.size for one in own)
         self.recent = REMEMBERED * self.recent + self.samples
-        run = Update(self, own, images, labels, of_pipeline if self.averages else batch)
+        run = PipelineUpdate(self, own, images, labels, of_pipeline if self.averages else batch)
         loss_sum, done = yield from run.run()
         waits = tuple((one.since, one.begin) for one in done if one.since is not None)
         said = self._said(loss_sum)

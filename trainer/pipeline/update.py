@@ -32,7 +32,7 @@ class Done:
     """The mark before its result was handed over to another rank; None where it was not."""
 
 
-class Update:
+class PipelineUpdate:
     """The rank's micro-batches, what has come and what is due."""
 
     def __init__(self, pipeline: Any, own: Sequence[MicroBatch], images: Tensor, labels: Tensor, batch: int) -> None:

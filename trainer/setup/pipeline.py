@@ -26,7 +26,7 @@ from trainer.pipeline.cuts import Cuts
 from trainer.pipeline.layout import Layout
 from trainer.pipeline.paced import LearningStage, PacedStage
 from trainer.pipeline.part import Part, part_of
-from trainer.pipeline.stage import Stage
+from trainer.pipeline.stage import StageWork
 from trainer.pipeline.strategy import Pipeline
 from trainer.ranks.agreement import gather_lines, together
 from trainer.ranks.process_group import TIMEOUT
@@ -40,8 +40,7 @@ from trainer.shared.metrics import MetricsWriter
 from trainer.shared.pace import Pace
 from trainer.shared.settings import Settings
 from trainer.shared.shares import Speed, scale_shares
-from trainer.shared.stages import ALONE, parse_stages, stage_names
-from trainer.shared.stages import Stage as Blocks
+from trainer.shared.stages import ALONE, Stage, parse_stages, stage_names
 from trainer.shared.turns import PER_STAGE, in_flight_of_rank
 from trainer.strategies.base import share_initial_state
 from trainer.strategies.gradient_sum import DTYPES as SENT_IN
@@ -70,7 +69,7 @@ class PipelinePlan:
         own = self.layout.stage(rank)
         return self.chain[own.first : own.last + 1]
 
-    def held(self, rank: int) -> Blocks:
+    def held(self, rank: int) -> Stage:
         """What the rank holds of the run's network."""
         return (self.learning or self).layout.stage(rank)
 
@@ -131,13 +130,13 @@ def build_pipeline(
     """Made by all ranks together; those that hold the same blocks begin with the same weights."""
     layout, rank = plan.layout, dist.get_rank()
     cuts, splits, sums = cuts_of(settings, plan, rank), settings.schedule == "zero_bubble", None
-    stage: Stage | PacedStage
+    stage: StageWork | PacedStage
     if isinstance(part, LearningPart):
         stage = LearningStage(part, precision, reads=cuts.before is None, splits=splits)
     elif isinstance(part, PacedPart):
         stage = PacedStage(part, cuts, splits=splits)
     else:
-        stage = Stage(part, precision, reads=cuts.before is None, splits=splits)
+        stage = StageWork(part, precision, reads=cuts.before is None, splits=splits)
     averages, is_local = None, settings.fidelity == "local"
     for held in zip(*layout.ranks, strict=True):
         if peers := _group_of([rank for lanes in held for rank in lanes], group):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from orchestrator.hosts import grammar
-from orchestrator.hosts.forms.imported import Given, Notes, Written, without_place
+from orchestrator.hosts.forms.imported import Exported, Given, Notes, without_place
 from orchestrator.hosts.forms.yaml_text import flow, scalar
 from orchestrator.hosts.inventory import Node
 
@@ -112,11 +112,11 @@ _CONVERT: dict[str, Callable[[Given, Notes], Any]] = {
 }
 
 
-def write_ansible(cluster: str, nodes: Sequence[Node]) -> Written:
+def write_ansible(cluster: str, nodes: Sequence[Node]) -> Exported:
     """An inventory in YAML. Ansible does not know `orch_ranks`; it is for the way back."""
     lines = [f"# The hosts of cluster {cluster}, written by orch.", "all:", "  hosts:"]
     lines += [f"    {scalar(node.name)}: {flow(_variables(node))}" for node in nodes]
-    return Written("\n".join(lines) + "\n", tuple(without_place(nodes, _PLACED, "an Ansible inventory")))
+    return Exported("\n".join(lines) + "\n", tuple(without_place(nodes, _PLACED, "an Ansible inventory")))
 
 
 def _variables(node: Node) -> dict[str, Any]:

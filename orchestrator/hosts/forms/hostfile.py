@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from orchestrator.hosts import grammar
 from orchestrator.hosts.forms.imported import (
     MOST_HOSTS,
+    Exported,
     Given,
     Imported,
     ImportedHost,
     Notes,
-    Written,
     node_name,
     without_place,
 )
@@ -109,7 +109,7 @@ def _add(hosts: dict[str, ImportedHost], host: ImportedHost, notes: Notes) -> No
         hosts[host.name] = ImportedHost(known.name, known.line, {**known.keys, "ranks": more})
 
 
-def write_hostfile(cluster: str, nodes: Sequence[Node]) -> Written:
+def write_hostfile(cluster: str, nodes: Sequence[Node]) -> Exported:
     """In DeepSpeed's form, which Open MPI reads, too: hosts and slots alone."""
     lines, left_out = [f"# The hosts of cluster {cluster}, written by orch."], []
     for node in nodes:
@@ -118,4 +118,4 @@ def write_hostfile(cluster: str, nodes: Sequence[Node]) -> Written:
             left_out.append(f"{node.name}: neither `ranks` nor `gpus` is given; written as slots=1")
     if [node for node in nodes if node.name != node.host]:
         left_out.append("name: a hostfile has hosts alone")
-    return Written("\n".join(lines) + "\n", (*left_out, *without_place(nodes, _PLACED, "a hostfile")))
+    return Exported("\n".join(lines) + "\n", (*left_out, *without_place(nodes, _PLACED, "a hostfile")))

@@ -44,7 +44,7 @@ class Imported:
 
 
 @dataclass(frozen=True)
-class Written:
+class Exported:
     """A file of another form, and what of our nodes has no place in it, a line each."""
 
     text: str

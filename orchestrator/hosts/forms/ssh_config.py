@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.hosts import grammar
-from orchestrator.hosts.forms.imported import Given, Imported, ImportedHost, Notes, Written, node_name, without_place
+from orchestrator.hosts.forms.imported import Exported, Given, Imported, ImportedHost, Notes, node_name, without_place
 from orchestrator.hosts.inventory import Node
 
 _KEYS = {"hostname": "host", "user": "user", "port": "port", "proxyjump": "proxy_jump"}
@@ -65,7 +65,7 @@ def _key_file(one: SshHost, files: Sequence[str], notes: Notes) -> dict[str, Giv
     return {"key_file": Given(files[0], one.line)} if files else {}
 
 
-def write_ssh_config(cluster: str, nodes: Sequence[Node]) -> Written:
+def write_ssh_config(cluster: str, nodes: Sequence[Node]) -> Exported:
     """A `Host` for each node, to be included by ~/.ssh/config."""
     parts = [f"# The hosts of cluster {cluster}, written by orch."]
     local = [node.name for node in nodes if node.transport == "local"]
@@ -74,7 +74,7 @@ def write_ssh_config(cluster: str, nodes: Sequence[Node]) -> Written:
             parts.append("\n".join([f"Host {node.name}", *(f"    {line}" for line in _lines(node))]))
     left_out = [f"{name}: this machine itself (transport: local)" for name in local]
     placed = {*_PLACED, "transport"}
-    return Written("\n\n".join(parts) + "\n", (*left_out, *without_place(nodes, placed, "an SSH configuration")))
+    return Exported("\n\n".join(parts) + "\n", (*left_out, *without_place(nodes, placed, "an SSH configuration")))
 
 
 def _lines(node: Node) -> list[str]:
