@@ -102,9 +102,7 @@ class ProbeError(HostError):
     """What a host answers is of no use."""
 
     def __init__(self, node: str, message: str, remedy: str = "") -> None:
-        super().__init__(
-            node, message, remedy or f"try again; does its shell print at login? (`orch ssh {node} -- true`)"
-        )
+        super().__init__(node, message, remedy or "try again")
 
 
 class HostsError(OrchError):

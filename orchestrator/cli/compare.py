@@ -66,4 +66,8 @@ def _folder(controller: Controller, job: str, out: Path, cluster: str | None) ->
     found = named if named.plan.is_file() else collected(controller, job, out, cluster)
     if not (found.summary.is_file() and found.steps.is_file()):
         controller.report(found)
+    if not found.steps.is_file():  # somebody collects into it, and has not come so far
+        raise UsageError(
+            f"{found.root} is being collected into: its steps are not there yet", "try again when it is done"
+        )
     return found

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
-from orchestrator.errors import HostError
+from orchestrator.errors import ConnectError, HostError
 from orchestrator.hosts.inventory import Node
 from orchestrator.paths import Home
 from orchestrator.transport import Transport
@@ -53,6 +53,8 @@ class Connections:
         self._home, self._accept_new, self._ask = home, accept_new_host_keys, ask_passphrase
         self._nodes: dict[str, Node] = {}
         self._transports: dict[str, Transport] = {}
+        self._apart: list[Connections] = []
+        self._is_over = False
 
     def __enter__(self) -> Connections:
         return self
@@ -60,18 +62,25 @@ class Connections:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for transport in list(self._transports.values()):  # a late host may still come to be among them
+        self._is_over = True
+        for others in [*self._apart]:
+            others.__exit__(None, None, None)
+        for transport in [*self._transports.values()]:
             transport.close()
 
     @contextmanager
     def apart(self, hosts: Mapping[str, ConnectedHost]) -> Iterator[Connections]:
-        """Others, which end with the block alone. hosts: by node; where these are still our connections, they go along,
-        and whoever asks us for such a node connects anew.
+        """Others, which end with the block, or with ours. hosts: by node; where these are still our connections, they
+        go along, and whoever asks us for such a node connects anew.
         """
         with Connections(self._home, accept_new_host_keys=self._accept_new, ask_passphrase=self._ask) as others:
             for name in self.still_open(hosts):
                 others._nodes[name], others._transports[name] = self._nodes[name], self._transports.pop(name)
-            yield others
+            self._apart.append(others)
+            try:
+                yield others
+            finally:
+                self._apart.remove(others)
 
     def still_open(self, hosts: Mapping[str, ConnectedHost]) -> dict[str, ConnectedHost]:
         """Those of these that nobody has opened again since."""
@@ -107,12 +116,21 @@ class Connections:
 
     def reopen(self, name: str, timeout_s: float = CONNECT_S, dial_s: float = math.inf) -> ConnectedHost:
         """A fresh connection to a node of `open`. timeout_s, dial_s: see `transport.ssh.connect`. Raises HostError."""
+        self._refuse_if_over(name)
         previous = self._transports.pop(name, None)
         if previous:
             previous.close()
         node = self._nodes[name]
-        self._transports[name] = self._connect(node, timeout_s, dial_s)
-        return ConnectedHost(self._transports[name], node.python, node.activate, node.workdir)
+        transport = self._transports[name] = self._connect(node, timeout_s, dial_s)
+        if self._is_over:
+            transport.close()
+        self._refuse_if_over(name)  # a late host
+        return ConnectedHost(transport, node.python, node.activate, node.workdir)
+
+    def _refuse_if_over(self, name: str) -> None:
+        """Threads that still listen must not dial again when nobody is left to hear them."""
+        if self._is_over:
+            raise ConnectError(name, "its connection was closed here: the command is over")
 
     def current(self, name: str) -> ConnectedHost:
         """The connection of this moment to a node of `open`, a fresh one where there is none. Raises HostError."""

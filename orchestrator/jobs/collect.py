@@ -70,7 +70,7 @@ def claimed(run: RunFolder) -> Iterator[None]:
 
     Raises HeldError, which says who is there; the lock goes with its holder, however that ends.
     """
-    with alone(run.lock, f"is collecting into {run.root}", "collect again when it is done"):
+    with alone(run.lock, f"is collecting into {run.root}", "try again when it is done"):
         for leftover in [*run.root.glob(".*.????????"), *run.nodes.glob("*/.*.????????")]:
             leftover.unlink(missing_ok=True)  # temporary files of `files.write_atomic`
         yield

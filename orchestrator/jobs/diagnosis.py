@@ -147,7 +147,7 @@ def _silent(scene: StalledJob) -> Verdict | None:
     if not scene.silent or not scene.hosts or len(scene.idle) < len(scene.live):
         return None
     name, error = next(iter(scene.silent.items()))
-    still = f"no rank on the other hosts ({len(scene.live)}) gets on"
+    still = f"none of {counted(len(scene.live), 'rank')} on the other hosts gets on"
     return Verdict("half-dead-link", f"{name} gives no answer ({reasons([error])[0]}), and {still}", error.remedy, name)
 
 

@@ -2,7 +2,7 @@
 the clock, and the thread in which it asks.
 
     follow = Follow(plan, remember, until_end=True, ask=ask_why)
-    for event in follow.events(watch(...)):     lines that came together, Notice, Progress, Bars, Silence, Standstill
+    for event in follow.events(watch(...)):     lines that came together, Notice, RunProgress, Bars, Silence, Standstill
         ...
     for event in follow.last_words():           what is known once all has come
 

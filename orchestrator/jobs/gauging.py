@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from orchestrator.errors import HostError, OrchError
 from orchestrator.jobs.follow import since_s
 from orchestrator.jobs.gauge import Gauge, JobNow
+from orchestrator.jobs.record import JobRecord
 from orchestrator.jobs.running import RunningJob
 
 
@@ -45,6 +46,11 @@ class GaugedJob:
 
     def now(self) -> JobNow:
         return self._gauge.now(since_s(self._job.plan), time.monotonic())
+
+    @property
+    def record(self) -> JobRecord:
+        """As it was heard last."""
+        return self._gauge.record
 
     def _hear(self) -> None:
         try:

@@ -1,6 +1,6 @@
 """Where a job that waits stands in the queue for its GPUs, from its hosts' answers (`remote/waiting.py`). Pure.
 
-standing_of({"a": read_answer("a", said), ...})      Standing(place=2, holders=(...), before=(...))
+standing_of({"a": read_answer("a", said), ...})      PlaceInQueue(holders=(...), before=(...), ...)
 queue_of({"a": ..., "b": ...})                       everybody who waits there, in their order
 """
 

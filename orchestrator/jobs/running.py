@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from itertools import takewhile
@@ -153,8 +153,10 @@ class RunningJob:
         offsets: dict[str, dict[str, Held]] = {}
         if last_lines is not None:
             offsets = tails(self.plan, self.hosts, last_lines, follow=until_end, since_wall=since_wall)
-        told = watch(self.plan, self.hosts, offsets=offsets, follow=until_end, times=times, reconnect=reopen)
-        yield from follow.events(takewhile(lambda _: wanted(), told))
+        with closing(
+            watch(self.plan, self.hosts, offsets=offsets, follow=until_end, times=times, reconnect=reopen)
+        ) as told:
+            yield from follow.events(takewhile(lambda _: wanted(), told))
         if not wanted():
             return
         if is_gone(self.plan, follow.heard.records) and self.record.state != "starting":
@@ -168,20 +170,21 @@ class RunningJob:
         heard, asker = Heard(), Asker(self.ask_why)
         for name, error in self.reach().items():
             gauge.take(name, error, time.monotonic())
-        told = watch(
-            self.plan, self.hosts, offsets={}, follow=True, files=gauge.FILES, reconnect=self._connections.reopen
-        )
-        for name, item in told:
-            now_s = time.monotonic()
-            gauge.take(name, item, now_s)
-            if heard.take(name, item, now_s):
-                gauge.know(record := self._remember(heard.found(now_s)))
-                asker.tell(record)
-            if answer := asker.answer():
-                gauge.know(answer)
-            yield gauge
-            if gauge.record.state in FINAL_STATES:
-                return
+        reopen = self._connections.reopen
+        with closing(
+            watch(self.plan, self.hosts, offsets={}, follow=True, files=gauge.FILES, reconnect=reopen)
+        ) as told:
+            for name, item in told:
+                now_s = time.monotonic()
+                gauge.take(name, item, now_s)
+                if heard.take(name, item, now_s):
+                    gauge.know(record := self._remember(heard.found(now_s)))
+                    asker.tell(record)
+                if answer := asker.answer():
+                    gauge.know(answer)
+                yield gauge
+                if gauge.record.state in FINAL_STATES:
+                    return
 
     def looked_at(self) -> dict[str, HostLook | HostError]:
         """What each host sees of its ranks in two looks; or why it gives no answer."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from orchestrator.errors import ConnectError, HostError
@@ -34,7 +34,7 @@ def watch(
     files: Sequence[str] = ALL_FILES,
     times: bool = False,
     reconnect: Callable[[str], ConnectedHost] | None = None,
-) -> Iterator[tuple[str, Frame | HostError]]:
+) -> Generator[tuple[str, Frame | HostError], None, None]:
     """What the job's hosts have to say, as it comes: (node, frame), and (node, error) where a link broke.
 
     offsets: per node and file, what is here already. limit_bytes: of a file no more than its first so many; None for
@@ -67,7 +67,7 @@ class _Watch:
         self._heard: queue.Queue[tuple[str, Frame | HostError | BaseException | None]] = queue.Queue(WAITING_FRAMES)
         self._leaving = threading.Event()
 
-    def items(self, offsets: Mapping[str, Mapping[str, Held]]) -> Iterator[tuple[str, Frame | HostError]]:
+    def items(self, offsets: Mapping[str, Mapping[str, Held]]) -> Generator[tuple[str, Frame | HostError], None, None]:
         names = [node.name for node in self._plan.nodes if node.name in self._hosts]
         for name in names:
             words = (name, dict(offsets.get(name, {})))

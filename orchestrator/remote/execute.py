@@ -31,6 +31,7 @@ GRACE_S = 2.0
 LAST_WORDS_S = 0.5
 """So long we listen to what a command left running that still holds its outputs."""
 LOOK_S = 0.2
+END_LOOK_S = 0.02
 LINE = "ORCH_LINE"
 """Every user of this host can read a command line, and only its owner an environment. The line unsets it first."""
 
@@ -46,7 +47,7 @@ class Execution:
         self._talk = talk
         self._deadline = time.monotonic() + request["limit_s"]
         self._child = subprocess.Popen(
-            ["sh", "-c", f'eval "unset {LINE}; ${LINE}"'],
+            ["sh", "-c", f'eval "unset {LINE}\n${LINE}"'],
             env={**os.environ, LINE: request["line"]},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -107,8 +108,10 @@ class Execution:
         """TERM to all of its session, then KILL to whatever of it is left."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._child.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(GRACE_S)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+            until = time.monotonic() + GRACE_S
+            while time.monotonic() < until:  # the shell itself ends at once: what it runs may still tidy up
+                self._child.poll()
+                os.killpg(self._child.pid, 0)
+                time.sleep(END_LOOK_S)
             os.killpg(self._child.pid, signal.SIGKILL)
         return self._child.wait()

@@ -1,6 +1,6 @@
 """What went wrong with a process of ours, from its exit code, its log and the kernel's count of memory kills.
 
-failures = Diagnosis("beta")
+failures = FailureDiagnosis("beta")
 failures.of_program("prepare", "the `prepare` command exited 3", job.prepare_log, 3)
 failures.of_rank({"rank": 1, "exit_code": 7, "signal": None}, log)
 """

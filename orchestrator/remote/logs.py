@@ -36,7 +36,7 @@ _KNOWN = [
     (
         r"CUDA out of memory|CUDA error: out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED|"
         r"unable to find (an engine to execute|a valid cudnn algorithm)",
-        "this GPU's memory is too small for its share of the batch; try `--set accumulate=4`, or a smaller batch",
+        "this GPU's memory is too small for its share of the batch; use a smaller one, or `--set accumulate=4`",
     ),
     (
         r"creating shared memory segment \S*nccl-|failed to extend \S*nccl-",

@@ -46,7 +46,7 @@ class Programs:
             return True
         # Every user of this host can read a command line, and only its owner an environment.
         environment = {**self.children.environment(), PREPARE: self._node["prepare"]}
-        line = f'eval "unset {PREPARE}; ${PREPARE}"'
+        line = f'eval "unset {PREPARE}\n${PREPARE}"'
         ended = self._start("prepare", ["sh", "-c", line], self._job.prepare_log, self._job.src, environment)
         if ended is None:
             return False

@@ -1,6 +1,6 @@
 """How far a rank has come, by what it has written: its two logs and its metrics.
 
-progress_of(job, 0)         # Progress(sizes=(120, 0, 4096), quiet_s=3.1, step=120, step_s=0.4)
+progress_of(job, 0)         # RankProgress(sizes=(120, 0, 4096), quiet_s=3.1, step=120, step_s=0.4)
 """
 
 from __future__ import annotations

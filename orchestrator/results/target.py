@@ -1,6 +1,6 @@
 """The accuracy at which a run was to end, and when it came to that, from the ranks' `target` event.
 
-read_target(events)     Target(asked=0.99, reached=Reached(accuracy=0.9912, step=3751, ...))
+read_target(events)     AccuracyTarget(asked=0.99, reached=Reached(accuracy=0.9912, step=3751, ...))
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from orchestrator.transport.noise import Listener, explained
 from orchestrator.transport.sources import pack, shipped_sources
 
 MAX_ANSWER_BYTES = 1 << 20
+ALIKE = "does its shell print at login (`orch exec -- true` shows it), or is another version of orch in use?"
 SILENT_S = 60.0
 """How long a program that reports its progress may be silent; it sends a beat every second."""
 STUCK_S = 120
@@ -76,7 +77,7 @@ def understood(node: str, read: Callable[[], T]) -> T:
         return read()
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
         why = one_line(f"{error.__class__.__name__}: {error}", 100)
-        raise ProbeError(node, f"its answer makes no sense ({why})", "is another version of orch in use?") from error
+        raise ProbeError(node, f"its answer makes no sense ({why})", ALIKE) from error
 
 
 def new_marker() -> str:
@@ -195,13 +196,13 @@ def _parse(host: ConnectedHost, result: CommandResult, marker: str) -> dict[str,
     if len(parts) != 3:
         raise _no_answer(host, result)
     if len(parts[1]) > MAX_ANSWER_BYTES:
-        raise ProbeError(host.node, f"answered {len(parts[1])} bytes, more than {MAX_ANSWER_BYTES}")
+        raise ProbeError(host.node, f"answered {len(parts[1])} bytes, more than {MAX_ANSWER_BYTES}", ALIKE)
     try:
         answer = json.loads(parts[1])
     except (ValueError, RecursionError) as error:
-        raise ProbeError(host.node, f"its answer is not JSON ({error.__class__.__name__})") from error
+        raise ProbeError(host.node, f"its answer is not JSON ({error.__class__.__name__})", ALIKE) from error
     if not isinstance(answer, dict):
-        raise ProbeError(host.node, "its answer is not a JSON object")
+        raise ProbeError(host.node, "its answer is not a JSON object", ALIKE)
     return answer
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass
 
 from orchestrator.controller import opened
 from orchestrator.jobs.gauge import JobNow
 from orchestrator.jobs.gauging import GaugedJob
+from orchestrator.jobs.record import ENDED
 from orchestrator.paths import Home
 
 UNSEEN_S = 15.0
@@ -19,15 +21,28 @@ UNSEEN_S = 15.0
 FIRST_S = 3.0
 """So long the first look waits for the hosts' first words."""
 AGAIN_S = 10.0
-"""Not sooner than so long after it was begun a job is begun anew where hearing it failed."""
+"""Not sooner than so long after it was begun a job is begun anew where hearing it is over, and the job is not."""
+
+
+@dataclass
+class _Heard:
+    """A job that is looked at. before: what is shown until the first words of one that was begun anew."""
+
+    gauged: GaugedJob
+    begun_s: float
+    before: GaugedJob | None = None
+
+    @property
+    def is_due_again(self) -> bool:
+        has_ended = self.gauged.record.state in ENDED
+        return self.gauged.is_over and not has_ended and time.monotonic() - self.begun_s > AGAIN_S
 
 
 class Watched:
     def __init__(self, home: Home) -> None:
         self._home = home
         self._lock = threading.Lock()
-        self._jobs: dict[str, tuple[GaugedJob, float]] = {}
-        """And when each was begun."""
+        self._jobs: dict[str, _Heard] = {}
         self._seen_s: dict[str, float] = {}
         self._closed = threading.Event()
         threading.Thread(target=self._let_go, daemon=True, name="watched").start()
@@ -36,11 +51,13 @@ class Watched:
         """Raises UsageError where there is no such job."""
         with self._lock:
             self._seen_s[job] = time.monotonic()
-            if job not in self._jobs or _is_due_again(*self._jobs[job]):
-                self._jobs[job] = self._begun(job), time.monotonic()
-            gauged, _ = self._jobs[job]
-        gauged.heard.wait(FIRST_S)
-        return gauged.now()
+            known = self._jobs.get(job)
+            if known is None or known.is_due_again:
+                known = self._jobs[job] = _Heard(self._begun(job), time.monotonic(), known.gauged if known else None)
+        if known.before and not known.gauged.heard.is_set():
+            return known.before.now()
+        known.gauged.heard.wait(FIRST_S)
+        return known.gauged.now()
 
     def _begun(self, job: str) -> GaugedJob:
         with opened(self._home) as controller:
@@ -60,15 +77,10 @@ class Watched:
 
     def _end(self, job: str) -> None:
         if found := self._jobs.pop(job, None):
-            found[0].leave()
+            found.gauged.leave()
 
     def close(self) -> None:
         self._closed.set()
         with self._lock:
             for job in [*self._jobs]:
                 self._end(job)
-
-
-def _is_due_again(gauged: GaugedJob, begun_s: float) -> bool:
-    failed = gauged.is_over and (gauged.error or gauged.bug)
-    return bool(failed) and time.monotonic() - begun_s > AGAIN_S

@@ -118,6 +118,13 @@ def test_when_its_time_is_up_all_of_it_is_ended(rack, tmp_path):
     assert ran["exit_code"] is None and ran["stdout"] == "hi\n"
 
 
+def test_a_program_may_tidy_up_when_its_time_is_up(rack, tmp_path):
+    file = f"{tmp_path}/tidied-${{SSH_CONNECTION##* }}"
+    line = f'trap "sleep 0.5; echo yes >{file}; exit" TERM; while :; do sleep 0.05; done'
+    rack.types(*BOTH, "--timeout", "1s", "--", "sh", "-c", line, exit_code=1)
+    assert [path.read_text() for path in tmp_path.glob("tidied-*")] == ["yes\n"] * 2
+
+
 def test_what_it_leaves_in_the_background_lives_on_and_is_not_waited_for(rack, tmp_path):
     line = f"sleep 1000 & echo $! > {tmp_path}/pid-${{SSH_CONNECTION##* }}; echo begun"
     done = rack.types(*BOTH, "--timeout", "10m", "--", line, timeout_s=40)

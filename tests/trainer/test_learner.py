@@ -26,8 +26,7 @@ from trainer.setup.learning import chain_like, learning_cut
 from trainer.shared.errors import TrainError
 from trainer.shared.gpu_work import Work
 from trainer.shared.pace import BACKWARD, FORWARD, OPTIMISER, Pace, read_pace
-from trainer.shared.stages import Stage as Blocks
-from trainer.shared.stages import parse_stages
+from trainer.shared.stages import Stage, parse_stages
 
 SHAPE = (1, 28, 28)
 WAYS = {
@@ -155,7 +154,7 @@ def staged(clock):
     """Two stages of LeNet within the time of ResNet-152's, 0.7 and 0.3 of it, and LeNet whole."""
     torch.manual_seed(1)
     own = build_model("lenet", SHAPE, 10)
-    parts = [part_of(copy.deepcopy(own), Blocks("", number, number)) for number in (0, 1)]
+    parts = [part_of(copy.deepcopy(own), Stage("", number, number)) for number in (0, 1)]
     clocks = [StageClock(Pace(samples_per_s=10), work, work, clock=clock) for work in (0.7, 0.3)]
     first = LearningPart([torch.empty(3)], clocks[0], parts[0], None, 4096)
     last = LearningPart([torch.empty(5)], clocks[1], parts[1], (16, 5, 5), None)

@@ -1,4 +1,4 @@
-"""One update of one rank of a pipeline: `loss_sum, done = yield from Update(pipeline, own, ...).run()`.
+"""One update of one rank of a pipeline: `loss_sum, done = yield from PipelineUpdate(pipeline, own, ...).run()`.
 
 Its micro-batches in the order that `trainer.shared.turns` gives them, as soon as what each task needs has come.
 """
