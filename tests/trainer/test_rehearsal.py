@@ -104,7 +104,7 @@ def test_the_loop_makes_growing_updates_and_ends_when_they_are_measured(gang, tm
 
 @pytest.mark.parametrize(
     ("body", "words"),
-    [("no step", "loss is missing"), ("two steps", "once for each batch"), ("paced", "knows the speed of experiments")],
+    [("no step", "loss is missing"), ("two steps", "once for each batch"), ("paced", "run only experiments")],
 )
 def test_a_loop_that_cannot_be_measured_is_told_why(gang, tmp_path, body, words):
     told = [told for _, told, _ in gang.run(rehearsed, (body, str(tmp_path)))]

@@ -33,7 +33,7 @@ def test_one_hosts_error_is_its_value_and_hides_no_other() -> None:
 
     outcomes = for_each({"bad": "bad", "good": "good"}, action, deadline_s=10)
     assert values(outcomes) == {"good": "GOOD"}
-    assert [str(error) for error in errors(outcomes)] == ["bad: no python"]
+    assert [str(error) for error in errors(outcomes)] == ["bad: no python: try again"]
 
 
 def test_a_late_host_costs_the_deadline_and_no_more() -> None:
