@@ -211,10 +211,9 @@ class Clusters:
                 "probed": {**cluster.probed, **dict.fromkeys(same, look.at)},
             }
         )
-        election = None
         with suppress(OrchError):  # `_up` says it
-            election = self._elect(cluster, cluster.active())
-        return _with_election(cluster, election)
+            return self._elected(cluster)
+        return _with_election(cluster, None)
 
     def _up(self, cluster: Cluster, look: Look) -> Up:
         """What there is to say of the cluster after this look."""

@@ -126,9 +126,7 @@ class Words:
 
 def read_wish(words: Words) -> Wish:
     """Raises UsageError where it is not exactly one of the three kinds, and for any mistake in one."""
-    if bool(words.exp) == bool(words.command):
-        what = "both an experiment and a script were named" if words.exp else "nothing to run was named"
-        raise UsageError(what, "give one of --exp NAME, -- SCRIPT ARGS and -m MODULE")
+    refuse_unless_one(words.exp, words.command, "give one of --exp NAME, -- SCRIPT ARGS and -m MODULE")
     if words.exp and words.batch is not None:
         raise UsageError("--batch belongs to a script of your own", f"--set batch={words.batch}")
     if words.exp and words.pass_local_rank:
@@ -141,6 +139,12 @@ def read_wish(words: Words) -> Wish:
     program = read_program(words.command, is_module=True) if words.is_module else read_program(words.command)
     arguments = ((LOCAL_RANK,) if words.pass_local_rank else ()) + program.arguments
     return _module(program, arguments, words) if program.is_module else _script(program, arguments, words)
+
+
+def refuse_unless_one(exp: str | None, command: Sequence[str], remedy: str) -> None:
+    if bool(exp) == bool(command):
+        what = "both an experiment and a script were named" if exp else "nothing to run was named"
+        raise UsageError(what, remedy)
 
 
 def refuse_without_trainer(wish: Wish) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 from .processes import die_with_parent
 from .talk import STDIN, ControllerLeft, Talk, gone, serve
+from .unseen_line import unseen_line
 
 PIECE_BYTES = 1 << 16
 GRACE_S = 2.0
@@ -32,8 +33,6 @@ LAST_WORDS_S = 0.5
 """So long we listen to what a command left running that still holds its outputs."""
 LOOK_S = 0.2
 END_LOOK_S = 0.02
-LINE = "ORCH_LINE"
-"""Every user of this host can read a command line, and only its owner an environment. The line unsets it first."""
 
 
 def main(request: dict[str, Any]) -> None:
@@ -46,9 +45,10 @@ class Execution:
     def __init__(self, request: dict[str, Any], talk: Talk, umask: int) -> None:
         self._talk = talk
         self._deadline = time.monotonic() + request["limit_s"]
+        argv, environment = unseen_line(request["line"], os.environ)
         self._child = subprocess.Popen(
-            ["sh", "-c", f'eval "unset {LINE}\n${LINE}"'],
-            env={**os.environ, LINE: request["line"]},
+            argv,
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

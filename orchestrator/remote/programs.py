@@ -20,8 +20,8 @@ from .layout import JobFolder
 from .messages import Order, failure
 from .plain_asyncio import asyncio
 from .rendezvous import Rendezvous
+from .unseen_line import unseen_line
 
-PREPARE = "ORCH_PREPARE"
 _NAMES = {"prepare": "the `prepare` command"}
 
 
@@ -44,10 +44,8 @@ class Programs:
         """Runs the inventory's `prepare` command, once a host and job, before any rank starts."""
         if not self._node.get("prepare"):
             return True
-        # Every user of this host can read a command line, and only its owner an environment.
-        environment = {**self.children.environment(), PREPARE: self._node["prepare"]}
-        line = f'eval "unset {PREPARE}\n${PREPARE}"'
-        ended = self._start("prepare", ["sh", "-c", line], self._job.prepare_log, self._job.src, environment)
+        argv, environment = unseen_line(self._node["prepare"], self.children.environment())
+        ended = self._start("prepare", argv, self._job.prepare_log, self._job.src, environment)
         if ended is None:
             return False
         code = await ended

@@ -14,7 +14,7 @@ from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.consent import not_allowed
 from orchestrator.hosts.file_again import keys_of_new_node, new_node
 from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.planning.request import Wish, Words, parse_pairs, read_wish
+from orchestrator.planning.request import Wish, Words, parse_pairs, read_wish, refuse_unless_one
 
 Form = Mapping[str, str]
 
@@ -66,9 +66,7 @@ def planned(controller: Controller, cluster: Cluster, form: Form) -> tuple[Launc
 def _wished(cluster: Cluster, form: Form) -> tuple[Wish, list[str]]:
     """An experiment, or a script of this machine with its arguments; and on which nodes."""
     command, exp = _words(form, "script"), form.get("exp") or None
-    if bool(command) == bool(exp):
-        what = "both an experiment and a script were named" if exp else "nothing to run was named"
-        raise UsageError(what, "choose an experiment, or give a script")
+    refuse_unless_one(exp, command, "choose an experiment, or give a script")
     words = Words(exp, _words(form, "settings"), command=command)
     return read_wish(words), cluster.names(form.get("nodes") or None)
 
