@@ -19,4 +19,4 @@ def test_gpu_and_cpu_hosts_train_together(machine, hosts, more):
     none.
     """
     ranks = machine.run(Job((*LENET, "--strategy", "ddp", "--backend", "gloo", *more), hosts, limit_s=LIMIT_S))
-    assert not problems(ranks)
+    assert not (words := problems(ranks)), words

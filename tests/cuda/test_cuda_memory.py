@@ -12,7 +12,7 @@ KNOBS = {"FAKE_GIB": 0.5, "FAKE_KERNEL_US": 20000}  # a slow GPU, so that no siz
 
 def profile(machine, **knobs):
     (rank,) = ranks = machine.run(Job((*PROFILE, "--profile_s", "200"), knobs={**KNOBS, **knobs}))
-    assert not problems(ranks)
+    assert not (words := problems(ranks)), words
     (found,) = rank.rows("profile")
     return found
 

@@ -85,7 +85,7 @@ def played(machine):
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_stage_gets_is_what_the_other_has_computed(played, way):
     ranks = played(way)
-    assert not problems(ranks)
+    assert not (words := problems(ranks)), words
     output = "".join(rank.output for rank in ranks)
     assert "wrong" not in output
     assert output.count("forward right") == output.count("backward right") >= STEPS * MICRO_BATCHES

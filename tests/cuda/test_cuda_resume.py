@@ -35,7 +35,7 @@ def played(machine, hosts, first, *arguments):
     prelude = f"{__name__}:{scales_that_differ.__name__}"
     job = Job((*LENET, *LOCAL, *arguments), hosts=hosts, knobs={"FIRST": first}, prelude=prelude)
     ranks = machine.run(job)
-    assert not problems(ranks)
+    assert not (words := problems(ranks)), words
     return ranks
 
 

@@ -22,7 +22,7 @@ def job(*, ranks=1, knobs=None, **settings):
 def played(machine, **asked):
     """Rank 0's end of a run that ended well."""
     done = machine.run(job(**asked))
-    assert not problems(done)
+    assert not (words := problems(done)), words
     return done[0]
 
 
@@ -112,7 +112,7 @@ def test_a_rank_that_gives_its_graphs_up_says_so_whichever_it_is(machine):
     asked = job(strategy="ddp", ranks=2)
     prelude = f"{__name__}:{no_room_on_rank_1.__name__}"
     first, second = machine.run(dataclasses.replace(asked, prelude=prelude))
-    assert not problems([first, second])
+    assert not (words := problems([first, second])), words
     assert not first.rows("setting") and "off from now on" not in first.output
     (change,) = second.rows("setting")
     assert (change["name"], change["value"], change["why"]) == ("cuda_graph", "off", "no room")

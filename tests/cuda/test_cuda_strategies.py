@@ -66,13 +66,15 @@ def played(machine):
 @pytest.mark.parametrize(("way", "backend", "ranks"), JOBS)
 def test_it_runs_and_keeps_to_its_gpu(played, way, backend, ranks):
     """With three ranks one has no share, and takes part in every sum."""
-    assert not problems(played(way, backend, ranks))
+    assert not (words := problems(played(way, backend, ranks))), words
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_it_runs_on_the_process_group_that_torch_had_before_2_15(machine, way):
     own = ("--strategy", way.split()[0], *WAYS[way], "--backend", "nccl")
-    assert not problems(machine.run(Job((*LENET, *own), hosts=(Host(2),), knobs={"TORCH_DIST_USE_NCCL2": "0"})))
+    assert not (
+        words := problems(machine.run(Job((*LENET, *own), hosts=(Host(2),), knobs={"TORCH_DIST_USE_NCCL2": "0"})))
+    ), words
 
 
 @pytest.mark.parametrize("way", WAYS)

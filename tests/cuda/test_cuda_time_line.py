@@ -38,7 +38,7 @@ RECEIVES = {3, 6}  # local's steps that take over an average: one after each thi
 def play(machine, arguments, hosts, link_gbps):
     job = Job((*RESNET, *arguments), hosts, {"FAKE_KERNEL_US": KERNEL_US, "FAKE_LINK_GBPS": link_gbps})
     ranks = machine.run(job)
-    assert not problems(ranks)
+    assert not (words := problems(ranks)), words
     return ranks
 
 
