@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from torch import nn
 
 from orchestrator.planning.measurement import Measurement
-from tests.support.trainer_ranks import trained
+from tests.support.trainer_ranks import ROOT, trained
 from trainer.compute.precision import Full
 from trainer.compute.timer import CpuTimer
 from trainer.measure.ladder import Ladder, again, climb, made, record_of
@@ -225,6 +228,36 @@ def test_a_paced_rank_is_found_to_be_as_fast_as_its_pace_whatever_changes_that_h
     assert found["cap"] and found["cap"] < 256
     assert found["again_samples"] in found["samples"] and found["again_ms"] > found["again_samples"]
     assert found["blocks"] is None
+
+
+LOOKING = """
+import sys, torch
+from trainer.measure import profiling
+from trainer.__main__ import main
+
+class Seen(profiling.Subject):
+    def __init__(self, model, *others):
+        super().__init__(model, *others)
+        before = [weight.detach().clone() for weight in model.parameters()]
+        def leave():
+            alike = all(map(torch.equal, before, model.parameters()))
+            print("as they were" if alike else "others", flush=True)
+            left()
+        left, profiling.leave = profiling.leave, leave
+
+profiling.Subject = Seen
+main(sys.argv[1:])
+"""
+
+
+def test_measuring_leaves_the_weights_as_they_are_whatever_the_learning_rate(tmp_path):
+    """NaN is no arithmetic that a run has, and no replay of a CUDA graph would equal its plain pass."""
+    arguments = ["--exp", "mnist_lenet", "--profile_s", "0.5", "--batch", "4", "--device", "cpu", "--lr", "1000"]
+    environment = {**os.environ, "ORCH_METRICS": str(tmp_path / "{rank}.jsonl")}
+    command = [sys.executable, "-c", LOOKING, *arguments]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "as they were"
 
 
 def test_a_rank_that_computes_is_measured_up_to_twice_the_batch(tmp_path):

@@ -32,7 +32,7 @@ from trainer.measure.passes import record_blocks
 from trainer.measure.updates import Subject
 from trainer.measure.visited import blocks_on_paper
 from trainer.paced.memory import most_samples
-from trainer.paced.standin import StandIn
+from trainer.paced.standin import StandIn, StandInOptimizer
 from trainer.pipeline.chain import survey
 from trainer.ranks.agreement import together
 from trainer.ranks.devices import choose_device, use_threads
@@ -73,11 +73,12 @@ def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
         held = held_beside(model, device, images)
     untimed = 1
     if settings.cuda_graph != "off" and not why_not(device, settings, model):
-        replayable(model, say=lambda line: None, gave_up=lambda why: None)
+        replayable(model, say=lambda line: None, gave_up=_say_without_graphs)
         untimed = 1 + WARM
     start = start_fields(settings, info, device, group, (settings.model, model))
     metrics.write("start", **start, batch_per_rank=None, batch_norm_groups=None, work=None, steps=0)
-    subject = Subject(model, build_optimizer(settings, model), precision, facts, device, timer_for(device), room, held)
+    optimizer = at_rest(build_optimizer(settings, model))
+    subject = Subject(model, optimizer, precision, facts, device, timer_for(device), room, held)
     network = blocks_on_paper(settings.model, facts.shape, facts.classes)
     if info.rank == 0:
         print(f"{settings.exp}: measuring {info.node} alone, {settings.profile_s:g} s", flush=True)
@@ -102,6 +103,19 @@ def _subject(
     pace = steady(info.pace)
     model = stand_in(settings, facts, info, metrics, pace, share=FIRST)
     return model, most_samples(model.anatomy, pace)
+
+
+def at_rest(optimizer: torch.optim.Optimizer | StandInOptimizer) -> torch.optim.Optimizer | StandInOptimizer:
+    """One whose updates change nothing. At a run's rate, without its warm-up, two samples make a fresh ResNet-152's
+    weights NaN at once; then no replay of a CUDA graph equals its plain pass, and larger batches are measured without.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    return optimizer
+
+
+def _say_without_graphs(why: str) -> None:
+    print(f"cuda_graph: larger batches are measured without, {why}", flush=True)
 
 
 def held_beside(model: nn.Module, device: torch.device, more_bytes: int = 0) -> Tensor:
