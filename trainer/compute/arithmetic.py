@@ -59,7 +59,7 @@ def choose_arithmetic(settings: Settings, device: torch.device, everyone: Device
         settings,
         tf32=_chosen(settings.tf32, everyone.are_ampere, can=is_ampere(device)),
         channels_last=_chosen(settings.channels_last, everyone.are_gpus and settings.amp != "none" and not in_pieces),
-        cudnn_benchmark=_chosen(settings.cudnn_benchmark, settings.shares != "auto", can=on_gpu),
+        cudnn_benchmark=_chosen(settings.cudnn_benchmark, best=False, can=on_gpu),
         fused_sgd=_chosen(
             settings.fused_sgd,
             on_gpu and not in_pieces and settings.optimizer == "sgd" and has_fused_sgd(device),
