@@ -102,7 +102,7 @@ def _node_plan(draft: Draft, one: PlannedNode, ranks_on_machine: int, of_split: 
         address=one.address,
         interface=one.interface,
         device=one.device,
-        gpu=node.gpu or next((gpu.name for gpu in one.gpus or one.facts.gpus), None),
+        gpu=node.gpu or _trained_on(one),
         gpu_uuids=tuple(gpu.uuid for gpu in one.gpus),
         bandwidth_bps=node.bandwidth_bps,
         paced=_pace_of(node.paced) if node.paced else None,
@@ -118,6 +118,11 @@ def _node_plan(draft: Draft, one: PlannedNode, ranks_on_machine: int, of_split: 
         prepare=node.prepare,
         system=_system(one.facts),
     )
+
+
+def _trained_on(one: PlannedNode) -> str | None:
+    """Its first GPU; None where it trains on its CPU, whatever GPUs it has."""
+    return next((gpu.name for gpu in one.gpus or one.facts.gpus), None) if one.device == "cuda" else None
 
 
 def _own_shares(split: Split, one: PlannedNode) -> tuple[int, ...]:

@@ -60,8 +60,9 @@ def cluster_json(
     rows = []
     for node in cluster.nodes:
         facts = cluster.facts.get(node.name)
-        gpu = node.gpu or (facts.gpus[0].name if facts and facts.gpus else None)
-        count = node.gpus or (len(facts.gpus) if facts else 0)
+        found = facts.gpus if facts and node.device != "cpu" else ()
+        gpu = node.gpu or next((gpu.name for gpu in found), None)
+        count = node.gpus or len(found)
         rows.append(
             {
                 "name": node.name,

@@ -21,7 +21,8 @@ from orchestrator.hosts.inventory import Node
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from orchestrator.units import format_age
-from orchestrator.views import cluster_table, console
+from orchestrator.views import cluster_table, console, documents
+from tests.support.probed_hosts import facts, gpu
 
 
 @contextlib.contextmanager
@@ -113,3 +114,9 @@ def test_the_table_of_status_has_the_age_of_what_it_shows(tmp_path: Path, capsys
 )
 def test_an_age_is_shown_in_its_largest_unit(seconds: float, words: str) -> None:
     assert format_age(seconds) == words
+
+
+def test_a_host_that_trains_on_its_cpu_is_shown_without_its_gpu() -> None:
+    nodes, found = (node("a"), node("b", device="cpu")), facts(gpus=(gpu(name="H100"),))
+    cluster = Cluster(schema=1, name="rack", file="rack.yaml", nodes=nodes, facts={"a": found, "b": found})
+    assert [row["gpu"] for row in documents.cluster_json(cluster)["nodes"]] == ["H100", "CPU"]

@@ -210,6 +210,13 @@ def test_a_device_set_by_hand_is_the_plans_device_too():
         assert (one.device, one.gpu_uuids, one.command) == ("cpu", (), ("--device=cpu", "--backend=gloo"))
 
 
+def test_what_a_host_trains_on_is_no_gpu_where_it_trains_on_its_cpu():
+    nodes, found = pair(host(41, gpus=1), host(42, gpus=1))
+    assert [one.gpu for one in plan(nodes, found, by_hand(device="cpu")).nodes] == [None, None]
+    mixed = (nodes[0], nodes[1].model_copy(update={"device": "cpu"}))
+    assert [bool(one.gpu) for one in plan(mixed, found, by_hand(backend="gloo")).nodes] == [True, False]
+
+
 def test_a_script_gets_its_own_arguments_and_nothing_else():
     nodes, found = pair()
     made = plan(nodes, found)
