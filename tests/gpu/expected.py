@@ -1,7 +1,8 @@
 """What each figure should be, and who says so.
 
-Nothing here was measured on a GPU: the ranges come from the hardware catalogue, from what a wire of 2.5 Gbps allows,
-from counts on the stand-in for CUDA, and from runs on CPUs. A figure outside of its range is a finding, not an error.
+All of it was written before anything had run on a GPU (docs/gpu.md has what was measured since): the ranges come from
+the hardware catalogue, from what a wire of 2.5 Gbps allows, from counts on the stand-in for CUDA, and from runs on
+CPUs. A figure outside of its range is a finding, not an error.
 """
 
 from __future__ import annotations

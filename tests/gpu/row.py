@@ -74,10 +74,10 @@ def skipped(what: str, cause: str) -> Row:
 
 
 def number(value: float) -> str:
-    """Three digits that count; thousands apart."""
-    if not math.isfinite(value):
-        return str(value)
+    """Three digits that count, of what is small one; thousands apart."""
     size = abs(value)
+    if not math.isfinite(value) or 0 < size < 0.001:
+        return f"{value:.1g}"
     digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
     text = f"{value:,.{digits}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
