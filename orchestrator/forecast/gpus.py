@@ -23,7 +23,9 @@ IMAGES_PER_GB = 0.50
 RESNET50_WORK = 4.09e9
 """Multiplications of one 224 px image forward."""
 LAUNCH_MS = 0.1
-"""Launch time of one layer: some ten kernels for forward, backward and update at about 10 us each. Assumed."""
+"""Time of one layer whatever the batch: some ten kernels for forward, backward and update at about 10 us each. Assumed.
+An H100 took 0.06 ms by CUDA graphs, and its host's launches 0.35 without (docs/gpu.md, "Measured").
+"""
 WEIGHT_PASSES = 9
 """Times that a step reads or writes all weights: forward 1, backward 3, SGD with momentum 5. Counted."""
 RESERVED_BYTES = 2**30
