@@ -184,9 +184,11 @@ class Cluster:
         return [*found.runs.get(self.name, ())]
 
     def jobs(self) -> list[Job]:
-        """All that are remembered, the newest first; those that may run are asked after."""
-        found = self._controller.jobs.all(self.name).records
-        return [Job(self._controller, self._controller.jobs.find(record.id)) for record in found]
+        """All that are remembered, the newest first, but for those whose files here are damaged (`orch jobs` names
+        these); those that may run are asked after.
+        """
+        known = self._controller.jobs
+        return [Job(self._controller, job) for job in known.sound(known.all(self.name).records)]
 
     # ---- its end --------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from orchestrator import Cluster
-from orchestrator.errors import OrchError, UsageError
+from orchestrator.errors import OrchError, StateError, UsageError
 from tests.support.local_cluster import INVENTORY
 from tests.support.quick_python import quick_python
 from tests.support.ssh_rack import ssh_rack
@@ -107,6 +107,15 @@ def test_a_job_that_its_hosts_failed_is_tried_again_while_somebody_waits_for_it(
         assert record.state == "succeeded" and record.attempt and record.attempt.words == "2 of 3"
         assert [one.job for one in record.attempt.earlier] == [failed]
         assert {one.id for one in rack.jobs()} == {failed, job.id}
+
+
+def test_a_job_whose_plan_is_damaged_hides_no_other(here: Path) -> None:
+    with Cluster.up("inventory/rack.yaml", allow_local=True) as rack:
+        damaged, other = (rack.run("proj/train.py", name=name, wait=True) for name in ("damaged", "other"))
+        (Path(os.environ["ORCH_HOME"]) / "jobs" / damaged.id / "plan.json").write_text("{")
+        assert [job.id for job in rack.jobs()] == [other.id]
+        with pytest.raises(StateError, match=r"plan\.json is damaged"):
+            rack.job("damaged")
 
 
 @needs_sshd

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from orchestrator.controller import Controller
     from orchestrator.jobs.gauge import JobNow
     from orchestrator.jobs.gauging import GaugedJob
+    from orchestrator.jobs.running import RunningJob
 
 LEAST_S = 0.2
 PIPE_S = 10.0
@@ -50,7 +51,7 @@ def top(wanted: tuple[str, ...], every: float | None, once: bool, cluster: str |
     is_screen = console.out.is_terminal and not as_json
     every_s = max(LEAST_S, every if every is not None else 1.0 if is_screen or as_json else PIPE_S)
     with open_controller() as controller:
-        jobs = [controller.jobs.find(job) for job in _running(controller, wanted, cluster)]
+        jobs = _running(controller, wanted, cluster)
         with gauging(jobs) as looked_at, contextlib.suppress(KeyboardInterrupt), _shown(is_screen, as_json) as show:
             _wait_for_words(looked_at, every_s)
             for found in _looks(looked_at, every_s, once):
@@ -60,16 +61,21 @@ def top(wanted: tuple[str, ...], every: float | None, once: bool, cluster: str |
             raise bug
 
 
-def _running(controller: Controller, wanted: Sequence[str], cluster: str | None) -> list[str]:
-    """Ids. Raises UsageError where nothing runs."""
+def _running(controller: Controller, wanted: Sequence[str], cluster: str | None) -> list[RunningJob]:
+    """Names those whose plan is damaged, and leaves them out. Raises UsageError where nothing else runs."""
     from orchestrator.jobs.record import ENDED
+    from orchestrator.views import console
 
     if wanted:
-        return list(dict.fromkeys(controller.store.find_job(job, cluster) for job in wanted))
+        ids = dict.fromkeys(controller.store.find_job(job, cluster) for job in wanted)
+        return [controller.jobs.find(job) for job in ids]
     shown = shown_cluster(controller, cluster)
     with busy("asking the hosts"):
-        found = controller.jobs.all(shown).records
-    running = [job.id for job in found if job.state not in ENDED]
+        found = controller.jobs.all(shown)
+    records = [record for record in found.records if record.state not in ENDED]
+    running = controller.jobs.sound(records)
+    damaged = {record.id for record in records} - {job.id for job in running}
+    console.fail_each(found.problems[job] for job in sorted(damaged))
     if not running:
         raise UsageError(
             f"no job is running{f' on {shown}' if shown else ''}", "`orch jobs` lists those that have ended"

@@ -7,11 +7,11 @@ jobs.all("rack").records                all of a cluster, each asked after that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from orchestrator.errors import HostError, OrchError
+from orchestrator.errors import HostError, OrchError, StateError
 from orchestrator.hosts.connections import Connections
 from orchestrator.jobs.record import ENDED, JobRecord
 from orchestrator.jobs.remembered import RememberedJobs
@@ -43,6 +43,14 @@ class KnownJobs:
         found = self._jobs.find_job(wanted, cluster)
         self._jobs.job_record(found)  # a damaged one is reported before its plan is read
         return self.of(self._jobs.plan(found))
+
+    def sound(self, records: Iterable[JobRecord]) -> list[RunningJob]:
+        """Those of them whose plan can be read; `Jobs.problems` says what is wrong with the others."""
+        found = []
+        for record in records:
+            with suppress(StateError):
+                found.append(self.find(record.id))
+        return found
 
     def of(self, plan: LaunchPlan) -> RunningJob:
         return RunningJob(plan, self._jobs, self._connections)

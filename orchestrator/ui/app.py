@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
 
@@ -19,7 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Re
 from starlette.routing import Route
 
 from orchestrator.controller import Controller, opened
-from orchestrator.errors import HostsError, NoJobError, OrchError, UsageError
+from orchestrator.errors import HostsError, NoJobError, OrchError, StateError, UsageError
 from orchestrator.jobs.copies import newest_copy
 from orchestrator.jobs.gauge import JobNow
 from orchestrator.jobs.record import ENDED
@@ -188,8 +189,12 @@ class _Site:
     def _running(self, cluster: str | None) -> list[JobNow]:
         with opened(self._home) as controller:
             known = controller.store.jobs()
-        running = [job for job in known if job.state not in ENDED and cluster in (None, job.cluster)]
-        return [self._watched.now(job.id) for job in running]
+        found = []
+        for job in known:
+            if job.state not in ENDED and cluster in (None, job.cluster):
+                with suppress(StateError):  # its plan is damaged, as the page says beside it
+                    found.append(self._watched.now(job.id))
+        return found
 
     async def events(self, request: Request) -> Response:
         """All that runs on a cluster, once a second, as server-sent events."""

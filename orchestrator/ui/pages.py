@@ -74,6 +74,7 @@ def cluster_page(
         failed=failed,
         jobs=listed.records[:MOST_JOBS],
         unheard=listed.unheard,
+        problems=listed.problems,
         older=max(0, len(listed.records) - MOST_JOBS),
         ended=ENDED,
         experiments=list(EXPERIMENTS),

@@ -68,6 +68,18 @@ def test_all_jobs_that_run_are_there_each_with_all_its_hosts_and_the_slow_one_na
     assert [look["job"] for look in looks(place, jobs[0])] == [jobs[0]]
 
 
+def test_a_job_whose_plan_is_damaged_is_named_and_hides_no_other(place: Place, jobs: Any) -> None:
+    plan = place.folder / "home" / "jobs" / jobs[0] / "plan.json"
+    kept = plan.read_bytes()
+    try:
+        plan.write_text("{")
+        done = place.types("top", "--once", "--json")
+    finally:
+        plan.write_bytes(kept)
+    assert [json.loads(line)["job"] for line in done.stdout.splitlines()] == [jobs[1]]
+    assert f"{jobs[0]}/plan.json is damaged" in done.stderr
+
+
 def test_on_a_pipe_it_says_a_line_a_job(place: Place, jobs: Any) -> None:
     lines = place.types("top", "--once", "--every", "10s").stdout.splitlines()
     assert len(lines) == 2 and all("200 samples/s" in line and "a is the slowest" in line for line in lines)

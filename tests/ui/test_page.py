@@ -270,6 +270,23 @@ def test_what_runs_is_told_to_a_prometheus_and_a_host_that_is_away_blinds_nobody
         rack.types("cancel", "--yes")
 
 
+def test_a_job_whose_plan_is_damaged_is_named_and_hides_no_other(rack: Rack, address: str) -> None:
+    words = ("run", "--detach", "--json", "--nodes")
+    ids = [json.loads(rack.types(*words, node, "--", "mine/trains.py").stdout)["id"] for node in ("a2000", "v100")]
+    plan = rack.folder / "home" / "jobs" / ids[0] / "plan.json"
+    kept = plan.read_bytes()
+    try:
+        plan.write_text("{")
+        status, _, text = get(f"{address}metrics")
+        told = {sample.labels["job"] for family in text_string_to_metric_families(text) for sample in family.samples}
+        assert (status, told) == (200, {ids[1]})
+        assert f"{ids[0]}/plan.json is damaged" in get(address)[2]
+    finally:
+        plan.write_bytes(kept)
+        for job in ids:
+            rack.types("cancel", job, "--yes")
+
+
 def test_many_who_looked_at_the_log_of_a_quiet_job_leave_nothing_behind(
     rack: Rack,
 ) -> None:
