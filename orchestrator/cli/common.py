@@ -155,8 +155,19 @@ def collected(controller: Controller, wanted: str | None, out: Path, cluster: st
     if not found.plan.is_file() and not given_out(out):
         found = newest_copy(controller.store, job) or found
     if not found.plan.is_file():
-        raise UsageError(f"{found.root} holds no collected run", f"`orch collect --job {job}` first")
+        raise UsageError(f"{found.root} holds no collected run", _where_one_is(controller, found.root, job))
     return found
+
+
+def _where_one_is(controller: Controller, folder: Path, job: str) -> str:
+    """What to try where this folder holds no collected run."""
+    from orchestrator.units import counted
+
+    if inner := sorted(folder.glob("*/plan.json")):
+        return f"{counted(len(inner), 'run')} in it: name one, as {inner[-1].parent}"
+    if job in controller.store.job_ids():
+        return f"`orch collect --job {job}` first"
+    return "name a folder that `orch collect` wrote, or a job that `orch jobs` lists"
 
 
 def settings_option(help: str) -> Decorator:

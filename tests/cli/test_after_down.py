@@ -85,6 +85,11 @@ def test_a_report_is_found_from_another_folder_and_out_still_wins(before):
     assert f"report: {before.here / 'runs' / before.kept / 'report.html'}" in found
     refused = before.types("report", "--job", before.kept, "--out", "nothing", cwd="elsewhere", exit_code=2)
     assert "nothing/" in refused.stderr and "holds no collected run" in refused.stderr
+    assert f"`orch collect --job {before.kept}` first" in refused.stderr
+    above = before.types("report", str(before.here / "runs"), cwd="elsewhere", exit_code=2)
+    assert f"1 run in it: name one, as {before.here / 'runs' / before.kept}" in above.stderr
+    empty = before.types("report", str(before.here), cwd="elsewhere", exit_code=2)
+    assert "name a folder that `orch collect` wrote" in empty.stderr
 
 
 def test_what_is_here_and_what_is_not_is_listed(before):
