@@ -106,8 +106,9 @@ def _subject(
 
 
 def at_rest(optimizer: torch.optim.Optimizer | StandInOptimizer) -> torch.optim.Optimizer | StandInOptimizer:
-    """One whose updates change nothing. At a run's rate, without its warm-up, two samples make a fresh ResNet-152's
-    weights NaN at once; then no replay of a CUDA graph equals its plain pass, and larger batches are measured without.
+    """One whose updates change nothing. At a run's rate, without its warm-up, the first gradient of two samples takes
+    a fresh ResNet-152's weights to 1e8 and more, from where they become NaN; then no replay of a CUDA graph equals its
+    plain pass, and larger batches are measured without.
     """
     for group in optimizer.param_groups:
         group["lr"] = 0.0
