@@ -61,14 +61,18 @@ def rehearsed(rank: int, case: tuple[str, str]) -> tuple[list[int], str, bool]:
         met = assemble.meet(settings, info, MetricsWriter(Path(folder, str(rank))))
         model = network()
         try:
-            run = Ranks(met, None).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), Numbers())
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e38 if body == "steep" else 0.1)
+            run = Ranks(met, None).prepare(model, optimizer, Numbers())
             assert isinstance(run, Rehearsal) and math.isnan(run.evaluate(lambda *_: {}, Numbers())["accuracy"])
             for _ in run.epochs():
                 for inputs, targets in run.batches():
                     sizes.append(len(targets))
                     if body == "no step":
                         continue
-                    run.step(cross_entropy(run.model(inputs), targets, reduction="sum"))
+                    loss_sum = cross_entropy(run.model(inputs), targets, reduction="sum")
+                    if not math.isfinite(loss_sum.item()):
+                        raise SystemExit("it learns nothing")
+                    run.step(loss_sum)
                     if body == "two steps":
                         run.step(cross_entropy(run.model(inputs), targets, reduction="sum"))
                 goes_on = True
@@ -100,6 +104,10 @@ def test_the_loop_makes_growing_updates_and_ends_when_they_are_measured(gang, tm
         assert [block.outputs for block in found.network or ()] == [8, 3]
         assert found.blocks and found.blocks.count == 2 and found.blocks.samples[0] < found.blocks.samples[-1]
         assert events["start"]["parameters"] == 83 and events["end"]["status"] == "succeeded"
+
+
+def test_a_loop_that_ends_where_it_learns_nothing_is_measured_whatever_its_learning_rate(gang, tmp_path):
+    assert {told for _, told, _ in gang.run(rehearsed, ("steep", str(tmp_path)))} == {"ended with 0"}
 
 
 @pytest.mark.parametrize(

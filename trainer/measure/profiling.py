@@ -111,7 +111,7 @@ def at_rest(optimizer: torch.optim.Optimizer | StandInOptimizer) -> torch.optim.
     plain pass, and larger batches are measured without.
     """
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
+        group["lr"] = 0 * group["lr"]  # which a script may hold in a tensor
     return optimizer
 
 

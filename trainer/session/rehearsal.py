@@ -22,7 +22,7 @@ from trainer.compute.timer import Mark, Timer, timer_for
 from trainer.data.batch import moved, tensors_of
 from trainer.measure.ladder import Ladder, Measuring, again, climb, record_of
 from trainer.measure.passes import record_blocks
-from trainer.measure.profiling import OF_BLOCKS, held_beside
+from trainer.measure.profiling import OF_BLOCKS, at_rest, held_beside
 from trainer.measure.updates import NoMemory, Times, Trainee
 from trainer.measure.visited import Visited
 from trainer.pipeline.chain import survey_of
@@ -59,7 +59,7 @@ class Rehearsal:
             use_arithmetic(settings)
             self._precision = build_precision(settings.amp, device, None)
             network = arranged(own.network().to(device), settings)
-            self._optimizer: Any = own.optimizer(settings, network)
+            self._optimizer: Any = at_rest(own.optimizer(settings, network))
         start = start_fields(settings, info, device, met.group, (own.name, network))
         met.metrics.write("start", **start, batch_per_rank=None, batch_norm_groups=None, work=None, steps=0)
         self.model = Forward(lambda: network, self._precision, settings.amp)
