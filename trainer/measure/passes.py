@@ -50,7 +50,7 @@ class Passes:
         """Raises NoMemory."""
         if cut != self.cut:
             self.cut, self.stages = cut, self._stages(cut)
-        return self.trainee.attempt(lambda: self._take(samples))
+        return self.trainee.attempt(samples, lambda: self._take(samples))
 
     def _stages(self, cut: Cut) -> list[StageWork]:
         ends = (*cut[1:], len(self.blocks))

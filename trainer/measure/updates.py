@@ -54,6 +54,7 @@ class Trainee:
     ) -> None:
         self.model, self.optimizer, self.precision = model, optimizer, precision
         self.device, self.timer = device, timer
+        self._samples = 0
 
     def batch(self, samples: int) -> tuple[Tensor, Tensor]:
         """What the network takes, and what its loss takes besides."""
@@ -62,8 +63,13 @@ class Trainee:
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def attempt(self, run: Callable[[], Result]) -> Result:
-        """Raises NoMemory where the device has too little, and frees what was taken."""
+    def attempt(self, samples: int, run: Callable[[], Result]) -> Result:
+        """Another size than the one before begins with an empty cache, as a run of it would: what the allocator has cut
+        up for others may be of no use to it. Raises NoMemory where the device has too little, and frees what was taken.
+        """
+        if samples != self._samples:
+            self._empty_cache()
+        self._samples = samples
         try:
             return run()
         except RuntimeError as error:
@@ -71,9 +77,12 @@ class Trainee:
                 raise
         # Only here the error is gone, and with it all that the frames of its traceback hold.
         self.optimizer.zero_grad(set_to_none=True)
+        self._empty_cache()
+        raise NoMemory(why)
+
+    def _empty_cache(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        raise NoMemory(why)
 
 
 class Subject(Trainee):
@@ -99,7 +108,7 @@ class Subject(Trainee):
         """Raises NoMemory."""
         if self.room is not None and samples > self.room:
             raise NoMemory
-        return self.attempt(lambda: self._update(*self.batch(samples)))
+        return self.attempt(samples, lambda: self._update(*self.batch(samples)))
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(outputs, targets, reduction="sum")

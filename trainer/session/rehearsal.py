@@ -114,6 +114,8 @@ class Rehearsal:
     def _begun(self, samples: int) -> Any:
         batch = self._batch(samples)
         if self._met.device.type == "cuda":
+            if samples not in self._peaks:
+                torch.cuda.empty_cache()  # as a run of that size would begin
             torch.cuda.reset_peak_memory_stats(self._met.device)
         self._timer.wait()
         self._marks = [self._timer.mark()]
