@@ -24,6 +24,7 @@ from orchestrator.jobs.launch import node_request
 from orchestrator.planning.request import Words, read_wish
 from orchestrator.transport import shell, ssh
 from orchestrator.transport.ask import ask
+from tests.support.command_lines import command_lines_of_all_processes
 from tests.support.local_job import gang
 from tests.support.quick_python import quick_python
 from tests.support.sshd import needs_sshd, running_sshd, wait_for
@@ -118,16 +119,6 @@ class Typist:
 
 def holding(folder: Path, canary: str) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and canary.encode() in path.read_bytes()]
-
-
-def command_lines_of_all_processes() -> bytes:
-    found = b""
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found += entry.read_bytes()
-        except OSError:
-            continue
-    return found
 
 
 SAYS_ITS_SECRET_IS_THERE = """

@@ -26,6 +26,7 @@ from orchestrator.paths import Home, RunFolder
 from orchestrator.ui.access import kept_token
 from orchestrator.ui.app import _Kept, _Site, application
 from orchestrator.ui.watched import Watched
+from tests.support.command_lines import command_lines_of_all_processes
 from tests.support.free_port import free_port
 from tests.support.served_page import TRAINS, address_of
 from tests.support.ssh_rack import Rack, ssh_rack
@@ -95,8 +96,8 @@ def test_another_name_of_this_machine_is_refused_so_that_no_page_elsewhere_comes
 def test_the_token_stands_in_no_command_line_and_the_page_on_no_other_interface(rack: Rack) -> None:
     with served(rack) as (url, process):
         token = url.split("/")[3].encode()
-        lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-        assert not any(token in line for line in lines)
+        lines = command_lines_of_all_processes()
+        assert b"orchestrator.cli\0ui" in lines and token not in lines
         port = f":{int(url.split(':')[2].partition('/')[0]):04X}"
         tables = [Path(f"/proc/{process.pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
         listening = [line.split()[1] for table in tables for line in table.splitlines()[1:] if line.split()[3] == "0A"]
