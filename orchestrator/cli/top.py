@@ -75,7 +75,7 @@ def _running(controller: Controller, wanted: Sequence[str], cluster: str | None)
     records = [record for record in found.records if record.state not in ENDED]
     running = controller.jobs.sound(records)
     damaged = {record.id for record in records} - {job.id for job in running}
-    console.fail_each(found.problems[job] for job in sorted(damaged))
+    console.fail_each(problem for job, problem in found.problems.items() if job in damaged)
     if not running:
         raise UsageError(
             f"no job is running{f' on {shown}' if shown else ''}", "`orch jobs` lists those that have ended"

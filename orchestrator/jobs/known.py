@@ -49,7 +49,7 @@ class KnownJobs:
         found = []
         for record in records:
             with suppress(StateError):
-                found.append(self.find(record.id))
+                found.append(self.of(self._jobs.plan(record.id)))
         return found
 
     def of(self, plan: LaunchPlan) -> RunningJob:
