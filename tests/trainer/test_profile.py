@@ -17,6 +17,7 @@ from tests.support.trainer_ranks import ROOT, trained
 from trainer.compute.precision import Full
 from trainer.compute.timer import CpuTimer
 from trainer.measure.ladder import Ladder, again, climb, made, record_of
+from trainer.measure.profiling import at_rest
 from trainer.measure.updates import NoMemory, Subject, Times
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import DATA_SETS
@@ -258,6 +259,11 @@ def test_measuring_leaves_the_weights_as_they_are_whatever_the_learning_rate(tmp
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "as they were"
+
+
+def test_an_optimiser_of_ones_own_need_have_no_learning_rate():
+    rule = torch.optim.Optimizer([{"params": [torch.zeros(2)]}, {"params": [torch.zeros(3)], "lr": 0.1}], {})
+    assert [group.get("lr") for group in at_rest(rule).param_groups] == [None, 0]
 
 
 def test_a_rank_that_computes_is_measured_up_to_twice_the_batch(tmp_path):

@@ -111,7 +111,8 @@ def at_rest(optimizer: torch.optim.Optimizer | StandInOptimizer) -> torch.optim.
     plain pass, and larger batches are measured without.
     """
     for group in optimizer.param_groups:
-        group["lr"] = 0 * group["lr"]  # which a script may hold in a tensor
+        if "lr" in group:  # a script's own rule may have none, or hold it in a tensor
+            group["lr"] = 0 * group["lr"]
     return optimizer
 
 
