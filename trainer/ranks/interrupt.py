@@ -22,6 +22,7 @@ from typing import NoReturn
 
 GRACE_S = 3.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_received: list[int] = []
 
 
 class Interrupted(KeyboardInterrupt):
@@ -42,6 +43,11 @@ def watch(last_words: Callable[[], None]) -> None:
     threading.Thread(target=_end_if_stuck, args=(reader, last_words), daemon=True).start()
 
 
+def received() -> int | None:
+    """The signal that interrupted this process, also if a script caught the exception."""
+    return _received[0] if _received else None
+
+
 def leave(exit_code: int) -> NoReturn:
     """Ends the process at once, without the clean-up that a broken process group can hang or abort in."""
     with contextlib.suppress(ValueError):  # not the main thread
@@ -57,6 +63,7 @@ def leave(exit_code: int) -> NoReturn:
 def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
     for other in _SIGNALS:
         signal.signal(other, signal.SIG_IGN)
+    _received.append(signum)
     raise Interrupted(signum)
 
 

@@ -53,6 +53,15 @@ class Session:
         self.loss: float | None = None
         """Mean over the samples of the last epoch, of all ranks; None before its end, and where nobody learns."""
         self._under_way: Update | None = None
+        self._has_ended = False
+        self._has_left_an_epoch = False
+        """Did the script leave `batches` before its end, where other ranks still train?"""
+        if ending:
+            ending.place = self._place
+
+    def _place(self) -> str:
+        info = self.run.info
+        return f"rank {info.rank} on {info.node}, after update {self.updates} of {self.run.last_step}"
 
     @property
     def updates(self) -> int:
@@ -67,20 +76,34 @@ class Session:
         """The numbers of those that are left; at the end what still travels between ranks has arrived."""
         for epoch in range(self.progress.epoch, self.run.settings.epochs):
             yield epoch
+            self._check_whole_epochs()
             if self.is_over:
                 break
             self.progress.begin_epoch()
+        self._settle()
+        if self._ending:
+            self._ending.complete = self.end
+
+    def _settle(self) -> None:
+        self._check_whole_epochs()
         if self.run.rebalancer:
             self.run.rebalancer.settle()
         self.run.strategy.settle()
         self.run.timer.wait()  # a sum that a GPU still works on would be broken off with its process group
-        if self._ending:
-            self._ending.complete = self.end
+
+    def _check_whole_epochs(self) -> None:
+        """Raises TrainError, rather than wait for ranks that are in the midst of an epoch."""
+        if self._has_left_an_epoch:
+            raise TrainError(
+                f"the script left run.batches() before its end ({self._place()}), while other ranks train on; "
+                "for fewer updates give `steps` or `epochs` to trainer.join, or --set them"
+            )
 
     def batches(self) -> Iterator[Any]:
         """This rank's micro-batches, from where the run is in its epoch to the end of it, or of the run: for each the
         body calls `step` with the sum of its samples' losses.
         """
+        self._check_whole_epochs()
         run, progress, started_s = self.run, self.progress, time.monotonic()
         kind = Piped if isinstance(run.strategy, Pipeline) else Differentiated
         run.order.epoch, self.loss = progress.epoch, None
@@ -107,6 +130,9 @@ class Session:
         """Outside of the loop there is no update, nor its batch."""
         try:
             yield
+        except GeneratorExit:
+            self._has_left_an_epoch = True
+            raise
         finally:
             self._under_way = None
 
@@ -165,6 +191,7 @@ class Session:
         judge: of outputs and targets, numbers by name, each a SUM over their samples. A `loss` and an `accuracy` among
         them stand in the report.
         """
+        self._check_whole_epochs()
         run, progress, started_s = self.run, self.progress, time.monotonic()
         samples = samples_of(dataset)
         own, at_once = own_part(samples, run.order), run.order.share or 1
@@ -193,7 +220,15 @@ class Session:
             self.keeper.save(progress)
 
     def end(self) -> None:
-        """Leaves the other ranks, together with them."""
+        """Leaves the other ranks, together with them: after the last epoch, or an earlier one if all ranks call it
+        then. Later calls do nothing.
+        """
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._settle()
+        if self._ending:
+            self._ending.complete = self.end
         self.keeper.copies.settle()
         leave()
         self.run.metrics.end("succeeded")
