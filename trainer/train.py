@@ -51,4 +51,4 @@ def evaluate(session: Session) -> None:
     fields = dataclasses.asdict(result)
     run.metrics.write("eval", epoch=progress.epoch, step=session.updates - 1, **fields, eval_s=eval_s)
     run.console.evaluation(progress.epoch, session.loss, result)
-    session.judged(result.accuracy)
+    session.judged(result.accuracy, result.loss)

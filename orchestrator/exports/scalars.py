@@ -53,6 +53,7 @@ def whole_run(summary: Summary) -> dict[str, float]:
         "efficiency": summary.efficiency,
         "accuracy": summary.accuracy,
         "loss": summary.loss,
+        "first_update_not_finite": summary.not_finite.step if summary.not_finite else None,
         "total_s": summary.total_s,
         "measured_steps": summary.steps,
     }

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from orchestrator.planning.launch_plan import Attempt, HostChoice, LaunchPlan
 from orchestrator.record import SCHEMA, Record, Words
-from orchestrator.text import message
+from orchestrator.text import message, one_line
 
 JobState = Literal["starting", "running", "succeeded", "failed", "cancelled", "lost"]
 
@@ -43,6 +43,24 @@ class Fault(FirstFailure):
     """Since the ranks were started, by the clock of the host that reports it."""
     restart: int | None = None
     """How often the rank had been restarted before."""
+
+
+class NotFinite(Record):
+    """The first loss of a job that is NaN or infinite."""
+
+    node: Words
+    rank: int = Field(ge=0)
+    step: int = Field(ge=0)
+    """The update, from 0."""
+    epoch: int = Field(ge=0)
+    loss: Literal["nan", "inf", "-inf"]
+    of: Literal["loss", "test loss"] = "loss"
+
+    @property
+    def words(self) -> str:
+        """`loss nan since update 25 (epoch 3, v100, rank 1)`."""
+        place = f"epoch {self.epoch + 1}, {one_line(self.node)}, rank {self.rank}"
+        return f"{self.of} {self.loss} since update {self.step + 1:,} ({place})"
 
 
 class StillRank(Record):
@@ -138,6 +156,8 @@ class JobRecord(Record):
     """Which hosts it does without, where it was started by `--hosts`."""
     attempt: Attempt | None = None
     """Which one, of a job that is tried again by `--retries`."""
+    not_finite: NotFinite | None = None
+    """Its figures are of no use from then on; a job may succeed for all that."""
     joined: bool | None = None
     """Whether any rank has met another; False: each of several runs by itself. None: not known, or a single rank."""
 

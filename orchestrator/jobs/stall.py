@@ -160,7 +160,7 @@ class News:
     def __init__(self, plan: LaunchPlan) -> None:
         self._plan = plan
         self._shown: object = None
-        self._is_alone_shown = False
+        self._is_alone_shown = self._is_not_finite_shown = False
 
     def of(self, record: JobRecord) -> Iterator[str]:
         words, stall = alarm_words(record), record.stall
@@ -171,6 +171,13 @@ class News:
         if not self._is_alone_shown and (words := alone_words(self._plan, record)):
             self._is_alone_shown = True
             yield words
+        if not self._is_not_finite_shown and record.not_finite:
+            self._is_not_finite_shown = True
+            yield (
+                f"{record.not_finite.words}; the job keeps running"
+                if record.state == "running"
+                else record.not_finite.words
+            )
 
 
 def alone_words(plan: LaunchPlan, record: JobRecord) -> str:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from orchestrator.errors import HostError
 from orchestrator.jobs.faults import faults_of, in_own_words, own_loss
-from orchestrator.jobs.record import ENDED, FirstFailure, JobRecord, JobState
+from orchestrator.jobs.record import ENDED, FirstFailure, JobRecord, JobState, NotFinite
 from orchestrator.jobs.stall import joined, stall_of
 from orchestrator.planning.launch_plan import LaunchPlan
 
@@ -48,6 +48,8 @@ def combine(
     records = {name: dict(record) for name, record in found.items() if isinstance(record, Mapping)}
     if (met := joined(plan, records)) is not None:
         known = known.model_copy(update={"joined": met})
+    if first := first_not_finite(plan, records, known.not_finite):
+        known = known.model_copy(update={"not_finite": first})
     if known.state in ENDED:
         return _in_its_own_words(known, records)
     known = _as_seen(plan, records, known)
@@ -72,6 +74,23 @@ def _as_seen(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any]], known: 
     if plan.elastic:
         known = known.model_copy(update={"faults": faults_of(plan, records, known.faults)})
     return known
+
+
+def first_not_finite(
+    plan: LaunchPlan, records: Mapping[str, Mapping[str, Any]], known: NotFinite | None
+) -> NotFinite | None:
+    """The earliest that the hosts report, or that was known before."""
+    found = [known] if known else []
+    for node in plan.nodes:
+        record: Mapping[str, Any] = records.get(node.name, {})
+        ranks = record.get("ranks")
+        for rank in node.rank_numbers:
+            reported = ranks.get(str(rank)) if isinstance(ranks, Mapping) else None
+            mark = reported.get("not_finite") if isinstance(reported, Mapping) else None
+            if isinstance(mark, Mapping):
+                with contextlib.suppress(ValidationError):
+                    found.append(NotFinite.model_validate({**mark, "node": node.name, "rank": rank}))
+    return min(found, key=lambda one: (one.step, one.of != "loss", one.rank), default=None)
 
 
 def _final(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

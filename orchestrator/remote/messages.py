@@ -8,7 +8,7 @@ newer: a key may join the others, and none changes its meaning.
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 Phase = Literal["joining", "joined", "running", "regrouping", "done", "stopping", "ended"]
 FinalState = Literal["succeeded", "failed", "cancelled"]
@@ -57,6 +57,8 @@ class RankRecord(TypedDict, total=False):
     """The world size of an elastic job in this generation."""
     met: bool
     """Whether it has met other ranks; not there while nobody knows."""
+    not_finite: dict[str, Any]
+    """The first loss of a rank that was NaN or infinite, as the trainer marks it: step, epoch, loss, of."""
     does: str
     """Where no rank prints (`stillness`)."""
     exit_code: int | None

@@ -43,6 +43,8 @@ very many connections to look through.
 STILL_S = 22.0
 """A supervisor without a pulse for this long has lost its lease (`lease`), and cannot end us: we end ourselves."""
 END_S = 5.0
+NOT_FINITE = "metrics.jsonl.not_finite"
+MARK_BYTES = 512
 LOCAL_RANK = "--local_rank={LOCAL_RANK}"
 """As the plan writes it for scripts that expect this argument from torch.distributed.launch."""
 
@@ -70,8 +72,10 @@ def main() -> None:
         sys.exit(f"rank {ranks[0]} did not start: {why}")
     _report(job, ranks, {"event": "started", "pid": child.pid, "wrapper": os.getpid(),
                          "world_size": int(os.environ["WORLD_SIZE"])})  # fmt: skip
-    cause = _watch(child, wakeup, alive, int(agent.get("pid", 0)), _look_out(job, ranks, child.pid, meeting))
+    look = _look_out(job, ranks, child.pid, meeting)
+    cause = _watch(child, wakeup, alive, int(agent.get("pid", 0)), look)
     end = _describe(child.wait(), cause)
+    look()
     if meeting:
         end["met"] = meeting.is_over()
     _end_all_below(child)
@@ -153,8 +157,11 @@ def _meeting(job: JobFolder, node: dict[str, Any], port: int) -> Meeting | None:
 
 
 def _look_out(job: JobFolder, ranks: list[int], pid: int, meeting: Meeting | None) -> Callable[[], None]:
-    """A call that reports to the supervisor, once, that the script has met other ranks."""
+    """A call that reports to the supervisor, once each, that the script has met other ranks, and that a loss of a rank
+    is NaN or infinite.
+    """
     began_s = due_s = time.monotonic()
+    finite = set(ranks)
 
     def look() -> None:
         nonlocal due_s
@@ -163,8 +170,21 @@ def _look_out(job: JobFolder, ranks: list[int], pid: int, meeting: Meeting | Non
             due_s = now_s + (now_s - began_s) / RARER
             if meeting.look(pid):
                 _report(job, ranks, {"event": "met"})
+        for rank in [*finite]:
+            if mark := _not_finite(job, rank):
+                finite.discard(rank)
+                _report(job, [rank], {"event": "not finite", "mark": mark})
 
     return look
+
+
+def _not_finite(job: JobFolder, rank: int) -> dict[str, Any]:
+    """The trainer's mark next to the rank's metrics; {} if there is none."""
+    with contextlib.suppress(OSError, ValueError, RecursionError), open(job.rank(rank) / NOT_FINITE, "rb") as file:
+        mark = json.loads(file.read(MARK_BYTES))
+        if isinstance(mark, dict):
+            return mark
+    return {}
 
 
 def _watch(

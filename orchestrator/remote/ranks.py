@@ -40,10 +40,17 @@ class Ranks:
             record["restarts"] = before.get("restarts", 0) + 1
         if "dropped_bytes" in before:
             record["dropped_bytes"] = before["dropped_bytes"]
+        if "not_finite" in before:
+            record["not_finite"] = before["not_finite"]
         self.records[rank] = record
 
-    def met(self, event: dict[str, Any]) -> None:
-        self.records[str(event["rank"])]["met"] = True
+    def reported(self, event: dict[str, Any]) -> None:
+        """What a rank's wrapper has seen while the rank runs."""
+        record = self.records[str(event["rank"])]
+        if event["event"] == "met":
+            record["met"] = True
+        else:
+            record["not_finite"] = event["mark"]
 
     def ended(self, event: dict[str, Any], *, look: bool) -> None:
         """look: whether what it did, and what the others have printed since the last look, counts."""

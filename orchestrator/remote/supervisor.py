@@ -310,8 +310,8 @@ class Supervisor:
             state.ranks.started(event)
             if state.elastic:
                 state.elastic.started(event)
-        elif event["event"] == "met":
-            state.ranks.met(event)
+        elif event["event"] in ("met", "not finite"):
+            state.ranks.reported(event)
         else:
             state.ranks.ended(event, look=state.phase == "running")
             if state.phase == "running" and event["exit_code"] != 0 and event["cause"] is None:

@@ -113,7 +113,7 @@ def _summarise(
         stages=stage_summaries(plan, events.latest("start"), figures),
         collectives=collectives,
         missing=(*missing, *caveats.missing(plan, events, figures), *gaps),
-        warnings=(*words, *caveats.warnings(plan, events, figures, nodes)),
+        warnings=(*words, *caveats.not_finite(job), *caveats.warnings(plan, events, figures, nodes)),
     )
 
 
@@ -144,6 +144,7 @@ def _from_record(job: JobRecord | None) -> dict[str, Any]:
         "ended": job.ended,
         "first_failure": _cleaned(job.first_failure) if job.first_failure else None,
         "faults": tuple(_cleaned(fault) for fault in job.faults),
+        "not_finite": job.not_finite,
     }
 
 

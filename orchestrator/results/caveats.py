@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable
 
 from orchestrator.jobs.metric_lines import number
+from orchestrator.jobs.record import JobRecord
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.results.events import Events, Rejects
@@ -42,6 +43,12 @@ def tried_before(plan: LaunchPlan) -> Iterable[str]:
     if plan.attempt and plan.attempt.earlier:
         each = [f"{one.job} ({one_line(one.why, 200)})" for one in plan.attempt.earlier]
         yield f"This is attempt {plan.attempt.words}, and its figures are of it alone; failed before: {some(each, 12)}."
+
+
+def not_finite(job: JobRecord | None) -> Iterable[str]:
+    if job and job.not_finite:
+        words = job.not_finite.words
+        yield f"{words[0].upper()}{words[1:]}: from then on the run learned nothing, unless that update was skipped."
 
 
 def missing(plan: LaunchPlan, events: Events, figures: Figures) -> Iterable[str]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import Field
 
+from orchestrator.jobs.record import NotFinite
 from orchestrator.paths import RunFolder
 from orchestrator.record import SCHEMA, Record
 from orchestrator.results.curves import Curves, placed
@@ -47,6 +48,7 @@ class ComparedRun(Record):
     """Its speed over the sum of what its hosts do alone, 0..1."""
     valid: bool = True
     """Whether every paced host kept its pace."""
+    not_finite: NotFinite | None = None
     accuracy: float | None = None
     seconds_to: float | None = None
     """Until the accuracy that all runs came to; see `Comparison.common_accuracy`."""
@@ -106,6 +108,7 @@ def compare(folders: Sequence[RunFolder]) -> Comparison:
             of_first=ratio(steps[0], own) if letter != LETTERS[0] else None,
             of_combined=summary.efficiency,
             valid=all(node.valid for node in summary.nodes),
+            not_finite=summary.not_finite,
             accuracy=summary.accuracy,
             seconds_to=None if common is None else seconds_to(summary.curves, common),
             steps=summary.steps,

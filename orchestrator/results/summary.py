@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from orchestrator.jobs.record import Fault, FirstFailure
+from orchestrator.jobs.record import Fault, FirstFailure, NotFinite
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import CodeFolder, Faster, Prediction, System
 from orchestrator.planning.recorded_settings import RecordedSettings, read_settings
@@ -195,6 +195,8 @@ class Summary(Record):
     model: Words | None = None
     parameters: int | None = None
     gradient_bytes: int | None = None
+    not_finite: NotFinite | None = None
+    """The first loss that was NaN or infinite: no accuracy is shown without it."""
     accuracy: float | None = None
     """0..1, of the last evaluation; None when paced."""
     accuracy_per_class: dict[str, float] = Field(default_factory=dict)

@@ -59,6 +59,6 @@ FIGURES: dict[str, Figure] = {
     ),
     "epoch_s": Figure("epoch s", _epoch_s),
     "total_s": Figure("total s", lambda summary: summary.total_s),
-    "accuracy": Figure("accuracy %", lambda summary: summary.accuracy, scale=100),
+    "accuracy": Figure("accuracy %", lambda summary: None if summary.not_finite else summary.accuracy, scale=100),
 }
 """What a study's table may hold; times of a step are the largest of all hosts."""

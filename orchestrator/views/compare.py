@@ -35,6 +35,7 @@ def sentences(comparison: Comparison) -> list[str]:
         for run in comparison.runs
         if not run.valid
     ]
+    said += [f"{run.letter}: {run.not_finite.words}" for run in comparison.runs if run.not_finite]
     if any(run.of_combined is not None for run in comparison.runs):
         said.append("* of what the run's hosts do alone, together")
     said.append("Ranges are from the steps of each run alone: repeat runs to see how they vary.")
@@ -42,6 +43,6 @@ def sentences(comparison: Comparison) -> list[str]:
 
 
 def _figures(run: ComparedRun, *, has_goal: bool) -> tuple[str, ...]:
-    accuracy = percent(run.accuracy, 2)
+    accuracy = percent(run.accuracy, 2) + (f", loss {run.not_finite.loss}" if run.not_finite else "")
     cells = (run.letter, figure(run.samples_per_s), span(run.speed), percent(run.of_combined), accuracy)
     return (*cells, UNKNOWN if run.seconds_to is None else format_duration(run.seconds_to)) if has_goal else cells

@@ -110,7 +110,8 @@ def _findings(summary: Summary) -> Iterator[str]:
     if summary.batch_norm:
         yield summary.batch_norm.words
     if summary.accuracy is not None:
-        yield f"test accuracy: {percent(summary.accuracy, 2)}"
+        loss = f" ({summary.not_finite.words})" if summary.not_finite else ""
+        yield f"test accuracy: {percent(summary.accuracy, 2)}{loss}"
         yield from class_lines(summary.accuracy_per_class)
     if summary.target:
         yield f"target accuracy: {summary.target.words}"

@@ -79,7 +79,10 @@ def _job_cells(job: JobRecord) -> tuple[Any, ...]:
     failure = job.first_failure
     return (
         job.id,
-        Text(job.state, style=STATE_COLOURS.get(job.state, "default")),
+        Text.assemble(
+            (job.state, STATE_COLOURS.get(job.state, "default")),
+            (f"\n{job.not_finite.of} {job.not_finite.loss}" if job.not_finite else "", "red"),
+        ),
         job.cluster,
         local_minute(job.started) or "",
         lasted(job),
@@ -131,6 +134,8 @@ def print_end(job: JobRecord) -> None:
     console.err.print(Text.assemble((job.state, colour), " ", console.plain(job.id)))
     for fault in job.faults:
         console.say(fault_words(fault))
+    if job.not_finite:
+        console.warn(job.not_finite.words)
     if job.first_failure:
         console.say(failure_words(job.first_failure))
     if job.exit_code:

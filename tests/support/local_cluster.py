@@ -21,15 +21,15 @@ SCRIPT = "import os, sys\nprint('given', *sys.argv[1:], os.environ.get('LR'))\n"
 
 
 class Place:
-    """A person's folder, with a cluster of two hosts that are this machine."""
+    """A person's folder, with a cluster of two hosts that are this machine. python: theirs; one without torch if None."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, python: str | None = None) -> None:
         self.folder, self.here = folder, folder / "here"
         for path in ("proj/train.py", "proj/pack/__init__.py", "proj/pack/train.py"):
             (self.here / path).parent.mkdir(parents=True, exist_ok=True)
             (self.here / path).write_text(SCRIPT)
         (self.here / "my.env").write_text("LR=7\nB=8\n")
-        python = quick_python(folder / "quick")
+        python = python or quick_python(folder / "quick")
         (folder / "rack.yaml").write_text(INVENTORY.replace("PYTHON", python).replace("FOLDER", str(folder)))
         self.types("up", str(folder / "rack.yaml"), "--allow-local")
 

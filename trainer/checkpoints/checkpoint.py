@@ -89,19 +89,29 @@ class CheckpointKeeper:
         if content is not None:
             updates = self._updates(progress)
             path = self.folder / name_of(updates)
-            size, failure = 0, None
+            size, failure = 0, self._not_finite(content)
             try:
-                size = write_file(path, content)
-                written = path
-                forget_older(self.folder)
+                if not failure:
+                    size = write_file(path, content)
+                    written = path
+                    forget_older(self.folder)
             except (OSError, RuntimeError) as error:  # torch wraps the disk's own word
                 failure = reason(error)
+            if failure:
                 sys.stderr.write(f"cannot write checkpoint {path}: {failure}; training goes on\n")
             write_ms = round((time.perf_counter() - began_s) * 1000, 3)
             fields = {"step": updates - 1, "name": path.name, "bytes": size, "write_ms": write_ms}
             self.run.metrics.write("checkpoint", **fields, failure=failure)
         self.copies.begin(written)
         dist.barrier()
+
+    def _not_finite(self, content: Checkpoint) -> str | None:
+        """Why this is no checkpoint to resume from; it would take the place of a good one."""
+        network = parts.skeleton(self.run) if self.run.strategy.parts else self.run.model
+        for name, _ in network.named_parameters():
+            if not content.model[name].isfinite().all():
+                return f"{name} holds NaN or infinity; the last finite one is kept"
+        return None
 
     def _collect(self, progress: Progress) -> Checkpoint | None:
         """The whole content on rank 0, None on the others."""

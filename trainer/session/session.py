@@ -14,6 +14,7 @@ the loop is for what belongs to a loss; what all ranks do together stands outsid
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +34,7 @@ from trainer.session.judging import Judge, summed
 from trainer.setup.own import samples_of
 from trainer.shared.errors import TrainError
 from trainer.training.differentiated import Differentiated
+from trainer.training.loss_sum import report_not_finite
 from trainer.training.piped import Piped
 from trainer.training.rates import samples_before
 from trainer.training.run import Run
@@ -203,12 +205,14 @@ class Session:
         known: dict[str, Any] = {"accuracy": found.get("accuracy"), "per_class": [], "loss": found.get("loss")}
         run.metrics.write("eval", **of_epoch, **known, eval_s=round(time.monotonic() - started_s, 6))
         run.console.judged(progress.epoch, samples, found)
-        self.judged(found.get("accuracy"))
+        self.judged(found.get("accuracy"), found.get("loss"))
         return found
 
-    def judged(self, accuracy: float | None) -> None:
+    def judged(self, accuracy: float | None, loss: float | None) -> None:
         """After an evaluation, on every rank: the run is over where that is the target. Its checkpoint is the last."""
         run, progress = self.run, self.progress
+        if loss is not None and not math.isfinite(loss) and (run.info.rank == 0 or run.settings.not_finite == "stop"):
+            report_not_finite(run, max(0, self.updates - 1), progress.epoch, loss, "test loss")
         if not run.settings.target_accuracy or accuracy is None or accuracy < run.settings.target_accuracy:
             return
         self.has_reached_target = True

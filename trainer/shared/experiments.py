@@ -87,6 +87,7 @@ _COMMON: dict[str, Any] = {
     "checkpoint_dir": "",
     "resume": "",
     "target_accuracy": 0.0,
+    "not_finite": "report",
     "eval_every": 1,
 }
 

@@ -156,6 +156,8 @@ LARGEST = 1e12
 """No count or duration of a step is larger; a larger one would only overflow the sums."""
 LINE_LIMIT = 64 * 2**10
 """Bytes of a line with its newline."""
+NOT_FINITE = ".not_finite"
+"""What the name of a rank's records and of its mark differ by. `orchestrator/remote/rank.py` reads the mark."""
 WITHIN_S = 0.1
 """A step's line is written so long after its end at the latest."""
 
@@ -187,6 +189,9 @@ class MetricsWriter:
         self._written_s = -math.inf
         self._is_beside = False
         self._rest = b""  # of a line that the disk cut
+        self._is_marked = False
+        if path:  # an earlier start of this rank may have left a mark
+            path.with_name(path.name + NOT_FINITE).unlink(missing_ok=True)
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if path else None
         except OSError as error:
@@ -267,6 +272,19 @@ class MetricsWriter:
         if is_first:
             with contextlib.suppress(OSError):  # standard error may lie on the same disk
                 sys.stderr.write(f"{words}; training goes on\n")
+
+    def mark_not_finite(self, step: int, epoch: int, loss: float, of: str) -> bool:
+        """Whether this is the first loss of this rank that is not finite. The mark lies beside the records, where the
+        host's supervisor looks for it: a job reports it also if nobody reads its records. of: LOSSES.
+        """
+        if self._is_marked:
+            return False
+        self._is_marked = True
+        if self._path:
+            mark = {"step": step, "epoch": epoch, "loss": str(loss), "of": of}
+            with contextlib.suppress(OSError):  # a full disk: standard output has it, too
+                self._path.with_name(self._path.name + NOT_FINITE).write_text(json.dumps(mark) + "\n")
+        return True
 
     @property
     def total_s(self) -> float:

@@ -250,6 +250,11 @@ class Settings:
         at_least=0,
         below=1,
     )
+    not_finite: str = setting(
+        "What a run does after the first loss that is NaN or infinite: report it, with update, rank and host, and go "
+        "on; or stop with an error. With amp=fp16 a single infinite loss may do no harm: its update is skipped.",
+        choices=["report", "stop"],
+    )
     eval_every: int = setting("Epochs between evaluations on the test data; 0 never evaluates.", at_least=0)
 
     def __post_init__(self) -> None:

@@ -1,10 +1,19 @@
-"""What a training loop's body hands over of a micro-batch: `loss_sum = checked(loss_sum)`."""
+"""Losses: what a training loop's body may hand over, and what happens if one is not a finite number.
+
+loss_sum = checked(loss_sum)
+report_not_finite(run, step=24, epoch=2, loss=math.nan)
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
 from trainer.shared.errors import TrainError
+
+if TYPE_CHECKING:
+    from trainer.training.run import Run
 
 
 def checked(loss_sum: Tensor) -> Tensor:
@@ -27,3 +36,13 @@ def is_mean(loss: Tensor) -> bool:
     """Whether its last operation was one: `.mean()`, or a loss of torch's with reduction="mean" (its number is 1)."""
     last = loss.grad_fn
     return type(last).__name__.startswith("MeanBackward") or getattr(last, "_saved_reduction", None) == 1
+
+
+def report_not_finite(run: Run, step: int, epoch: int, loss: float, of: Literal["loss", "test loss"] = "loss") -> None:
+    """Once for each rank. Raises TrainError if the run is to stop then. loss: NaN or infinite, of update `step`."""
+    if not run.metrics.mark_not_finite(step, epoch, loss, of):
+        return
+    words = f"{of} is {loss} in update {step + 1} (epoch {epoch + 1}), rank {run.info.rank} on {run.info.node}"
+    if run.settings.not_finite == "stop":
+        raise TrainError(f"{words}: the run stops (not_finite=stop)")
+    run.console.aside(f"warning: {words}; the run goes on (not_finite=stop ends it)")

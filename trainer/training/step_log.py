@@ -15,6 +15,7 @@ worked out where the line is written, beside training.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from functools import partial
@@ -26,6 +27,7 @@ from torch import Tensor
 from trainer.compute.timer import Timer, covered_ms
 from trainer.shared.metrics import MOST_TASKS
 from trainer.strategies import Exchange
+from trainer.training.loss_sum import report_not_finite
 from trainer.training.progress import Progress
 from trainer.training.stage_times import has_marks, stage_times, task_rows
 
@@ -125,6 +127,8 @@ class StepLog:
     def _record(self, step: Step) -> None:
         run, timer = self.run, self.run.timer
         loss = None if step.loss is None else float(step.loss)
+        if loss is not None and not math.isfinite(loss):
+            report_not_finite(run, step.number, step.epoch, loss)
         line = partial(line_of, timer, step, loss, self.began)
         if timer.behind:  # a GPU that failed says so here, to whom it ends
             run.metrics.write("step", **line())
