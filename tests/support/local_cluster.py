@@ -21,7 +21,7 @@ SCRIPT = "import os, sys\nprint('given', *sys.argv[1:], os.environ.get('LR'))\n"
 
 
 class Place:
-    """A person's folder, with a cluster of two hosts that are this machine. python: theirs; one without torch if None."""
+    """python: the hosts' one; without torch if it is None."""
 
     def __init__(self, folder: Path, python: str | None = None) -> None:
         self.folder, self.here = folder, folder / "here"
