@@ -44,6 +44,7 @@ def orch(tmp_path_factory):
         return done.stdout
 
     run("up", "readme.yaml", "--allow-local")
+    run.folder = folder
     return run
 
 
@@ -80,6 +81,18 @@ def test_a_scripts_speed_is_measured_and_what_it_will_do_predicted(orch):
     line = json.loads(orch("run", "--dry-run", "--json", "--set", "strategy=auto", "--", "mine/mine.py"))
     assert line["prediction"]["samples_per_s"] > 0 and line["settings"]["batch"] == 96
     assert json.loads(line["nodes"][0]["env"]["ORCH_SETTINGS"])["strategy"] == line["settings"]["strategy"]
+
+
+@pytest.mark.timeout(240)
+def test_a_scheduler_and_an_average_of_the_docs_are_stepped_on_every_rank(orch):
+    page = (ROOT / "docs" / "scripts.md").read_text()
+    blocks = re.findall(r"```python\n((?:scheduler|average) = .*?)```", page, re.DOTALL)
+    before, prepare, after = script_of_the_docs("mine.py").partition("Points(4_000))  # <--\n")
+    assert len(blocks) == 2 and prepare
+    orch.folder.joinpath("mine", "scheduled.py").write_text(before + prepare + "".join(blocks) + after)
+    orch("run", "--set", "shares=one=1,two=0", "mine/scheduled.py")
+    summary = json.loads(orch("collect", "--job", "latest", "--json"))
+    assert summary["state"] == "succeeded" and summary["accuracy"] > 0.8
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -43,6 +43,7 @@ from trainer.checkpoints.file import (
     reason,
     write_file,
 )
+from trainer.checkpoints.kept_state import Kept
 from trainer.checkpoints.optimizer_state import State, mistake_of, restore, state_of
 from trainer.checkpoints.own_state import by_others, fill, for_other_ranks, numbered
 from trainer.checkpoints.places import check_kind, folder_of, source_of
@@ -50,7 +51,7 @@ from trainer.compute.models import running_statistics
 from trainer.ranks.agreement import gather_lines, together
 from trainer.shared.errors import TrainError
 from trainer.training.progress import Progress
-from trainer.training.random_state import random_state
+from trainer.training.random_state import RandomState, random_state
 from trainer.training.shared_network import shared_network, trained_network
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class CheckpointKeeper:
             with together(run.info.node):
                 self.data = run.material.mark(run.settings) if run.info.rank == 0 else ""
         self.copies = Copies(run)
+        self.kept = Kept()
 
     def is_due(self, updates: int) -> bool:
         """updates: of the whole run so far."""
@@ -119,9 +121,10 @@ class CheckpointKeeper:
         names = gather_lines(_name(run))
         sums = gather(torch.tensor([progress.loss_sum, progress.samples, progress.recent], dtype=torch.float64))
         own = self._gathered(self._own_tensors())
-        random = gather(random_state())
+        state = random_state()
+        random, kept = gather(state.torch), gather(self.kept.packed(state.others))
         with trained_network(run, progress, own_weights=True) as network:
-            model, state = self._whole(network, self._state())
+            model, remembered = self._whole(network, self._state())
         ema: dict[str, Tensor] = {}
         if run.ema:
             with shared_network(run, progress) as network:
@@ -140,13 +143,14 @@ class CheckpointKeeper:
             step=progress.step,
             model=model,
             optimizer={
-                kind: [None if one is None else one.cpu() for one in of_kind] for kind, of_kind in state.items()
+                kind: [None if one is None else one.cpu() for one in of_kind] for kind, of_kind in remembered.items()
             },
             scaler=scaler.state_dict() if (scaler := _scaler(run)) else {},
             sums=[tensor.tolist() for tensor in sums],
             own=own,
             random=random,
             ema=ema,
+            kept=kept,
         )
 
     def _state(self) -> dict[str, list[Tensor | None]]:
@@ -251,12 +255,14 @@ class CheckpointKeeper:
         if not same_parts:
             run.strategy.regroup(run.stream.shares[rank] / run.stream.batch)
         how = "" if same else by_others(saved)
+        others = self.kept.unpack(saved.kept[rank if same_parts else 0]) if saved.kept else {}
         if run.ema and not saved.ema:
             how += "; ema: not in the checkpoint, started fresh"
         run.console.say(f"going on from {source} after {self._updates(saved)} updates{how}{change}")
         if same:
             loss_sum, samples, recent = saved.sums[rank]
-            return Progress(saved.epoch, saved.step, loss_sum, int(samples), recent, saved.random[rank])
+            random = RandomState(saved.random[rank], others)
+            return Progress(saved.epoch, saved.step, loss_sum, int(samples), recent, random)
         # All ranks have the same statistics now, so that there is nothing to average yet.
         loss_sum, samples = (sum(of_rank[part] for of_rank in saved.sums) if rank == 0 else 0.0 for part in (0, 1))
         return Progress(saved.epoch, saved.step, loss_sum, int(samples))

@@ -61,6 +61,8 @@ class Checkpoint:
     random: list[Tensor]
     ema: dict[str, Tensor] = field(default_factory=dict)
     """As `model`, of the weights' moving average; empty where there is none."""
+    kept: list[Tensor] = field(default_factory=list)
+    """By rank, the bytes of what its script keeps and of its other generators (`kept_state`); [] in older files."""
 
 
 def write_file(path: Path, checkpoint: Checkpoint) -> int:
@@ -132,8 +134,8 @@ def _read(path: Path) -> bytes:
         raise DamagedError(problem) from error
 
 
-def parse(content: bytes, name: str) -> Checkpoint:
-    """Raises TrainError for what is damaged, newer or no checkpoint of ours. Nothing in it is executed.
+def read_plain(content: bytes, name: str) -> Any:
+    """Containers, numbers and tensors that torch.save wrote. Raises DamagedError.
 
     Before 2.6 torch reads a tar in the old way whatever `weights_only` says (CVE-2025-32434), and a zip may have
     anything before it. So torch is shown only what begins as a zip and has the parts of torch.save, each once.
@@ -152,6 +154,12 @@ def parse(content: bytes, name: str) -> Checkpoint:
         raise DamagedError(f"resume: {name} is damaged, or no checkpoint ({reason(error)})") from error
     if damaged:
         raise DamagedError(f"resume: {name} is damaged: {damaged} in it is not as it was written")
+    return raw
+
+
+def parse(content: bytes, name: str) -> Checkpoint:
+    """Raises TrainError for what is damaged, newer or no checkpoint of ours. Nothing in it is executed."""
+    raw = read_plain(content, name)
     if isinstance(raw, dict) and raw.get("schema") == 2:
         raw = _of_sgd_alone(raw)
     schema = raw.get("schema") if isinstance(raw, dict) else None
@@ -189,13 +197,15 @@ def _check_form(saved: Checkpoint) -> None:
         isinstance(number, int) and number >= 0 for number in (saved.train_samples, size, saved.epoch, saved.step)
     ):
         raise TypeError("a count or position is not a whole number of at least 0")
-    for of_ranks, kind in (
+    of_all: list[tuple[list[Any], type]] = [
         (saved.names, str),
         (saved.shares, int),
         (saved.sums, list),
         (saved.own, dict),
         (saved.random, Tensor),
-    ):
+        (saved.kept or saved.random, Tensor),
+    ]
+    for of_ranks, kind in of_all:
         if len(of_ranks) != size or size == 0 or not all(isinstance(one, kind) for one in of_ranks):
             raise ValueError("the ranks' parts do not fit their number")
     if any(len(sums) != 3 or not all(isinstance(one, float) for one in sums) for sums in saved.sums):

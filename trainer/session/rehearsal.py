@@ -156,6 +156,16 @@ class Rehearsal:
         free, _ = torch.cuda.mem_get_info(self._met.device)
         return int(free) + torch.cuda.memory_reserved(self._met.device)
 
+    @property
+    def optimizer(self) -> Any:
+        return self._optimizer
+
+    def after_update(self, function: Callable[[], object]) -> None:
+        """Nothing calls it: a profile leaves rates and weights as they are."""
+
+    def keep(self, **things: Any) -> None:
+        """A profile writes no checkpoints."""
+
     def evaluate(self, judge: Judge, dataset: Any) -> Mapping[str, float]:
         """Of whatever is asked for not a number: nothing is judged."""
         return defaultdict(lambda: math.nan)

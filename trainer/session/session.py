@@ -14,19 +14,21 @@ the loop is for what belongs to a loss; what all ranks do together stands outsid
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 from trainer.checkpoints.checkpoint import CheckpointKeeper
+from trainer.checkpoints.kept_state import Stateful
 from trainer.data.batch import moved
 from trainer.data.loading import Batch, own_part
 from trainer.data.own import judged_batches
 from trainer.pipeline.strategy import Pipeline
-from trainer.ranks.agreement import sum_over_ranks
+from trainer.ranks.agreement import gather_lines, sum_over_ranks
 from trainer.ranks.process_group import leave
 from trainer.session.ending import Ending
 from trainer.session.forward import Forward
@@ -42,6 +44,9 @@ from trainer.training.shared_network import shared_network
 from trainer.training.step_log import StepLog
 from trainer.training.update import Update
 
+RATES_COMPARED = frozenset(10**power for power in range(1, 10))
+"""Updates after which the ranks compare their learning rates, as at each epoch's end."""
+
 
 class Session:
     """From the run's beginning, or the checkpoint that it resumes."""
@@ -55,6 +60,8 @@ class Session:
         self.loss: float | None = None
         """Mean over the samples of the last epoch, of all ranks; None before its end, and where nobody learns."""
         self._under_way: Update | None = None
+        self._after_update: list[Callable[[], object]] = []
+        self._are_rates_equal = True
         self._has_ended = False
         self._has_left_an_epoch = False
         """Did the script leave `batches` before its end, where other ranks still train?"""
@@ -64,6 +71,26 @@ class Session:
     def _place(self) -> str:
         info = self.run.info
         return f"rank {info.rank} on {info.node}, after update {self.updates} of {self.run.last_step}"
+
+    @property
+    def optimizer(self) -> Any:
+        """The one whose weights this rank moves: of a script that gave a function, what this made."""
+        return self.run.optimizer
+
+    def after_update(self, function: Callable[[], object]) -> None:
+        """Has every rank call it after each update, once, whatever samples the rank had: the place for the step of a
+        scheduler of the script's own, for its moving average, for its counters.
+        """
+        self._after_update.append(function)
+
+    def keep(self, **things: Stateful) -> None:
+        """Has checkpoints keep what has `state_dict` and `load_state_dict`, each rank's own; in a run that was resumed
+        it has the state of then as soon as this returns. With a scheduler the rates that it has set are kept.
+
+        Raises TrainError for what cannot be stored, or does not fit what the checkpoint has by that name.
+        """
+        for name in self.keeper.kept.add(things):
+            self.run.console.say(f"{name}: not in the checkpoint, started fresh")
 
     @property
     def updates(self) -> int:
@@ -116,9 +143,13 @@ class Session:
                 yield from update.parts()
                 step = update.step
                 assert step  # noqa: S101 - for the type checker
+                for function in self._after_update:
+                    function()
                 begin = step.end  # what follows counts as loading of the next step, so that they add up to the epoch
                 progress.advance(step.samples)
                 log.add(step)
+                if run.settings.is_own and step.number + 1 in RATES_COMPARED:
+                    self._compare_rates()
                 if self.keeper.is_due(step.number + 1):
                     log.flush()
                     self.keeper.save(progress)
@@ -180,11 +211,28 @@ class Session:
 
     def _end_epoch(self, started_s: float) -> None:
         run, progress = self.run, self.progress
+        if run.settings.is_own:
+            self._compare_rates()
         total_loss, samples = sum_over_ranks([progress.loss_sum, float(progress.samples)])
         self.loss = total_loss / samples if run.learns else None
         epoch_s = round(time.monotonic() - started_s, 6)
         done = {"epoch": progress.epoch, "steps": progress.step, "samples": int(samples)}
         run.metrics.write("epoch", **done, loss=self.loss, epoch_s=epoch_s)
+
+    def _compare_rates(self) -> None:
+        """Reports, once, that a script's own schedule has left the ranks with different learning rates."""
+        rates = [float(group["lr"]) for group in self.run.optimizer.param_groups]
+        info = self.run.info
+        of_ranks = [json.loads(line) for line in gather_lines(json.dumps([info.node, rates]))]
+        unlike = [(rank, node, theirs) for rank, (node, theirs) in enumerate(of_ranks) if theirs != of_ranks[0][1]]
+        if unlike and self._are_rates_equal:
+            self._are_rates_equal = False
+            rank, node, theirs = unlike[0]
+            self.run.console.say(
+                f"warning: by update {self.updates} the learning rates differ: {of_ranks[0][1]} on rank 0 "
+                f"({of_ranks[0][0]}), {theirs} on rank {rank} ({node}); so do the weights. Step the scheduler by "
+                "run.after_update(scheduler.step), not in the loop's body, which a rank without samples does not run"
+            )
 
     def evaluate(self, judge: Judge, dataset: Any) -> dict[str, float]:
         """What `judge` says of each sample of the data set, on average: every sample once, over all ranks, which call

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from trainer.compute.running_statistics import REMEMBERED
-from trainer.training.random_state import set_random_state
+from trainer.training.random_state import RandomState, set_random_state
 
 
 @dataclass
@@ -24,7 +22,7 @@ class Progress:
     """This rank's samples of this epoch so far."""
     recent: float = 0.0
     """This rank's samples, those of older updates counted less, as BatchNorm's running statistics count them."""
-    random: Tensor | None = None
+    random: RandomState | None = None
     """The generators' states, to be restored once the epoch's batches have been opened."""
 
     def advance(self, samples: int) -> None:
