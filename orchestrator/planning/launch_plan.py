@@ -225,13 +225,13 @@ class Faster(Record):
     """The part of the time that it would take, 0..1."""
     basis: Literal["predicted", "estimated", "profiled", "computed"]
     """predicted or, with a speed from the hardware catalogue, estimated before the run. After it: from the host's
-    profile, or from its compute time in that run."""
+    profile, or from its own time to load, compute and update in that run."""
     command: str
     """The whole `orch run` line, quoted for a shell."""
 
     @property
     def words(self) -> str:
-        how = {"profiled": "profiled alone", "computed": "by its compute time in this run"}.get(self.basis, self.basis)
+        how = {"profiled": "profiled alone", "computed": "by its own time in this run"}.get(self.basis, self.basis)
         return f"{self.what} would take {format_percent(self.of_time)} of the time ({how})"
 
 

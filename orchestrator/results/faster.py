@@ -37,7 +37,7 @@ def measured(plan: LaunchPlan, nodes: Sequence[NodeSummary], samples_per_s: floa
         return ()
     if not all(node.valid for node in nodes):
         return plan.faster
-    speeds = {node.name: node.solo_samples_per_s or _computed_alone(node) for node in nodes}
+    speeds = {node.name: node.solo_samples_per_s or node.own_samples_per_s or 0.0 for node in nodes}
     name = max(speeds, key=lambda each: speeds[each])
     others = tuple(one for one in plan.faster if len(one.hosts) > 1)
     if speeds[name] <= WORTH * samples_per_s or not may_leave(plan, (name,)):
@@ -55,15 +55,6 @@ def measured(plan: LaunchPlan, nodes: Sequence[NodeSummary], samples_per_s: floa
         command=run_line(plan, [name], settings),
     )
     return (*(one for one in others if one.of_time * WORTH < alone.of_time), alone)
-
-
-def _computed_alone(node: NodeSummary) -> float:
-    """Samples/s, by what it computed in this run. It would have to load all the data, too: where a step waited for its
-    own samples, it would wait for more of them in proportion.
-    """
-    computed_ms, load_ms = node.compute_ms or 0.0, node.load_ms or 0.0
-    own = node.own_samples_per_s or 0.0
-    return own * computed_ms / (computed_ms + load_ms) if computed_ms and load_ms else own
 
 
 def may_leave(plan: LaunchPlan, hosts: Collection[str]) -> bool:

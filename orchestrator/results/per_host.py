@@ -20,7 +20,7 @@ from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.record import RECORD_LIMIT
 from orchestrator.results.events import Events
 from orchestrator.results.gpu_use import read_gpu_use
-from orchestrator.results.measure import Figures, gpu_label
+from orchestrator.results.measure import Figures, RankFigures, gpu_label
 from orchestrator.results.summary import GpuSummary, NodeSummary, RankEnd
 
 
@@ -45,7 +45,7 @@ def _node_summary(node: NodePlan, figures: Figures, events: Events, solo: float 
     mine = figures.of(node)
     starts, ends = events.latest("start"), events.latest("end")
     start = next((starts[rank] for rank in numbers if rank in starts), {})
-    own = [over(rank.samples, (rank.compute_total_ms or 0) / 1000) for rank in mine]
+    own = [_own_speed(rank, figures.steps) for rank in mine]
     memory = [size for rank in numbers if (size := count(ends.get(rank, {}), "peak_memory_bytes")) is not None]
     return NodeSummary(
         name=node.name,
@@ -72,6 +72,13 @@ def _node_summary(node: NodePlan, figures: Figures, events: Events, solo: float 
         bandwidth_bps=node.bandwidth_bps,
         system=node.system,
     )
+
+
+def _own_speed(rank: RankFigures, steps: int) -> float | None:
+    """Samples/s by what is the rank's own of a step: loading, computing and the update, as far as it reports them."""
+    if rank.compute_total_ms is None:
+        return None
+    return over(rank.samples, (rank.compute_total_ms + steps * ((rank.load_ms or 0) + (rank.optim_ms or 0))) / 1000)
 
 
 def _batch_per_rank(node: NodePlan, start: Mapping[str, Any], figures: Figures) -> int | None:

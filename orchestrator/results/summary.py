@@ -55,7 +55,7 @@ class NodeSummary(Record):
     samples_per_s: float | None = None
     """Samples this host contributed a second, inside the cluster."""
     own_samples_per_s: float | None = None
-    """Samples over compute time, summed over its ranks: what this host could do alone."""
+    """Samples over the time to load, compute and update, summed over its ranks: an estimate of what it does alone."""
     solo_samples_per_s: float | None = None
     """What it did alone, measured by `orch profile`."""
     step_ms: StepTime | None = None
@@ -218,6 +218,13 @@ class Summary(Record):
     @property
     def recorded(self) -> RecordedSettings:
         return read_settings(self.settings)
+
+    @property
+    def basis_words(self) -> str:
+        """What the speeds that hosts have alone are based on."""
+        if self.efficiency_basis == "solo" or (self.nodes and all(node.solo_samples_per_s for node in self.nodes)):
+            return "measured with each host alone"
+        return "estimated from each host's own time to load, compute and update; `orch profile` measures it"
 
     @property
     def paced(self) -> bool:

@@ -24,7 +24,7 @@ from orchestrator.units import counted, format_bytes, format_figure
 # Okabe and Ito's palette, distinct for every common form of colour vision; the hatch distinguishes them on paper.
 _SERIES = (
     ("samples_per_s", "in the cluster", "#0072B2", ""),
-    ("own_samples_per_s", "own compute speed (estimate of alone)", "#E69F00", "//"),
+    ("own_samples_per_s", "own speed (estimate of alone)", "#E69F00", "//"),
     ("solo_samples_per_s", "measured alone", "#009E73", ".."),
 )
 _INK = "#757d87"

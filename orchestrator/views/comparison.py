@@ -85,9 +85,7 @@ def _print_speed(summary: Summary, *, has_star: bool) -> None:
         whole += f", {percent(summary.efficiency)} of its hosts' combined standalone speed*"
     console.put(whole)
     if has_star:
-        measured = summary.efficiency_basis == "solo"
-        basis = "measured with each host alone" if measured else "estimated: samples over compute time"
-        console.out.print(f"* {basis}", style="dim")
+        console.out.print(f"* {summary.basis_words}", style="dim")
     console.put(f"left out: {summary.left_out_words}")
     if summary.samples_words:
         console.put(summary.samples_words)

@@ -152,7 +152,10 @@ def headline(summary: Summary) -> str:
         return f"{work}; together {speed}." if len(summary.nodes) > 1 else f"{work} at {speed}."
     if len(summary.nodes) == 1:
         return f"{work} at {speed}, {percent(summary.efficiency)} of its standalone speed."
-    return f"{work}; the cluster reached {percent(summary.efficiency)} of its hosts' combined standalone speed."
+    estimated = " (estimated)" if summary.efficiency_basis == "estimated" else ""
+    return (
+        f"{work}; the cluster reached {percent(summary.efficiency)} of its hosts' combined standalone speed{estimated}."
+    )
 
 
 def _network_headline(summary: Summary, found: Collectives) -> str:
@@ -191,12 +194,7 @@ def efficiency_words(summary: Summary) -> str:
         return "Unknown: it needs the steps and the compute time of every rank."
     alone = summary.samples_per_s / summary.efficiency
     compared = f"{figure(summary.samples_per_s)} samples/s together, against {figure(alone)}"
-    if summary.efficiency_basis == "solo":
-        return f"{compared}, the sum of what each host was measured to do alone."
-    return (
-        f"{compared}, the sum of each host's samples over its own compute time. This basis is an estimate: alone, a "
-        "host would also have to load its data and update its weights. Run `orch profile` first to measure it."
-    )
+    return f"{compared}, the sum of what each host does alone ({summary.basis_words})."
 
 
 def fidelity_words(summary: Summary) -> str:

@@ -39,10 +39,10 @@ def test_two_hosts_with_unequal_ranks_come_to_the_figures_computed_by_hand(tmp_p
     # Four measured steps of 100 ms: 96 samples each in 0.1 s.
     assert (summary.steps, summary.warmup_steps_left_out, summary.samples_total) == (4, 3, 7 * 96)
     assert summary.samples_per_s == pytest.approx(960)
-    # a2000: 16 samples in 80 ms; v100: twice 40 samples in 40 ms.
-    assert [n.own_samples_per_s for n in summary.nodes] == pytest.approx([200, 2000])
+    # Load, compute and update: a2000 16 samples in 2 + 80 + 8 ms; v100 twice 40 samples in 2 + 40 + 8 ms.
+    assert [n.own_samples_per_s for n in summary.nodes] == pytest.approx([16 / 0.09, 80 / 0.05])
     assert [n.samples_per_s for n in summary.nodes] == pytest.approx([160, 800])
-    assert summary.efficiency == pytest.approx(960 / 2200)
+    assert summary.efficiency == pytest.approx(960 / (16 / 0.09 + 80 / 0.05))
     assert summary.efficiency_basis == "estimated"
     v100 = node(summary, "v100")
     assert (v100.load_ms, v100.compute_ms, v100.sync_ms, v100.wait_ms, v100.optim_ms) == (2, 40, 10, 40, 8)
@@ -111,8 +111,22 @@ def test_a_pipelines_hosts_have_contributed_by_their_part_of_the_work(tmp_path: 
     assert summary.samples_per_s == pytest.approx(2000)  # 100 in 50 ms
     assert [each.samples_per_s for each in summary.nodes] == pytest.approx([600, 1400])
     assert [each.own_samples_per_s for each in summary.nodes] == pytest.approx(
-        [750, 1750]
-    )  # 300, 700 in 10 times 40 ms
+        [300 / 0.44, 700 / 0.44]
+    )  # in 10 times 2 + 40 + 2 ms
+
+
+def test_loading_counts_for_a_host_alone_as_it_does_in_the_cluster(tmp_path: Path) -> None:
+    """Of an input-bound script the efficiency and the time that a host alone would take are based on one speed."""
+    hosts = [Host("r3090"), Host("v100")]
+    events = {
+        rank: [start(rank=rank), *(step(n, 64, load, 69, 400 - load, 2, t_ms=640) for n in range(10)), end()]
+        for rank, load in ((0, 143), (1, 390))
+    }
+    summary = analyse(write_run(tmp_path, hosts, events, settings={"warmup_steps": 0}))
+    alone = [64 / 0.214, 64 / 0.461]
+    assert [each.own_samples_per_s for each in summary.nodes] == pytest.approx(alone)
+    assert summary.efficiency == pytest.approx(200 / sum(alone))
+    assert [each.of_time for each in summary.faster] == pytest.approx([200 / alone[0]])
 
 
 def test_time_lost_after_a_step_is_not_counted_twice(tmp_path: Path) -> None:
