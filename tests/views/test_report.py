@@ -49,7 +49,7 @@ def test_the_page_says_who_did_what_and_who_made_the_others_wait(tmp_path: Path)
         "The others wait for a2000 , 40.0 ms a step: it takes 5.0x as long per sample as v100.",
         "960 samples/s together, against 1,778, the sum of what each host does alone (estimated from each host's own time",
         "v100 Tesla V100-16GB 2.00 40.0 10.0 40.0 8.00",
-        "Tesla V100-16GB 1 2 800 2,000 83 %",
+        "Tesla V100-16GB 1 2 800 1,600 83 %",
         "Tesla V100-PCIE-16GB 2.0.1 2.14.3 nccl 2.5Gbps",
         "test accuracy 99.23 %",
         "class 0 1 accuracy 99.0 % 99.5 %",
