@@ -83,9 +83,16 @@ class Clusters:
         self.store, self.connections = store, connections
 
     def up(self, inventory: Inventory) -> Up:
-        """Connects to every host at once, probes, elects, remembers. Hosts that fail are remembered as such."""
+        """Connects to every host at once, probes, elects, remembers. Hosts that fail are remembered as such.
+
+        If all fail, a known cluster of this name that has usable hosts stays: its jobs have to remain within reach.
+        """
         cluster, forgotten = self._of_file(inventory)
         look = self._look_at(cluster, cluster.nodes)
+        if not _usable(look.facts, look.problems) and (kept := self._usable_before(inventory.cluster)):
+            up = self._up(self._with_look(cluster, look), look)
+            stays = f"no host can be used, so cluster {kept.name} stays as `orch up {kept.file}` left it"
+            return replace(up, warnings=(*inventory.warnings, *up.warnings, stays))
 
         def now() -> Cluster:
             nonlocal forgotten
@@ -94,6 +101,13 @@ class Clusters:
 
         up = self._up(self.store.save_cluster(now, current=True), look)
         return replace(up, warnings=(*forgotten, *inventory.warnings, *up.warnings))
+
+    def _usable_before(self, name: str) -> Cluster | None:
+        """The cluster of this name as it is known, if it has a usable host."""
+        with suppress(StateError):
+            known = self.store.known_cluster(name)
+            return known if known and _usable(known.facts, known.problems) else None
+        return None
 
     def _of_file(self, inventory: Inventory) -> tuple[Cluster, tuple[str, ...]]:
         """The cluster of this file with all else that is known of it, and what to say of what is not kept. Raises
@@ -288,6 +302,10 @@ class Clusters:
         who = Who(read_owner(self.store.home), cluster.name)
         asked = cluster.nodes if nodes is None else nodes
         return self.connections.each(asked, lambda host: action(host, who), deadline_s=belongings.CLEAR_S + 5)
+
+
+def _usable(facts: Mapping[str, NodeFacts], problems: Mapping[str, object]) -> set[str]:
+    return set(facts) - set(problems)
 
 
 def _unusable(node: Node, facts: NodeFacts, findings: Sequence[Finding]) -> HostError | None:

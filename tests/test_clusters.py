@@ -163,3 +163,20 @@ def test_another_file_that_takes_a_clusters_place_meanwhile_is_told(rack: Rack, 
     up = rack.ours.up(rack.inventory)
     assert any(f"that of {other} until now" in warning for warning in up.warnings)
     assert rack.now.file == str(rack.file)
+
+
+def test_an_up_without_a_usable_host_keeps_the_known_cluster(rack: Rack) -> None:
+    before = rack.now
+    wrong = rack.file.with_name("wrong.yaml")
+    wrong.write_text(rack.file.read_text().replace(rack.python, "/nowhere/python"))
+    up = rack.ours.up(load_inventory(wrong))
+    assert set(up.problems) == {"a", "b"} and up.election is None
+    assert rack.now == before
+    assert up.warnings[-1] == f"no host can be used, so cluster rack stays as `orch up {rack.file}` left it"
+
+
+def test_an_up_with_one_usable_host_takes_its_place(rack: Rack) -> None:
+    half = rack.file.with_name("half.yaml")
+    half.write_text(rack.file.read_text() + "  - {name: c, host: localhost, workdir: /proc/none}\n")
+    assert set(rack.ours.up(load_inventory(half)).problems) == {"c"}
+    assert set(rack.now.problems) == {"c"} and rack.now.file == str(half)

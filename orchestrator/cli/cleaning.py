@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from orchestrator.cli.common import busy, cluster_option, insist, json_option, open_controller
+from orchestrator.cli.common import answered, busy, cluster_option, insist, json_option, open_controller, out_option
+from orchestrator.cli.pull import bring, leave, lines
 from orchestrator.errors import HostError, UsageError
 from orchestrator.text import some
 from orchestrator.units import counted
@@ -18,8 +20,10 @@ SHOWN_JOBS, SHOWN_FILES, SHOWN_NAMES = 5, 3, 10
 _CODE = re.compile(r".*/code/[0-9a-f]{64}")
 
 if TYPE_CHECKING:
+    from orchestrator.controller import Controller
     from orchestrator.hosts.belongings import Cleared, Leftover, Reaped, Survey
     from orchestrator.hosts.cluster import Cluster
+    from orchestrator.jobs.listing import Output
     from orchestrator.jobs.outputs import Unpulled
 
 
@@ -64,21 +68,28 @@ def leftover_words(left: Leftover) -> str:
 
 
 @click.command()
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask, unless files would be deleted that were never pulled.")
+@click.option("--pull", "pull_first", is_flag=True, help="Pull such files first.")
+@click.option("--discard", is_flag=True, help="Delete such files, too.")
+@out_option
 @cluster_option
 @json_option
-def down(yes: bool, cluster: str | None, as_json: bool) -> None:
+def down(yes: bool, pull_first: bool, discard: bool, out: Path, cluster: str | None, as_json: bool) -> None:
     """End this cluster's jobs and remove what we put on its hosts. Collected runs stay.
 
     It removes only what was started with this $ORCH_HOME on this cluster and what nobody else needs. Jobs of other
-    clusters and people, and files that orch did not make, are named and left alone.
+    clusters and people, and files that orch did not make, are named and left alone. Files that a job wrote and nobody
+    pulled are deleted only with your consent to just that.
 
     \b
     orch down --yes
+    orch down --yes --pull
     """
     from orchestrator.jobs.outputs import unpulled
     from orchestrator.views import console
 
+    if pull_first and discard:
+        raise UsageError("--pull keeps what --discard deletes", "give one of them")
     if as_json and not yes:
         raise UsageError("`orch down --json` cannot ask for your consent", "add --yes to give it")
     with open_controller() as controller:
@@ -89,6 +100,8 @@ def down(yes: bool, cluster: str | None, as_json: bool) -> None:
             lost = unpulled(controller.store, controller.connections, known)
         for line in _unpulled_words(lost):
             console.warn(line)
+        if lost.files and not discard:
+            _settle_unpulled(controller, lost, out, pull_first=pull_first, may_ask=not yes)
         if not yes:
             with busy(f"looking at {counted(len(known.nodes), 'host')}"):
                 surveys = controller.clusters.look(known)
@@ -98,6 +111,29 @@ def down(yes: bool, cluster: str | None, as_json: bool) -> None:
         with busy(f"clearing {counted(len(known.nodes), 'host')}"):
             answers = controller.down(known)
     _show_answers(answers, _cleared_words, as_json)
+
+
+def _settle_unpulled(controller: Controller, lost: Unpulled, out: Path, *, pull_first: bool, may_ask: bool) -> None:
+    """Pulls what would be lost, if its person wants that. Raises UsageError if nothing may be deleted."""
+    from orchestrator.paths import RunFolder
+    from orchestrator.views import console
+
+    if not pull_first and not may_ask:
+        raise UsageError(
+            f"files that were never pulled would be deleted ({some(list(lost.files), SHOWN_NAMES)})",
+            "`orch down --yes --pull` pulls them first; --discard deletes them",
+        )
+    if not pull_first and not answered(f"Pull these files into {out} first?", default=True):
+        return insist("Delete them?")
+    for job, files in lost.files.items():
+        chosen: dict[str, list[Output]] = {}
+        for node, file in files:
+            chosen.setdefault(node, []).append(file)
+        found = bring(controller.jobs.find(job), chosen, out)
+        for line in lines(RunFolder(out / job), chosen, found):
+            console.say(line)
+        leave({}, found)
+    return None
 
 
 def _say_what_goes(cluster: Cluster, surveys: Sequence[Survey]) -> None:

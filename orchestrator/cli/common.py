@@ -98,15 +98,19 @@ def given_out(out: Path) -> Path | None:
 
 def insist(question: str) -> None:
     """Goes on if a person says yes. Raises click.Abort for a no, UsageError where nobody is there to ask."""
+    if not answered(question, default=False):
+        raise click.Abort
+
+
+def answered(question: str, *, default: bool) -> bool:
+    """Raises UsageError if nobody is there to ask."""
     try:
-        is_wanted = click.confirm(question, default=False, err=True)
+        return click.confirm(question, default=default, err=True)
     except click.Abort:
         if sys.stdin is not None and sys.stdin.isatty():  # Ctrl-C
             raise
         words = "nothing was done: there is no terminal to ask on, and no answer on standard input"
         raise UsageError(words, "add --yes to agree") from None
-    if not is_wanted:
-        raise click.Abort
 
 
 def agrees(question: str) -> bool:

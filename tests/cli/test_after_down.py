@@ -49,7 +49,18 @@ class Home:
 @pytest.fixture(scope="module")
 def before(tmp_path_factory):
     """Two jobs that have ended: one is collected and pulled, of the other nothing is here."""
-    folder = tmp_path_factory.mktemp("person")
+    home = a_person(tmp_path_factory.mktemp("person"))
+    home.kept = home.runs()
+    home.waits(home.kept)
+    home.lost = home.runs()
+    home.waits(home.lost)
+    home.types("collect", "--job", home.kept, "--checkpoints")
+    home.types("pull", home.kept, "snapshot.pt")
+    return home
+
+
+def a_person(folder):
+    """With a cluster of one local host."""
     (folder / "code").mkdir()
     (folder / "code" / "train.py").write_text(SCRIPT)
     python = quick_python(folder / "quick")
@@ -61,19 +72,13 @@ def before(tmp_path_factory):
     )
     home = Home(folder, inventory, "", "")
     home.types("up", str(inventory), "--allow-local")
-    home.kept = home.runs()
-    home.waits(home.kept)
-    home.lost = home.runs()
-    home.waits(home.lost)
-    home.types("collect", "--job", home.kept, "--checkpoints")
-    home.types("pull", home.kept, "snapshot.pt")
     return home
 
 
 @pytest.fixture(scope="module")
 def after(before):
     """The same, cleared; `said` is what the command said."""
-    before.said = before.types("down", "--yes").stderr
+    before.said = before.types("down", "--yes", "--discard").stderr
     return before
 
 
@@ -105,7 +110,8 @@ def test_what_is_here_and_what_is_not_is_listed(before):
 
 
 def test_down_names_what_was_never_pulled_and_asks(before):
-    refused = before.types("down", answer="n\n", exit_code=1)
+    refused = before.types("down", answer="n\nn\n", exit_code=1)
+    assert "Pull these files into runs first?" in refused.stderr and "Delete them?" in refused.stderr
     said = (
         f"never pulled of {before.lost}: 2 files, 297.9KiB (src/snapshot.pt 293.0KiB on a, checkpoints/best.pt 4.9KiB"
     )
@@ -114,6 +120,28 @@ def test_down_names_what_was_never_pulled_and_asks(before):
     unasked = before.types("down", answer="", exit_code=2)
     assert "nothing was done: there is no terminal to ask on" in unasked.stderr and "--yes" in unasked.stderr
     assert before.types("pull", before.lost, "--list").stdout.count("KiB") == 2  # nothing is gone
+
+
+def test_yes_is_no_consent_to_delete_what_was_never_pulled(before):
+    refused = before.types("down", "--yes", exit_code=2)
+    assert f"files that were never pulled would be deleted ({before.lost})" in refused.stderr
+    assert "`orch down --yes --pull` pulls them first; --discard deletes them" in refused.stderr
+    assert before.types("pull", before.lost, "--list").stdout.count("KiB") == 2  # nothing is gone
+
+
+@pytest.mark.parametrize("how", ["--pull", "on a terminal"])
+def test_what_was_never_pulled_comes_home_first(tmp_path, how):
+    person = a_person(tmp_path)
+    job = person.runs()
+    person.waits(job)
+    if how == "--pull":
+        done = person.types("down", "--yes", "--pull", "--out", "mine")
+    else:
+        done = person.types("down", "--out", "mine", answer="y\ny\n")
+    assert "2 of 2 files are in" in done.stderr and "removed 1 job" in done.stdout + done.stderr
+    files = person.here / "mine" / job / "nodes" / "a" / "files"
+    assert (files / "src/snapshot.pt").stat().st_size == 300_000
+    assert (files / "checkpoints/best.pt").stat().st_size == 5000
 
 
 # ---- after ----------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def test_the_page_says_who_did_what_and_who_made_the_others_wait(tmp_path: Path)
     for sentence in (
         "v100 did 83 % of the work; the cluster reached 54 % of its hosts' combined standalone speed (estimated).",
         "The others wait for a2000 , 40.0 ms a step: it takes 5.0x as long per sample as v100.",
-        "960 samples/s together, against 1,778, the sum of what each host does alone (estimated from each host's own time",
+        "960 samples/s together, against 1,778, the sum of what each host does alone (estimated from each host's own",
         "v100 Tesla V100-16GB 2.00 40.0 10.0 40.0 8.00",
         "Tesla V100-16GB 1 2 800 1,600 83 %",
         "Tesla V100-PCIE-16GB 2.0.1 2.14.3 nccl 2.5Gbps",
