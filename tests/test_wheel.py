@@ -68,4 +68,4 @@ def test_where_no_clone_is_a_job_runs_and_is_reported(wheel: Path, tmp_path: Pat
     orch("collect")
     (report,) = (tmp_path / "empty" / "runs").glob("*/report.html")
     assert "<html" in report.read_text()
-    orch("down", "--yes")
+    orch("down", "--yes", "--discard")

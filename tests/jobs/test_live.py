@@ -421,7 +421,7 @@ def test_ranks_are_starting_until_the_first_line_or_metric_and_bars_come_folded(
 def test_each_fault_of_an_elastic_job_is_shown_once_wherever_it_is_listed():
     later, earlier = Fault(node="b", reason="lost", after_s=9.0), Fault(node="a", rank=0, reason="died", after_s=4.0)
     records = [
-        SimpleNamespace(state="running", faults=faults, stall=None, joined=None)
+        SimpleNamespace(state="running", faults=faults, stall=None, joined=None, not_finite=None)
         for faults in ((later,), (earlier, later), (earlier, later))
     ]
     followed = events_of(plan_of(a=1, b=1), [("a", Agent({}))] * 3, lambda found: records.pop(0))
@@ -758,7 +758,7 @@ def two_hosts(tmp_path, monkeypatch):
     (tmp_path / "steps" / "steps.py").write_text(STEPS)
     assert forks.run(forks.ORCH, ["up", "rack.yaml", "--allow-local"]).returncode == 0
     yield tmp_path
-    assert forks.run(forks.ORCH, ["down", "--yes"]).returncode == 0
+    assert forks.run(forks.ORCH, ["down", "--yes", "--discard"]).returncode == 0
 
 
 def test_a_run_shows_its_hosts_on_a_terminal_and_after_a_ctrl_c_on_a_pipe(two_hosts: Path):

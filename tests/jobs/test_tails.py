@@ -284,7 +284,7 @@ def test_a_person_sees_times(place: Place, job: str) -> None:
 
 def test_they_come_from_what_was_collected_too(place: Place, job: str) -> None:
     place.types("collect", "--job", job)
-    place.types("down", "--yes")
+    place.types("down", "--yes", "--discard")
     shown = place.types("logs", "-n", "1", "--job", job).stdout.splitlines()
     assert sorted(shown) == [f"[{host}] {words}" for host in ("a 0", "b 1") for words in ("last words", "no newline")]
     for words in (["-t"], ["--since", "1h"]):

@@ -128,7 +128,7 @@ class Round:
             "collect": lambda: ["collect", "--job", self._picked(typed)],
             "pull": lambda: ["pull", self._picked(typed)],
             "reap": lambda: ["reap", "--yes", *on],
-            "down": lambda: ["down", "--yes", *on],
+            "down": lambda: ["down", "--yes", "--discard", *on],
         }[typed.what]()
 
     def _picked(self, typed: Typed) -> str:
@@ -207,7 +207,7 @@ class Round:
     def _clear(self) -> None:
         """For the next round, where one has shown a loss."""
         for person in PEOPLE.values():
-            self.street.types(person, "down", "--yes", "--cluster", person.cluster)
+            self.street.types(person, "down", "--yes", "--discard", "--cluster", person.cluster)
 
 
 def _parser() -> argparse.ArgumentParser:

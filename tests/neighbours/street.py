@@ -1,7 +1,7 @@
 """Two hosts with two logins, and the homes of all who share them.
 
     with Street() as street:
-        done = street.types(PEOPLE["ada-x"], "down", "--yes", "--cluster", "x")
+        done = street.types(PEOPLE["ada-x"], "down", "--yes", "--discard", "--cluster", "x")
 
 The hosts' Python has a `torch` that starts ranks and nothing else: what is asked here is whose files and processes are
 touched.

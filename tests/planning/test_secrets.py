@@ -147,7 +147,7 @@ def local_cluster(tmp_path, typist, env, **more):
     try:
         yield inventory
     finally:
-        typist.types("down", "--yes")
+        typist.types("down", "--yes", "--discard")
 
 
 def test_a_secret_of_the_inventory_is_nowhere_but_in_files_for_its_owner_alone(tmp_path, typist):

@@ -298,7 +298,7 @@ nodes:
             plan = person.asks("run", "--exp", "mnist_lenet", "--dry-run")
             assert {node["name"]: node["python"] for node in plan["nodes"]} == {"alpha": python, "beta": own}
             person.types("up", str(pair.inventory))
-        person.types("down", "--yes")
+        person.types("down", "--yes", "--discard")
         assert pair.host_exec("alpha", ["ls", "-A", "/home/lab/.orch"]).returncode != 0
         assert person.asks("status")["cluster"]["nodes"][0]["venv"] is None
         assert person.asks("run", "--exp", "mnist_lenet", "--dry-run")["nodes"][0]["python"] == own
