@@ -99,7 +99,8 @@ SECOND_CTRL_C_S = 3.0
     type=Quantity("time"),
     default="3s",
     show_default=True,
-    help="How long ranks have after SIGINT before SIGTERM, and after that before SIGKILL.",
+    help="How long ranks have after the first signal (SIGTERM if the script handles it, else SIGINT) before SIGTERM, "
+    "and after that before SIGKILL.",
 )
 @click.option(
     "--elastic",

@@ -169,6 +169,14 @@ def pulse(pid: int) -> int:
     return -1
 
 
+def catches(pid: int, signum: int) -> bool:
+    """Whether this process has a handler of its own for the signal (proc(5), status: SigCgt)."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return any(int(line.split()[1], 16) >> (signum - 1) & 1 for line in lines if line.startswith("SigCgt:"))
+    return False
+
+
 def is_stopped(pid: int) -> bool:
     """By SIGSTOP or a terminal (T), or held by a debugger (t)."""
     return _stat(pid)[:1] in (["T"], ["t"])

@@ -28,7 +28,7 @@ from .meeting import Meeting
 from .memory import let_go_first
 from .own_start import make_folders, ranks_of, without_torchrun
 from .print_times import PrintTimes
-from .processes import adopt_orphans, descendants, die_with_parent, end_all, pulse, signal_name
+from .processes import adopt_orphans, catches, descendants, die_with_parent, end_all, pulse, signal_name
 from .pump import Pump
 from .script_start import WATCH
 from .watched import watched
@@ -214,9 +214,17 @@ def _watch(
                     cause = cause or "torchrun died"
                     _kill(child, signal.SIGKILL)
                 elif signum in FORWARDED:
+                    signum = _expected(child.pid, signum)
                     cause = cause or f"asked by {signal.Signals(signum).name}"
                     _kill(child, signum)
     return cause
+
+
+def _expected(pid: int, signum: int) -> int:
+    """SIGTERM in place of SIGINT for a script that handles it: it saves its work there, as Slurm and torchrun have it.
+    That a script handles SIGINT says nothing: Python itself does, and raises KeyboardInterrupt.
+    """
+    return signal.SIGTERM if signum == signal.SIGINT and catches(pid, signal.SIGTERM) else signum
 
 
 def _bury_orphans(child: subprocess.Popen[bytes]) -> None:

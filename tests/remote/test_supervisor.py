@@ -179,6 +179,29 @@ time.sleep(120)
     assert left(job) == []
 
 
+@pytest.mark.parametrize(("handles", "expected"), [("TERM", "saved"), ("INT", "interrupted"), ("nothing", "Keyboard")])
+def test_a_script_that_saves_on_term_is_cancelled_by_term(tmp_path, handles, expected):
+    script = f"""
+import signal, sys, time
+def save(signum, frame):
+    print("saved" if signum == signal.SIGTERM else "interrupted", flush=True)
+    sys.exit(0)
+if {handles!r} != "nothing":
+    signal.signal(getattr(signal, "SIG" + {handles!r}), save)
+print("ready", flush=True)
+time.sleep(120)
+"""
+    with gang(tmp_path, script, grace_s=5.0) as job:
+        job.launch()
+        wait_for_files(job, "ready")
+        control.cancel(job.plan, job.hosts)
+        record = job.wait()
+        printed = [(job.folder(node) / f"rank-{rank}" / name).read_text()
+                   for rank, node in enumerate("ab") for name in ("stdout.log", "stderr.log")]  # fmt: skip
+    assert record.state == "cancelled"
+    assert sum(expected in text for text in printed) == 2, printed
+
+
 def test_if_one_host_refuses_nothing_starts_and_all_is_undone(tmp_path):
     blocked = tmp_path / "work-1"
     blocked.write_text("a file where the work folder should be")
