@@ -125,8 +125,8 @@ class Children:
                     self._exits.pop(pid).set_result(os.waitstatus_to_exitcode(status))
 
     async def end_all_of_it(self, wrappers: Callable[[], set[int]]) -> list[str]:
-        """The ladder: INT to the ranks (TERM to scripts that handle it: `rank`), TERM to all, KILL to all, each only if the
-        one before did not do.
+        """The ladder: INT to the ranks (TERM to scripts that handle it: `rank`), TERM to all, KILL to all, each only if
+        the one before did not do.
 
         wrappers: the pids of the rank wrappers. Returns what would not end.
         """
