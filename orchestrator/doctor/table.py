@@ -132,7 +132,7 @@ CHECKS: tuple[Check, ...] = (
         "GPU driver",
         "block",
         "ranks that find no GPU, or train on the CPU unasked",
-        both(on_each(blocks(checks.driver)), on_each(warns(checks.driver_beside_a_cpu), level="warn")),
+        both(on_each(blocks(checks.driver)), on_each(warns(checks.driver_warnings), level="warn")),
     ),
     _check(
         "P07",

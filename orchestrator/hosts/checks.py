@@ -91,9 +91,9 @@ def torch(node: Node, facts: NodeFacts) -> Finding:
 
 
 def driver(node: Node, facts: NodeFacts) -> Finding:
-    """Looked at only where GPUs are to be used."""
+    """A host that has GPUs becomes a CPU rank only if its `device` says so: the job would wait for it at each step."""
     cpu = CPU_REMEDY
-    if wants_cuda(node, facts) and not facts.gpus:
+    if not facts.gpus and (wants_cuda(node, facts) or _is_broken(node, facts)):
         if not facts.gpu_error:
             return "no GPU found", f"look at `nvidia-smi` on that host, or {cpu}"
         if "version mismatch" in facts.gpu_error:
@@ -174,11 +174,11 @@ def space(node: Node, facts: NodeFacts) -> Iterator[Finding]:
         yield f"only {inodes} inodes free for {facts.workdir} (`df -i`)", "delete files there, or move `workdir:`"
 
 
-def driver_beside_a_cpu(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    broken = facts.gpu_error and not facts.gpu_error.endswith("command not found")
-    if broken and node.device == "auto" and not node.paced and not wants_cuda(node, facts):
-        remedy = "`nvidia-smi` there shows it; reboot the host if its driver was updated, or set `device: cpu`"
-        yield f"it will train on its CPU: nvidia-smi failed ({facts.gpu_error})", remedy
+def driver_warnings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
+    """Of a lost GPU, or a memory that needs care, next to GPUs that work. The line has the GPU's bus id."""
+    if wants_cuda(node, facts):
+        for line in facts.gpu_warnings:
+            yield f"nvidia-smi reports: {line}", "`dmesg | grep -i nvrm` there says more; a lost GPU needs a reboot"
 
 
 def interface(node: Node, facts: NodeFacts) -> Iterator[Finding]:
@@ -237,6 +237,13 @@ BLOCKING: tuple[Callable[[Node, NodeFacts], Finding], ...] = (
 def _declared(node: Node) -> int:
     """GPUs that the inventory promises; a label alone promises one."""
     return node.gpus if node.gpus is not None else int(bool(node.gpu))
+
+
+def _is_broken(node: Node, facts: NodeFacts) -> bool:
+    """Whether a host whose `device` is `auto` has a driver that fails, rather than none, or no GPU."""
+    harmless = ("command not found", "No devices were found", "not asked")
+    failed = facts.gpu_error and not any(words in facts.gpu_error for words in harmless)
+    return bool(failed) and node.device == "auto" and not node.paced
 
 
 def _unequal(torch: TorchFacts, facts: NodeFacts) -> str:

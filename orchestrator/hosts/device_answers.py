@@ -11,22 +11,29 @@ from orchestrator.hosts.raw_answer import Command, at_most, clean, failure, load
 
 MAX_GPUS = 64
 MAX_OCCUPANTS = 256
+MAX_WARNINGS = 8
+_ROW = re.compile(r"\s*\d{1,4}\s*,(?:[^,]*,){5,7}[^,]*$")
+"""A line that begins with a GPU's index and has the columns that were asked for."""
 MIB = 1 << 20
 
 
-def parse_gpus(command: Command | None, occupants: Any) -> tuple[tuple[Gpu, ...], str | None]:
-    """The rows of nvidia-smi, by index, with who is there; else no GPU and the first thing it said that is no row."""
-    if error := failure(command):
-        said = f"{(command or {})['out']}\n{(command or {})['err']}".splitlines()
-        return (), next((clean(line) for line in said if line.strip() and line.count(",") < 6), error)
-    rows = [row for row in str((command or {})["out"]).splitlines() if row.strip()]
+def parse_gpus(command: Command | None, occupants: Any) -> tuple[tuple[Gpu, ...], str | None, tuple[str, ...]]:
+    """The GPUs by index, with who is on them; why there is none; and what else nvidia-smi printed: a warning, or a GPU
+    that was lost next to others. The rows count whatever its exit code is: it is 14 for a warning, 15 for a lost GPU.
+    """
+    error = failure(command)
+    printed = f"{(command or {}).get('out', '')}\n{(command or {}).get('err', '')}".splitlines()
+    rows = [row for row in printed if _ROW.match(row)]
+    others = tuple(clean(line) for line in printed if line.strip() and not _ROW.match(line))
+    if not rows:
+        return (), next(iter(others), error), ()
     if len(rows) > MAX_GPUS:
         raise ValueError(f"{len(rows)} GPUs")
     there = _occupants(occupants)
     gpus = tuple(sorted((_gpu(row, there) for row in rows), key=lambda gpu: gpu.index))
     if len({gpu.uuid for gpu in gpus}) < len(gpus):
         raise ValueError("two GPUs with one uuid")
-    return gpus, None
+    return gpus, None, tuple(dict.fromkeys(others))[:MAX_WARNINGS]
 
 
 def _gpu(row: str, occupants: Mapping[str, Sequence[Occupant]]) -> Gpu:

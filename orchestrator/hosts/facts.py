@@ -155,6 +155,8 @@ class NodeFacts(Fact):
     python_executable: Annotated[str, Field(max_length=4096)]
     gpus: tuple[Gpu, ...] = ()
     gpu_error: Text | None = None
+    gpu_warnings: tuple[Text, ...] = ()
+    """What nvidia-smi printed besides the GPUs."""
     torch: TorchFacts | None = None
     torch_error: Text | None = None
     """Why there is no torch; None as well as `torch` when it was not asked for."""

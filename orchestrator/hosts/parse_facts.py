@@ -38,7 +38,7 @@ def parse_facts(
         return making_sense(node, name, parse, *inputs)
 
     commands, files, values = (fact("itself", mapping, raw.get(part)) for part in ("commands", "files", "values"))
-    gpus, gpu_error = fact("GPUs", parse_gpus, commands.get("nvidia-smi"), values.get("occupants", []))
+    gpus, gpu_error, gpu_warnings = fact("GPUs", parse_gpus, commands.get("nvidia-smi"), values.get("occupants", []))
     torch, torch_error = fact("torch", parse_torch, commands.get("torch"))
     interfaces = fact("interfaces", parse_interfaces, commands.get("ip addr"), files, values)
     routes, unrouted = fact("routes", parse_routes, commands, values, interfaces, peers)
@@ -52,6 +52,7 @@ def parse_facts(
         "machine_id": fact("its machine id", clean, files.get("/etc/machine-id", "")),
         "gpus": gpus,
         "gpu_error": gpu_error,
+        "gpu_warnings": gpu_warnings,
         "torch": torch,
         "torch_error": torch_error,
         "interfaces": interfaces,

@@ -44,7 +44,7 @@ def look(limit_s: float) -> list[dict[str, str]]:
         said = run(command, limit_s)
         refused = _REFUSED.search(said["out"] + said["err"])
         if not refused or refused[1] not in fields:
-            return rows(said, list(fields.values())) if said["rc"] == 0 else []
+            return rows(said, list(fields.values()))
         fields = without(refused[1], fields)
     return []
 
@@ -57,7 +57,7 @@ def without(refused: str, fields: dict[str, str]) -> dict[str, str]:
 
 def rows(said: dict[str, Any], names: list[str]) -> list[dict[str, str]]:
     lines = [[value.strip() for value in line.split(",")] for line in said["out"].splitlines()[:MOST_GPUS]]
-    return [dict(zip(names, values, strict=True)) for values in lines if len(values) == len(names)]
+    return [dict(zip(names, row, strict=True)) for row in lines if len(row) == len(names) and row[0].isdigit()]
 
 
 def translated(bus_id: str, devices: Path = Path("/sys/bus/pci/devices")) -> str | None:

@@ -129,7 +129,7 @@ def look_at_gpus(limit_s: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     shown = run(smi(GPU_FIELDS + ",compute_cap"), limit_s)
     if shown["rc"] not in (0, NOT_FOUND, TOO_SLOW):
         shown = ask_old_driver(shown, limit_s)
-    if shown["rc"] != 0:
+    if "," not in shown["out"]:
         return shown, []
     return shown, occupants(run(["nvidia-smi", *QUERY], limit_s)["out"])
 
@@ -137,4 +137,4 @@ def look_at_gpus(limit_s: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def ask_old_driver(first: dict[str, Any], limit_s: float) -> dict[str, Any]:
     """Drivers before 510 do not know `compute_cap` and answer nothing at all then; the rest they know."""
     again = run(smi(GPU_FIELDS), limit_s) if "compute_cap" in first["out"] + first["err"] else first
-    return again if again["rc"] == 0 else first
+    return again if "," in again["out"] else first

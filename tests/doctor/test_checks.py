@@ -115,10 +115,10 @@ FAULTS = {
                 facts_changes={**NO_GPU, "gpu_error": "NVML", "torch": CPU_TORCH},
             )
         ),
-        "warn",
+        "block",
         ("a16",),
-        "train on its CPU: nvidia-smi failed (NVML)",
-        "`nvidia-smi` there",
+        "no usable GPU (NVML)",
+        "set `device: cpu` to train without it",
     ),
     "P04 NCCL": (
         seen(of_facts(torch=torch(devices=2, nccl_available=False))),

@@ -57,7 +57,11 @@ WARNED = {
         facts(gpus=(gpu(occupants=(OTHER,)),)),
         "GPU 0 (Tesla V100-PCIE-16GB) is in use by alice's python3 train.py (pid 4711, 12.0GiB)",
     ),
-    "broken driver, no GPU asked for": (node(gpu=None, gpus=None), facts(gpus=(), gpu_error="NVML"), "its CPU"),
+    "a warning beside a GPU": (
+        node(),
+        facts(gpu_warnings=("WARNING: infoROM is corrupted at gpu 0000:3B:00.0",)),
+        "nvidia-smi reports: WARNING: infoROM is corrupted at gpu 0000:3B:00.0",
+    ),
 }
 
 

@@ -75,3 +75,21 @@ FREE = {
 @pytest.mark.parametrize("case", FREE)
 def test_a_host_is_not_blocked(case):
     assert checks.unusable(*FREE[case]) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "device", "blocks"),
+    [
+        ("Failed to initialize NVML: Unknown Error", "auto", True),
+        ("no answer in 30 s", "auto", True),
+        ("No devices were found", "auto", False),
+        ("nvidia-smi: command not found", "auto", False),
+        ("Failed to initialize NVML: Unknown Error", "cpu", False),
+    ],
+)
+def test_a_host_whose_driver_fails_trains_on_its_cpu_only_if_it_is_told_to(error, device, blocks):
+    cpu = torch(version="2.11.0", cuda=None, devices=0)
+    found = checks.unusable(node(gpu=None, gpus=None, device=device), facts(gpus=(), gpu_error=error, torch=cpu))
+    assert bool(found) == blocks
+    if found:
+        assert "device: cpu" in found.remedy

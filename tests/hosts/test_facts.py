@@ -89,7 +89,6 @@ NONSENSE = {
     "GPUs": [
         {"commands": {"nvidia-smi": {"rc": 0, "out": ROW.replace("15356", "-1"), "err": ""}}},
         {"commands": {"nvidia-smi": {"rc": 0, "out": ROW.replace("15356", "nan"), "err": ""}}},
-        {"commands": {"nvidia-smi": {"rc": 0, "out": "hello\n", "err": ""}}},
         {"commands": {"nvidia-smi": {"rc": 0, "out": ROW + ROW, "err": ""}}},
         {"commands": {"nvidia-smi": {"rc": 0, "out": ROWS_65, "err": ""}}},
         {"commands": {"nvidia-smi": {"rc": "0", "out": "", "err": ""}}},
