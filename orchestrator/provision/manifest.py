@@ -4,8 +4,8 @@
     manifest.files[0]       # ManifestFile(name="MNIST/raw/train-images-idx3-ubyte", size=47040016, sha256="ba89...")
 
 A link that stays inside the folder is sent as what it leads to; one that leads outside is refused, as is whatever is
-neither file nor folder; so are a home folder, and what looks like a login or a private key. Names have to be printable:
-they are shown to people and written on other machines.
+neither file nor folder; so are a home folder, and what looks like a login or a private key. Names are sent byte for
+byte; whoever shows one escapes it.
 """
 
 from __future__ import annotations
@@ -82,8 +82,6 @@ def _walk(root: Path, folder: Path, above: tuple[Path, ...]) -> Iterator[str]:
         name = path.relative_to(root).as_posix()
         if path.name.startswith(OURS) or name == ".lock":  # of a push or a training that had this folder, too
             continue
-        if not name.isprintable():
-            raise UsageError(f"{root}: the name {name!r} is not printable text", "rename it")
         real = _resolved(path)
         if not real.is_relative_to(above[0]):
             raise UsageError(f"{path} leads outside of {root}", "copy what it leads to, or remove the link")

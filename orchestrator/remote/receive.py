@@ -64,7 +64,7 @@ class Incoming:
     @property
     def partial(self) -> str:
         """Beside its place."""
-        mark = hashlib.sha256(f"{self.name}:{self.digest}".encode()).hexdigest()[:32]
+        mark = hashlib.sha256(f"{self.name}:{self.digest}".encode(errors="surrogateescape")).hexdigest()[:32]
         above, slash, _ = self.name.rpartition("/")
         return f"{above}{slash}{PARTIAL}{mark}.part"
 
@@ -93,7 +93,7 @@ def receive(request: dict[str, Any], talk: Talk) -> dict[str, Any]:
 def checked(name: str) -> str:
     """A relative name that stays inside its folder and is none of ours. Raises ValueError."""
     parts = name.split("/")
-    if not name.isprintable() or any(part in ("", ".", "..") or part.startswith(PARTIAL) for part in parts):
+    if "\0" in name or any(part in ("", ".", "..") or part.startswith(PARTIAL) for part in parts):
         raise ValueError(f"file name {name!r}")
     return name
 
