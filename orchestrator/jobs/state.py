@@ -19,7 +19,8 @@ from orchestrator.errors import HostError
 from orchestrator.jobs.faults import faults_of, in_own_words, own_loss
 from orchestrator.jobs.record import ENDED, FirstFailure, JobRecord, JobState, NotFinite
 from orchestrator.jobs.stall import joined, stall_of
-from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.planning.bundle import unsent_words
+from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
 
 PREPARE_S = 120.0
 """A host may take so long to prepare a job."""
@@ -56,10 +57,10 @@ def combine(
     final = _final(plan, records)
     alive = [record for record in records.values() if record.get("alive")]
     if records.get(plan.master) in final:
-        return _in_its_own_words(_ended(known, records[plan.master]), records)
+        return _in_its_own_words(_ended(known, records[plan.master], plan.code), records)
     if final and not alive:
         word = min(final, key=lambda record: record["state"] == "succeeded")
-        ended = _in_its_own_words(_ended(known, word), records)
+        ended = _in_its_own_words(_ended(known, word, plan.code), records)
         return ended.model_copy(update={"state": "lost"}) if _may_go_on(plan, records, word) else ended
     if alive:
         running = any(record.get("state") != "starting" for record in alive)
@@ -149,9 +150,11 @@ def _is_young(known: JobRecord, now: datetime) -> bool:
     return False
 
 
-def _ended(known: JobRecord, record: Mapping[str, Any]) -> JobRecord:
+def _ended(known: JobRecord, record: Mapping[str, Any], code: CodeFolder) -> JobRecord:
     """record: as `remote/supervisor.py` wrote it on a host, so nothing in it is taken on trust."""
     failure = _first_failure(record)
+    if failure and failure.log_line and (unsent := unsent_words(code, failure.log_line)):
+        failure = failure.model_copy(update={"reason": f"{failure.reason}: {unsent}"})
     state: JobState = record["state"]
     ended = known.ended
     with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError, OSError):

@@ -176,6 +176,8 @@ class CodeFolder(Record):
     size_bytes: int
     left_out: tuple[str, ...] = ()
     """Files that look like secrets, the first hundred of them."""
+    unsent: tuple[tuple[str, str], ...] = ()
+    """Further files that stay here, the first hundred, each with the reason; a folder's name ends with `/`."""
     notes: tuple[str, ...] = ()
     """What a person should know of the choice of files."""
     commit: Commit | None = None

@@ -1,4 +1,5 @@
-"""Which files of a folder are to travel: what git would take in a repository, less what `.orchignore` names.
+"""Which files of a folder are to travel: what git would take in a repository, less what `.orchignore` names, and
+with what a `!` line there brings back.
 
     files = wanted_files(Path("proj"))
     files.names                 # ["train.py", "pkg/a.py", ...]
@@ -13,10 +14,11 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from orchestrator.planning.git import LISTING_S, git
 
@@ -35,23 +37,37 @@ ALWAYS_LEFT = (
     "/runs/",
 )
 OURS, GITS = ".orchignore", ".gitignore"
+LeftOut = Literal[
+    "ignored",
+    "link that leads outside or nowhere",
+    "link to what is left out",
+    "submodule that is not checked out",
+    "no file",
+]
 
 
 @dataclass(frozen=True)
 class WantedFiles:
-    """The files of a folder that are to be shipped."""
+    """The files of a folder that are to be shipped. Names are relative, with `/`, sorted."""
 
     names: tuple[str, ...]
-    """Relative, with `/`, sorted."""
     named: frozenset[str]
     """Those that a `!` line of an .orchignore names exactly."""
     note: str = ""
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Files that are reached by a link within the folder, with the name in `names` whose content they have."""
+    empty: tuple[str, ...] = ()
+    """Folders without anything in them."""
+    left_out: tuple[tuple[str, LeftOut], ...] = ()
+    """What of the folder stays here, and why; a folder's name ends with `/`. Caches and the like are not listed."""
 
 
 def wanted_files(folder: Path) -> WantedFiles:
-    """Plain files only: what a link points to may not exist, or not be meant for another host."""
+    """A link is shipped as what it leads to, if that lies in the folder and is shipped, too."""
     rules = _Rules(folder)
     rules.add(folder, ALWAYS_LEFT)
+    always = _Rules(folder)
+    always.add(folder, ALWAYS_LEFT)
     repository = _repository(folder)
     listed, note = _listed_by_git(folder) if repository else (None, "")
     if listed is None:
@@ -61,9 +77,24 @@ def wanted_files(folder: Path) -> WantedFiles:
             rules.add(above, _lines(exclude))
         found = list(_walk(folder, folder, rules))
     else:
-        found = [name for name in listed if rules.take(name, above_too=True)]
-    plain = (name for name in found if _is_plain(f"{folder}/{name}"))
-    return WantedFiles(tuple(sorted(set(plain))), frozenset(rules.named), note)
+        found = [name for name in listed.names if rules.take(name, above_too=True)]
+        found += [name for name in listed.ignored_files() if rules.takes_back(name)] if rules.named_any else []
+    kept, others = set[str](), list[str]()
+    for name in found:
+        kept.add(name) if _is_plain(f"{folder}/{name.rstrip('/')}") else others.append(name)
+    links, left_out = _resolved(folder, kept, [name for name in others if not name.endswith("/")])
+    ignored = (name for name in (listed.ignored if listed else rules.left) if name.rstrip("/") not in kept)
+    left_out += [(name, "ignored") for name in ignored if always.take(name)]
+    left_out += [(name, "submodule that is not checked out") for name in (listed.absent if listed else ())]
+    empty = listed.empty if listed else [name for name in others if name.endswith("/")]
+    return WantedFiles(
+        tuple(sorted(kept)),
+        frozenset(rules.named),
+        note,
+        links,
+        tuple(sorted(name for name in empty if rules.take(name, above_too=True))),
+        tuple(sorted(left_out)),
+    )
 
 
 def _is_plain(path: str) -> bool:
@@ -71,6 +102,29 @@ def _is_plain(path: str) -> bool:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False
+
+
+def _resolved(
+    folder: Path, kept: Collection[str], others: Iterable[str]
+) -> tuple[dict[str, str], list[tuple[str, LeftOut]]]:
+    """others: links, and what is neither a file nor a folder. What is there no more (git may list it) is no part."""
+    links, left_out, top = dict[str, str](), list[tuple[str, LeftOut]](), os.path.realpath(folder)
+    for name in others:
+        path = f"{folder}/{name}"
+        if not os.path.lexists(path):
+            continue
+        if not os.path.islink(path):
+            left_out.append((name, "no file"))
+            continue
+        leads_to = os.path.relpath(os.path.realpath(path), top)
+        inside = {name: leads_to} if leads_to in kept else {
+            f"{name}/{each.removeprefix(f'{leads_to}/')}": each for each in kept if each.startswith(f"{leads_to}/")
+        }  # fmt: skip
+        links |= inside
+        if not inside:
+            outside = leads_to == "." or leads_to.split("/")[0] == ".." or not os.path.exists(path)
+            left_out.append((name, "link that leads outside or nowhere" if outside else "link to what is left out"))
+    return links, left_out
 
 
 class _Rules:
@@ -84,6 +138,10 @@ class _Rules:
         self._folders: dict[str, bool] = {}
         """Those that were asked for as what a file lies in: are they taken?"""
         self.named = set[str]()
+        self.named_any = False
+        """Does an .orchignore have a `!` line?"""
+        self.left = list[str]()
+        """What a walk has met and left out."""
 
     def add(self, base: Path, lines: Iterable[str]) -> None:
         import pathspec  # slow to import, and of use to commands alone that ship a folder
@@ -100,6 +158,7 @@ class _Rules:
             self._read.add(file)
             self.add(base, lines := _lines(file))
             if file.name == OURS and base.is_relative_to(self._folder):
+                self.named_any |= any(line.startswith("!") for line in lines)
                 exact = (line[1:].strip().strip("/") for line in lines if line.startswith("!"))
                 self.named |= {(base / name).relative_to(self._folder).as_posix() for name in exact if name}
 
@@ -113,6 +172,20 @@ class _Rules:
                 if decided.include is not None:
                     return not decided.include
         return True
+
+    def takes_back(self, name: str) -> bool:
+        """Whether an .orchignore asks for this file, which git ignores."""
+        self._read_down_to(name)
+        for above, below, spec in reversed(self._layers):
+            if name.startswith(below):
+                decided = spec.check_file(above + name.removeprefix(below))
+                if decided.include is not None:
+                    return not decided.include
+        return False
+
+    def _read_down_to(self, name: str) -> None:
+        for above in reversed(Path(name).parents):
+            self.read(self._folder / above, OURS)
 
     def _takes_folder(self, name: str) -> bool:
         """With all that it lies in, and its ignore file read. name: with `/` at its end; "" is the whole."""
@@ -138,10 +211,16 @@ def _walk(folder: Path, here: Path, rules: _Rules) -> Iterator[str]:
     for entry in sorted(os.scandir(here), key=lambda entry: entry.name):
         name = Path(entry.path).relative_to(folder).as_posix()
         if entry.is_dir(follow_symlinks=False):
-            if rules.take(f"{name}/"):
+            if not rules.take(f"{name}/"):
+                rules.left.append(f"{name}/")
+            elif os.listdir(entry.path):
                 yield from _walk(folder, Path(entry.path), rules)
+            else:
+                yield f"{name}/"
         elif rules.take(name):
             yield name
+        else:
+            rules.left.append(name)
 
 
 def _lines(file: Path) -> list[str]:
@@ -170,26 +249,60 @@ def _is_ignored(repository: Path, folder: Path) -> bool:
 # ---- git ------------------------------------------------------------------------------------------------------
 
 
-def _listed_by_git(folder: Path) -> tuple[list[str] | None, str]:
+@dataclass(frozen=True)
+class _Listed:
+    """What git says of a folder. A folder's name ends with `/`."""
+
+    names: list[str]
+    """Files, and links, that it has or does not ignore."""
+    ignored: list[str]
+    """A folder of which it ignores everything stands for what is in it."""
+    absent: list[str]
+    """Submodules whose files are not here."""
+    empty: list[str]
+    ignored_files: Callable[[], list[str]]
+    """Each by itself, which may take long."""
+
+
+def _listed_by_git(folder: Path) -> tuple[_Listed | None, str]:
     """What git has of this folder, and what of the rest it does not ignore; None, and why, where it cannot say."""
+    listing = partial(_names_of, folder)
     try:
         if git(folder, "check-ignore", "-q", ".", timeout_s=LISTING_S).returncode == 0:
             return None, ""  # the repository leaves this folder out as a whole: it has no say inside
         answer = git(folder, "ls-files", "-z", "-co", "--exclude-standard", timeout_s=LISTING_S)
+        if answer.returncode:
+            said = answer.stderr.decode(errors="replace")
+            whose = "the repository belongs to another user (safe.directory)"
+            why = whose if "dubious" in said else "git cannot read it"
+            return None, f"{why}: the .gitignore files of {folder} are read without git"
+        ignored = listing("-o", "-i", "--exclude-standard", "--directory")
+        untracked = listing("-o", "--exclude-standard", "--directory")
     except FileNotFoundError:
         return None, "git is not installed here: the .gitignore files are read without it"
     except subprocess.TimeoutExpired:
         return None, f"git did not answer within {LISTING_S:.0f} s: the .gitignore files are read without it"
-    if answer.returncode:
-        said = answer.stderr.decode(errors="replace")
-        why = "the repository belongs to another user (safe.directory)" if "dubious" in said else "git cannot read it"
-        return None, f"{why}: the .gitignore files of {folder} are read without git"
-    names = []
-    for name in filter(None, answer.stdout.decode(errors="surrogateescape").split("\0")):
+    names, absent, empty = list[str](), list[str](), list[str]()
+    for name in _split(answer.stdout):
         inside = f"{folder}/{name}"
         if not os.path.isdir(inside) or os.path.islink(inside):
             names.append(name)
         elif os.path.exists(f"{inside}/.git"):  # a submodule, or a repository within this one
-            below = wanted_files(Path(inside)).names
-            names += [f"{name.rstrip('/')}/{each}" for each in below]
-    return names, ""
+            below = wanted_files(Path(inside))
+            names += [f"{name.rstrip('/')}/{each}" for each in (*below.names, *below.links)]
+        else:
+            absent.append(f"{name.rstrip('/')}/")
+    for name in untracked:
+        if name.endswith("/"):
+            walked = os.walk(f"{folder}/{name}")
+            empty += [f"{os.path.relpath(at, folder)}/" for at, within, files in walked if not within and not files]
+    empty = [name for name in empty if not any(name.startswith(each) for each in ignored if each.endswith("/"))]
+    return _Listed(names, ignored, absent, empty, partial(listing, "-o", "-i", "--exclude-standard")), ""
+
+
+def _names_of(folder: Path, *words: str) -> list[str]:
+    return _split(git(folder, "ls-files", "-z", *words, timeout_s=LISTING_S).stdout)
+
+
+def _split(answer: bytes) -> list[str]:
+    return [name for name in answer.decode(errors="surrogateescape").split("\0") if name]

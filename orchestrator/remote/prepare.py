@@ -115,14 +115,17 @@ def store_code(work: WorkFolder, sha256: str, blob: bytes) -> None:
 
 def _unpack(tar: tarfile.TarFile, member: tarfile.TarInfo, into: Path) -> None:
     parts = Path(member.name).parts
-    if not member.isreg() or not parts or Path(member.name).is_absolute() or ".." in parts:
+    if not (member.isreg() or member.isdir()) or not parts or Path(member.name).is_absolute() or ".." in parts:
         raise Refused(f"the shipped code holds {member.name!r}, which is no plain file", "run again")
+    if member.isdir():
+        return into.joinpath(*parts).mkdir(parents=True, exist_ok=True)
     content = tar.extractfile(member)
     assert content
     target = into.joinpath(*parts)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(content.read())
     target.chmod(0o500 if member.mode & 0o100 else 0o400)
+    return None
 
 
 def fill_folder(job: JobFolder, node: dict[str, Any], plan: dict[str, Any], code: Path) -> None:

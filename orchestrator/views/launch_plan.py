@@ -37,6 +37,10 @@ def print_plan(plan: LaunchPlan, files: Sequence[str] = ()) -> None:
     size = f"{counted(plan.code.files, 'file')}, {format_bytes(plan.code.size_bytes)}"
     console.put(f"ships {size}, from {plan.code.source} (sha256 {plan.code.sha256[:12]}){commit}")
     _print_files(files)
+    for name, why in plan.code.unsent[:FILES_SHOWN]:
+        console.put(f"  not shipped: {one_line(name)} ({why})")
+    if more := plan.code.unsent[FILES_SHOWN:]:
+        console.put(f"  and {len(more)} more that are not shipped (`--json` names a hundred)")
     for setting in plan.nccl:
         console.put(f"sets {setting.words}")
     for node in plan.nodes:
