@@ -10,10 +10,11 @@ The rest takes other hosts, a second login or minutes of a host's time: `orch do
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from orchestrator.doctor import gpus, system, together
-from orchestrator.doctor.seen import Check, Judge
+from orchestrator.doctor.seen import Check, Judge, Seen, Sight
 from orchestrator.doctor.table import CHECKS, always, blocks, both, on_each, warns
 from orchestrator.hosts import checks
 
@@ -23,6 +24,11 @@ _ROWS = {check.id: check for check in CHECKS}
 def _row(id: str, judge: Judge) -> Check:
     """A check of the table, as far as this judges it."""
     return replace(_ROWS[id], judge=judge, applies=always)
+
+
+def _bound_addresses(seen: Seen) -> Iterator[Sight]:
+    """Alone, or with other hosts, such a host is of use: `orch run` refuses only those together."""
+    return (replace(sight, level="warn") for sight in together.bound_addresses(seen))
 
 
 _LOGIN = (_row("P01", on_each(system.login, level="warn")), _row("P03", on_each(system.login_limits)))
@@ -44,7 +50,7 @@ AT_UP = (
     _ROWS["P08"],
     _row("P09", on_each(gpus.on_them)),
     *GPUS_WELL,
-    _row("P15", on_each(system.link_down, warns(checks.interface))),
+    _row("P15", both(_bound_addresses, on_each(system.link_down, warns(checks.interface)))),
     _row("P24", on_each(blocks(checks.workdir))),
     *_HARDWARE,
 )

@@ -182,7 +182,7 @@ CHECKS: tuple[Check, ...] = (
         "interface and route",
         "warn",
         "ranks that dial a container's or another network",
-        both(together.routes, on_each(system.link_down, system.interface)),
+        both(together.routes, together.bound_addresses, on_each(system.link_down, system.interface)),
         are_several,
     ),
     _check("P16", "own host name", "warn", "`connectFullMesh failed` with other launchers", on_each(system.own_name)),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from orchestrator.doctor.seen import Host, Seen, Sight
+from orchestrator.hosts import checks
 from orchestrator.hosts.alike import host_set
 from orchestrator.hosts.masking import masked_env
 from orchestrator.hosts.wheels import numbers
@@ -83,6 +84,17 @@ def routes(seen: Seen) -> Iterator[Sight]:
         elif len(boots) > 1 and ipaddress.ip_address(host.address).is_loopback:
             words = f"its training address is {host.address}, which no other machine reaches"
             yield Sight((host.name,), words, _OWN_ADDRESS, "block")
+
+
+def bound_addresses(seen: Seen) -> Iterator[Sight]:
+    for host in seen.hosts:
+        own = host.address or host.node.address or next((route.source for route in host.facts.routes), None)
+        link = host.facts.training_interface(host.node.interface, own)
+        others = [other.facts for other in seen.hosts if other is not host]
+        if own and link:
+            words, remedy = checks.bound_address(host.node, host.facts, own, link.name, others)
+            if words:
+                yield Sight((host.name,), words, remedy, "block")
 
 
 def _route(seen: Seen, lost: Sequence[str]) -> str:

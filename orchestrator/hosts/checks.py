@@ -186,6 +186,24 @@ def interface(node: Node, facts: NodeFacts) -> Iterator[Finding]:
         yield f"it has no interface {node.interface}", "correct `interface:` (`ip -br addr` there lists them)"
 
 
+def bound_address(
+    node: Node, facts: NodeFacts, address: str, interface: str | None, others: list[NodeFacts]
+) -> Finding:
+    """What Gloo would bind in place of `address`, if another host has that address, too: then ranks dial themselves.
+
+    address, interface: of the training. others: the job's other hosts.
+    """
+    bound = facts.bound_address(interface)
+    alike = any(bound in other.addresses for other in others if other.boot_id != facts.boot_id)
+    if bound is None or bound == address or not alike:
+        return FINE
+    problem = f"{interface} has several addresses, and Gloo takes the first, {bound}, which other hosts have, too"
+    return problem, (
+        f"make {address} the first address of {interface} there (`ip addr del`, `ip addr add`), or give it an "
+        "interface of its own (a VLAN or macvlan) and name that: `interface:`"
+    )
+
+
 def link(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     used = facts.training_interface(node.interface, node.address)
     # A hundredth of tolerance: people round, and so do drivers.

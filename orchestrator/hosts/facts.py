@@ -186,6 +186,16 @@ class NodeFacts(Fact):
                 return interface
         return by_name.get(self.routes[0].interface) if self.routes else None
 
+    def bound_address(self, interface: str | None) -> str | None:
+        """The one that Gloo and NCCL take when they are given the name of this interface: its first."""
+        own = next((each.addresses for each in self.interfaces if each.name == interface), ())
+        return own[0].partition("/")[0] if own else None
+
+    @property
+    def addresses(self) -> frozenset[str]:
+        """Of all interfaces, without prefix lengths."""
+        return frozenset(address.partition("/")[0] for each in self.interfaces for address in each.addresses)
+
     def way_to(self, peers: Iterable[str]) -> Route | None:
         """The first way that leads to one of these, addresses or names as were asked."""
         wanted = set(peers)

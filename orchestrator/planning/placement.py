@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from orchestrator.errors import UsageError
+from orchestrator.hosts import checks
 from orchestrator.hosts.election import Election
 from orchestrator.hosts.facts import Gpu, NodeFacts
 from orchestrator.hosts.inventory import Node
@@ -95,9 +96,19 @@ def place(nodes: Sequence[Node], facts: Mapping[str, NodeFacts], election: Elect
             )
         )
         first_rank += ranks
+    _refuse_other_addresses(planned)
     rest = [one.node.name for one in planned[1:]]
     second = next((one.name for one in election.candidates if one.name in rest), None)
     return Placement(tuple(planned), tuple(node.name for node in left_out), second)
+
+
+def _refuse_other_addresses(planned: Sequence[PlannedNode]) -> None:
+    """Raises UsageError if Gloo would bind an address that is not the planned one, and that other hosts have, too."""
+    for one in planned:
+        others = [other.facts for other in planned if other is not one]
+        problem, remedy = checks.bound_address(one.node, one.facts, one.address, one.interface, others)
+        if problem:
+            raise UsageError(f"{one.node.name}: {problem}", remedy)
 
 
 def _device(node: Node, facts: NodeFacts, request: RunRequest) -> Device:

@@ -211,6 +211,19 @@ FAULTS = {
         "belongs to containers",
         "`interface:`",
     ),
+    "P15 address": (
+        seen(
+            a16(
+                address="192.168.1.43",
+                facts_changes={"interfaces": (link(addresses=("192.168.77.1/24", "192.168.1.43/24")),)},
+            ),
+            host("a2000", facts_changes={"interfaces": (link(addresses=("192.168.1.41/24", "192.168.77.1/24")),)}),
+        ),
+        "block",
+        ("a16",),
+        "eno1 has several addresses, and Gloo takes the first, 192.168.77.1, which other hosts have, too",
+        "make 192.168.1.43 the first address of eno1",
+    ),
     "P15 down": (
         seen(of_facts(interfaces=(link(up=False, speed_bps=2.5e9),))),
         "warn",

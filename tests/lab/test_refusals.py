@@ -199,3 +199,25 @@ def test_a_work_folder_of_another_login_is_left_alone_and_that_is_said(person, m
         assert lab_.host_exec("alpha", listing).stdout == before
     finally:
         lab_.host_exec("alpha", ["sh", "-c", "rm -r /home/lab/.orch /home/other; chmod 700 /home/lab"])
+
+
+def test_an_address_that_gloo_would_take_and_every_host_has_is_reported_and_refused(person):
+    (person.folder / "none.py").write_text("print('nothing')\n")
+    own = {"alpha": "10.77.2.1/24", "beta": "10.77.2.2/24"}
+    try:
+        for node, address in own.items():
+            script = (
+                f"ip addr del {address} dev eth0; ip addr add 192.168.77.1/24 dev eth0; ip addr add {address} dev eth0"
+            )
+            assert person.lab.host_exec(node, ["sh", "-c", script]).returncode == 0
+        said = person.types("up", str(person.lab.inventory)).stderr
+        words = "eth0 has several addresses, and Gloo takes the first, 192.168.77.1, which other hosts have, too"
+        assert f"2 hosts (alpha, beta): {words}" in said or f"alpha: {words}" in said
+        refused = person.types("run", "--", "none.py", exit_code=2).stderr
+        assert words in refused and "the first address of eth0 there" in refused
+    finally:
+        for node in own:
+            person.lab.host_exec(node, ["ip", "addr", "del", "192.168.77.1/24", "dev", "eth0"])
+    person.types("up", str(person.lab.inventory))
+    person.types("run", "--", "none.py")
+    person.types("down", "--yes")
