@@ -106,14 +106,14 @@ class Cluster:
         cannot be used, though the others are remembered: `Cluster(name)` takes those.
         """
         loaded, home = load_inventory(Path(inventory)), Home.default()
-        if commands := not_allowed(home, loaded):
-            if not allow_local:
-                listed = "; ".join(map(str, commands))
-                raise UsageError(
-                    f"{inventory} would run commands on this machine: {listed}", "allow_local=True, if you trust it"
-                )
-            allow(home, commands)
         with opened(home, accept_new_host_keys=accept_new_host_keys) as controller:
+            if commands := not_allowed(home, controller.clusters.nodes_of(loaded)):
+                if not allow_local:
+                    listed = "; ".join(map(str, commands))
+                    raise UsageError(
+                        f"{inventory} would run commands on this machine: {listed}", "allow_local=True, if you trust it"
+                    )
+                allow(home, commands)
             found = controller.clusters.up(loaded)
         if found.problems:
             raise HostsError([*found.problems.values()])

@@ -109,6 +109,13 @@ class Clusters:
             return known if known and _usable(known.facts, known.problems) else None
         return None
 
+    def nodes_of(self, inventory: Inventory) -> tuple[Node, ...]:
+        """The nodes of this file, and those added to its cluster, which take the file's defaults."""
+        with suppress(StateError):  # `up` reports a damaged record
+            if known := self.store.known_cluster(inventory.cluster):
+                return *inventory.nodes, *extra_again(known, inventory)
+        return inventory.nodes
+
     def _of_file(self, inventory: Inventory) -> tuple[Cluster, tuple[str, ...]]:
         """The cluster of this file with all else that is known of it, and what to say of what is not kept. Raises
         UsageError: see `_takes_over`.
@@ -260,7 +267,7 @@ class Clusters:
         facts = {node.name: _usable_facts(cluster, node) for node in nodes}
         if errors(facts):
             raise HostsError(errors(facts))
-        nodes = with_secrets(cluster, nodes)
+        nodes = with_secrets(self.store.home, cluster, nodes)
         return Ready(nodes, values(facts), self._elect(cluster, nodes))
 
     def away(self, cluster: Cluster, only: Sequence[str] = ()) -> dict[str, HostError]:

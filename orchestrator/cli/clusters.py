@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from orchestrator.clusters import Up
     from orchestrator.hosts.cluster import Cluster
     from orchestrator.hosts.facts import NodeFacts
-    from orchestrator.hosts.inventory import Inventory
+    from orchestrator.hosts.inventory import Node
     from orchestrator.paths import Home
 
 
@@ -37,7 +37,7 @@ def up(inventory: Path, accept_new_host_keys: bool, allow_local: bool, as_json: 
 
     The cluster becomes the current one. The exit code is 3 if a host cannot be used, or if hosts are too different to
     train together; the others still can. If the file runs commands on this machine (`transport: local`), they are
-    shown and you are asked about them once.
+    shown and you are asked about them once, and again whenever one of them changes.
 
     \b
     orch up inventory/a2000_v100.yaml
@@ -48,7 +48,8 @@ def up(inventory: Path, accept_new_host_keys: bool, allow_local: bool, as_json: 
 
     loaded = load_inventory(inventory)
     with open_controller(accept_new_host_keys) as controller:
-        ask_about_local(controller.store.home, loaded, allow_local)
+        nodes = controller.clusters.nodes_of(loaded)
+        ask_about_local(controller.store.home, loaded.file, nodes, allow_local)
         with busy(f"probing {counted(len(loaded.nodes), 'host')}"):
             probed = controller.clusters.up(loaded)
         terminals = controller.store.terminals()
@@ -57,19 +58,19 @@ def up(inventory: Path, accept_new_host_keys: bool, allow_local: bool, as_json: 
     show_up(probed, as_json)
 
 
-def ask_about_local(home: Home, inventory: Inventory, yes: bool) -> None:
-    """Raises UsageError where its person does not want it, or is not there to be asked."""
+def ask_about_local(home: Home, source: str, nodes: Sequence[Node], yes: bool) -> None:
+    """source: where the nodes come from. Raises UsageError if its person does not want it, or cannot be asked."""
     from orchestrator.hosts.consent import allow, not_allowed
     from orchestrator.views import console
 
-    commands = not_allowed(home, inventory)
+    commands = not_allowed(home, nodes)
     if not commands:
         return
-    console.say(f"{inventory.file} would have this machine run, as you:")
+    console.say(f"{source} would have this machine run, as you:")
     for command in commands:
         console.say(f"  {command}")
-    if not yes and not agrees("Do you trust this file?"):
-        raise UsageError(f"{inventory.file}: nothing of it was run", "read it, then `orch up --allow-local` with it")
+    if not yes and not agrees("Do you trust it?"):
+        raise UsageError(f"{source}: nothing of it was run", "read it, then `orch up --allow-local` with it")
     allow(home, commands)
 
 

@@ -137,6 +137,6 @@ def _of_file(controller: Controller, file: Path, listed: str | None, allow_local
     from orchestrator.hosts.node_names import names_in
 
     loaded = load_inventory(file)
-    ask_about_local(controller.store.home, loaded, allow_local)
+    ask_about_local(controller.store.home, loaded.file, loaded.nodes, allow_local)
     only = names_in(listed, [node.name for node in loaded.nodes], str(file))
     return loaded.cluster, [loaded.node(one) for one in dict.fromkeys(only)] or loaded.nodes

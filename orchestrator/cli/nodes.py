@@ -42,19 +42,19 @@ def node_add(
     \b
     orch node add a16 host=192.168.1.52 gpu=A16 bandwidth=2.5Gbps
     """
-    from orchestrator.hosts.file_again import keys_of_new_node, new_node
+    from orchestrator.hosts.file_again import keys_of_new_node, node_with_defaults
     from orchestrator.planning.request import parse_pairs
     from orchestrator.views import console
 
     checked = keys_of_new_node(name, parse_pairs(keys, "KEY=VALUE"))
     with open_controller(accept_new_host_keys) as controller:
         known = controller.store.cluster(cluster)
-        new = new_node(known, checked)
-        ask_about_local(controller.store.home, new.alone, allow_local)
-        if new.inherited:
-            console.say(new.inherited)
+        new, inherited = node_with_defaults(known, checked)
+        ask_about_local(controller.store.home, f"node {name}", [new], allow_local)
+        if inherited:
+            console.say(inherited)
         with busy(f"probing {name}"):
-            probed = controller.clusters.add_node(known, checked, new.node)
+            probed = controller.clusters.add_node(known, checked, new)
     show_up(probed, as_json)
 
 

@@ -1,16 +1,17 @@
 """What an inventory would have this very machine run, and whether its person has allowed it.
 
-    if commands := not_allowed(home, inventory):    # "desk: activate: . ~/venv/bin/activate"
-        ...                                         # ask, then allow(home, commands)
+    if commands := not_allowed(home, nodes):    # "desk: activate: . ~/venv/bin/activate"
+        ...                                     # ask, then allow(home, commands)
 
 `transport: local` makes nodes of this machine, without a login in between: a file from somebody else could run anything
-here at `orch up`. What its local nodes would run is therefore asked about once, and again when that changes. A node
+here at `orch up`. What its local nodes would run is therefore asked about once, and again whenever a value changes:
+consent is kept as one digest a node, keyed by this $ORCH_HOME, so that no value of `env` can be read from it. A node
 that names nothing but `python3`, or the Python that orch itself runs in, runs our own programs alone: nobody is asked.
 """
 
 from __future__ import annotations
 
-import hashlib
+import hmac
 import json
 import os
 import re
@@ -19,7 +20,8 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from orchestrator.files import write_atomic
-from orchestrator.hosts.inventory import Inventory, Node
+from orchestrator.hosts.inventory import Node
+from orchestrator.owner import read_owner
 from orchestrator.paths import Home
 
 
@@ -39,23 +41,26 @@ class Command:
 _KNOWN_PYTHONS = frozenset({"python3", sys.executable, os.path.realpath(sys.executable)})
 
 
-def local_commands(inventory: Inventory) -> tuple[Command, ...]:
-    """Everything that the file's local nodes would run here, or run it with."""
-    return tuple(command for node in inventory.nodes if node.transport == "local" for command in _commands(node))
+def local_commands(nodes: Sequence[Node]) -> tuple[Command, ...]:
+    """Everything that local nodes among these would run here, or run it with."""
+    return tuple(command for node in nodes if node.transport == "local" for command in _commands(node))
 
 
-def not_allowed(home: Home, inventory: Inventory) -> tuple[Command, ...]:
-    """The same, where their person has not allowed them yet; else none."""
-    commands = local_commands(inventory)
-    return () if is_allowed(home, commands) else commands
-
-
-def is_allowed(home: Home, commands: Sequence[Command]) -> bool:
-    return home.allowed(_digest(commands)).exists()
+def not_allowed(home: Home, nodes: Sequence[Node]) -> tuple[Command, ...]:
+    """The same, of the nodes that their person has not allowed as they are now."""
+    found = [local_commands([node]) for node in nodes]
+    return tuple(command for commands in found if not _is_allowed(home, commands) for command in commands)
 
 
 def allow(home: Home, commands: Sequence[Command]) -> None:
-    write_atomic(home.allowed(_digest(commands)), "".join(f"{command.node}: {command.key}\n" for command in commands))
+    """commands: all those of each node, as `not_allowed` gives them."""
+    for name in dict.fromkeys(command.node for command in commands):
+        own = [command for command in commands if command.node == name]
+        write_atomic(home.allowed(_digest(home, own)), "".join(f"{one.node}: {one.key}\n" for one in own))
+
+
+def _is_allowed(home: Home, commands: Sequence[Command]) -> bool:
+    return not commands or home.allowed(_digest(home, commands)).exists()
 
 
 def _commands(node: Node) -> list[Command]:
@@ -68,5 +73,6 @@ def _commands(node: Node) -> list[Command]:
     return [*found, *(Command(node.name, f"env {name}", node.env[name]) for name in variables)]
 
 
-def _digest(commands: Sequence[Command]) -> str:
-    return hashlib.sha256(json.dumps([astuple(command) for command in commands]).encode()).hexdigest()
+def _digest(home: Home, commands: Sequence[Command]) -> str:
+    content = json.dumps([astuple(command) for command in commands]).encode()
+    return hmac.new(read_owner(home).id.encode(), content, "sha256").hexdigest()

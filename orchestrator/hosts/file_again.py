@@ -2,23 +2,24 @@
 secret, of which orch keeps none.
 
     node, words = node_with_defaults(cluster, {"name": "a16", "host": "192.168.1.52"})
-    nodes = with_secrets(cluster, cluster.active())
+    nodes = with_secrets(home, cluster, cluster.active())
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import InventoryError, UsageError
 from orchestrator.hosts.cluster import Cluster
+from orchestrator.hosts.consent import not_allowed
 from orchestrator.hosts.inventory import Inventory, Node
 from orchestrator.hosts.inventory_file import load_inventory, node_from_keys
 from orchestrator.hosts.masking import MASK
 from orchestrator.hosts.yamlfile import resolve_scalar
+from orchestrator.paths import Home
 
 
 def node_with_defaults(cluster: Cluster, keys: Mapping[str, Any]) -> tuple[Node, str]:
@@ -35,17 +36,6 @@ def node_with_defaults(cluster: Cluster, keys: Mapping[str, Any]) -> tuple[Node,
     return node_from_keys(keys, "node add", defaults), words
 
 
-@dataclass(frozen=True)
-class NewNode:
-    """One that a person adds. inherited: what it has from the defaults, in words. alone: an inventory of it, for who
-    looks what it would run here.
-    """
-
-    node: Node
-    inherited: str
-    alone: Inventory
-
-
 def keys_of_new_node(name: str, pairs: Mapping[str, str]) -> dict[str, Any]:
     """pairs: keys of an inventory's node as a person types them. Raises InventoryError for wrong ones, UsageError for
     `prepare`.
@@ -54,12 +44,6 @@ def keys_of_new_node(name: str, pairs: Mapping[str, str]) -> dict[str, Any]:
     if node_from_keys({"host": "any", **keys}, "node add").prepare:
         raise UsageError("orch keeps no `prepare` of its own", "write the node into the inventory file")
     return keys
-
-
-def new_node(cluster: Cluster, keys: Mapping[str, Any]) -> NewNode:
-    """keys: see keys_of_new_node. Raises InventoryError where they and the cluster's defaults make no node."""
-    node, inherited = node_with_defaults(cluster, keys)
-    return NewNode(node, inherited, Inventory(cluster=cluster.name, nodes=(node,), file=cluster.file))
 
 
 def extra_again(cluster: Cluster, inventory: Inventory) -> tuple[Node, ...]:
@@ -74,29 +58,39 @@ def extra_again(cluster: Cluster, inventory: Inventory) -> tuple[Node, ...]:
     )
 
 
-def with_secrets(cluster: Cluster, nodes: Sequence[Node]) -> list[Node]:
-    """These nodes with the values of `env` that may be secrets and `prepare`: we keep none, they are read from the
+def with_secrets(home: Home, cluster: Cluster, nodes: Sequence[Node]) -> list[Node]:
+    """These nodes with `prepare` and the values of `env` that may be secrets: we keep none, they are read from the
     inventory again.
 
-    Raises UsageError where it no longer holds them.
+    Raises UsageError if the inventory no longer holds them, or if it now runs on this machine what nobody allowed.
     """
-    if not any(MASK in (*node.env.values(), node.prepare) for node in nodes):
+    masked = any(MASK in (*node.env.values(), node.prepare) for node in nodes)
+    if not masked and all(node.transport != "local" for node in nodes):
         return list(nodes)
     again = f"orch keeps no values of `env` and no `prepare`; `orch up {cluster.file}` again"
     try:
         inventory = load_inventory(Path(cluster.file))
     except InventoryError as error:
+        if not masked:
+            return list(nodes)
         raise UsageError(str(error.mistakes[0]), again) from error
     nodes_now = {node.name: node for node in (*extra_again(cluster, inventory), *inventory.nodes)}
-    for node in nodes:
-        now = nodes_now.get(node.name)
-        if (now.env.keys() if now else set()) != node.env.keys():
+    now = [nodes_now[node.name] for node in nodes if node.name in nodes_now]
+    if commands := not_allowed(home, now):
+        keys = "; ".join(f"{command.node}: {command.key}" for command in commands)  # a value may hold a secret
+        raise UsageError(
+            f"{cluster.file}: you have not allowed what it now runs on this machine: {keys}",
+            f"read it, then `orch up {cluster.file}`, which asks you about it",
+        )
+    return [_with_secrets(cluster, node, nodes_now.get(node.name), again) for node in nodes] if masked else list(nodes)
+
+
+def _with_secrets(cluster: Cluster, node: Node, now: Node | None, again: str) -> Node:
+    """Raises UsageError."""
+    known = now.env.keys() if now else set()
+    for key, same in (("env", known == node.env.keys()), ("prepare", bool(now and now.prepare) == bool(node.prepare))):
+        if not same:
             raise UsageError(
-                f"{cluster.file}: the `env` of node {node.name} is not the one of the last `orch up`", again
+                f"{cluster.file}: the `{key}` of node {node.name} is not the one of the last `orch up`", again
             )
-        if bool(now and now.prepare) != bool(node.prepare):
-            raise UsageError(
-                f"{cluster.file}: the `prepare` of node {node.name} is not the one of the last `orch up`", again
-            )
-    secret = {name: {"env": node.env, "prepare": node.prepare} for name, node in nodes_now.items()}
-    return [node.model_copy(update=secret.get(node.name, {})) for node in nodes]
+    return node.model_copy(update={"env": now.env, "prepare": now.prepare} if now else {})

@@ -71,7 +71,8 @@ class Provision:
     ) -> Setup:
         """Asks each node's own Python, makes what is missing, has the cluster use it, and probes these hosts again."""
         bare = cluster.with_venvs({})
-        own = {node.name: node for node in with_secrets(cluster, [bare.node(node.name) for node in nodes])}
+        base = [bare.node(node.name) for node in nodes]
+        own = {node.name: node for node in with_secrets(self._store.home, cluster, base)}
         found = self._connections.open(list(own.values()))
         envs = {name: node.env for name, node in own.items()}
         owner = read_owner(self._store.home)

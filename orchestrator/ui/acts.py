@@ -12,7 +12,7 @@ from orchestrator.controller import Controller
 from orchestrator.errors import OrchError, UsageError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.consent import not_allowed
-from orchestrator.hosts.file_again import keys_of_new_node, new_node
+from orchestrator.hosts.file_again import keys_of_new_node, node_with_defaults
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.request import Wish, Words, parse_pairs, read_wish, refuse_unless_one
 
@@ -24,11 +24,11 @@ def add(controller: Controller, cluster: Cluster, form: Form) -> str:
     given = {key: form[key].strip() for key in ("host", "gpu", "bandwidth", "note") if form.get(key, "").strip()}
     pairs = {**given, **parse_pairs(_words(form, "more"), "KEY=VALUE")}
     keys = keys_of_new_node(form.get("name", "").strip(), pairs)
-    new = new_node(cluster, keys)
-    if not_allowed(controller.store.home, new.alone):
-        raise UsageError(f"{new.node.name} would run commands on this machine", "add it by `orch node add`, which asks")
-    found = controller.clusters.add_node(cluster, keys, new.node)
-    return "; ".join([f"{new.node.name} was added", *found.warnings])
+    new, _ = node_with_defaults(cluster, keys)
+    if not_allowed(controller.store.home, [new]):
+        raise UsageError(f"{new.name} would run commands on this machine", "add it by `orch node add`, which asks")
+    found = controller.clusters.add_node(cluster, keys, new)
+    return "; ".join([f"{new.name} was added", *found.warnings])
 
 
 def release(controller: Controller, cluster: Cluster, form: Form) -> str:

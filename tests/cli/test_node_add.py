@@ -59,13 +59,13 @@ def test_a_node_has_what_it_does_not_say_from_the_defaults(rack):
     assert (node.transport, node.gpu, node.note) == ("local", "A16", "of all")
     assert node.env == {"TOKEN_OF_MINE": "***"}  # what is kept here holds no secret
     assert "s3cret" not in Home.default().cluster("pair").read_text()
-    (filled,) = with_secrets(remembered(), [node])
+    (filled,) = with_secrets(Home.default(), remembered(), [node])
     assert filled.env == {"TOKEN_OF_MINE": "s3cret"}
     # The file has the last word, also about a node that it does not have.
     file.write_text(file.read_text().replace("of all", "changed").replace("{TOKEN_OF_MINE: s3cret}", "{OTHER: x}"))
     assert orch("up", str(file), "--allow-local")[0] in (0, 3)
     assert (remembered().node("b").note, remembered().node("b").gpu) == ("changed", "A16")
-    assert with_secrets(remembered(), [remembered().node("b")])[0].env == {"OTHER": "x"}
+    assert with_secrets(Home.default(), remembered(), [remembered().node("b")])[0].env == {"OTHER": "x"}
 
 
 def test_the_defaults_of_the_last_up_serve_where_the_file_has_gone(rack, python):
@@ -75,7 +75,7 @@ def test_the_defaults_of_the_last_up_serve_where_the_file_has_gone(rack, python)
     assert (node.transport, node.device, node.note, node.python) == ("local", "cpu", "n", python)
     assert words.endswith(f"from the defaults of the last `orch up` ({file} cannot be used now)")
     with pytest.raises(UsageError):
-        with_secrets(remembered(), [node])
+        with_secrets(Home.default(), remembered(), [node])
 
 
 def test_a_host_that_cannot_be_reached_is_not_added(rack):

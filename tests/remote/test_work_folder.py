@@ -143,4 +143,4 @@ def test_what_was_allowed_once_is_not_asked_about_again_until_it_changes(tmp_pat
 def test_the_file_of_the_demo_runs_our_own_programs_alone():
     inventory = load_inventory(Path(__file__).parents[2] / "inventory/local.yaml")
     assert [node.transport for node in inventory.nodes] == ["local", "local"]
-    assert local_commands(inventory) == ()
+    assert local_commands(inventory.nodes) == ()
