@@ -43,7 +43,7 @@ class Rival:
 @dataclass(frozen=True)
 class HostAnswer:
     """What one host says. goes_past: if this job started now, it would be in the way of none of those ahead. lost: the
-    host has no ticket of it.
+    host has no ticket of it. silent: logins whose sockets there look like tickets and give no answer.
     """
 
     tickets: tuple[Rival, ...] = ()
@@ -52,6 +52,7 @@ class HostAnswer:
     goes_past: bool = True
     lost: bool = False
     cancelled: bool = False
+    silent: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ def read_answer(node: str, said: Mapping[str, Any]) -> HostAnswer:
         return HostAnswer(lost=True)
     tickets, ahead, held = (tuple(_rival(node, row) for row in said[rows][:MOST]) for rows in _ROWS)
     goes_past, cancelled = (said.get(name) is True for name in ("goes_past", "cancelled"))
-    return HostAnswer(tickets, ahead, held, goes_past, cancelled=cancelled)
+    silent = tuple(one_line(login, 60) for login in said.get("silent", ())[:SHOWN])
+    return HostAnswer(tickets, ahead, held, goes_past, cancelled=cancelled, silent=silent)
 
 
 def _rival(node: str, row: Mapping[str, Any]) -> Rival:

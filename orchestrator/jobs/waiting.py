@@ -63,6 +63,7 @@ class Turn:
         self._heard = dict.fromkeys(self._hosts.names, self._began)
         self._told: object = None
         self._refused = 0
+        self._silent = set[tuple[str, str]]()
         self._starts: float | None = None
         """The moment by which it was promised to start."""
         self._pause_s = POLL_S
@@ -115,6 +116,7 @@ class Turn:
             self._take()
             self._say(f"{', '.join(lost)} {LOST}")
             return False
+        self._name_silent(found)
         standing = standing_of(found)
         if not standing.is_turn:
             if not errors(answers):
@@ -153,6 +155,14 @@ class Turn:
         if what != self._told:
             self._told = what
             self._say(line)
+
+    def _name_silent(self, found: Mapping[str, HostAnswer]) -> None:
+        """Once for each login of a host."""
+        silent = {(name, login) for name, answer in found.items() for login in answer.silent}
+        for name, login in sorted(silent - self._silent):
+            whose = login or "another login"
+            self._say(f"{name}: sockets of {whose} look like tickets but give no answer; they are passed over")
+        self._silent |= silent
 
     def _refuse_away(self, away: Mapping[str, HostError]) -> None:
         """Says which hosts give no answer; raises RefusedError for those that have not for AWAY_S."""

@@ -15,6 +15,7 @@ import errno
 import os
 import re
 import socket
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,8 +26,12 @@ REMEDY = "wait for it (`--wait`), cancel it, take other hosts (`--nodes`, `--hos
 _UUID = re.compile(r"(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.I)
 """What names one GPU everywhere: an index may mean another one to another login."""
 _SECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
-_ASKING = 64
+_ASKING = 4096
 """So many may ask who holds it before the kernel lets no more."""
+
+
+_LISTENS_S, _PAUSE_S = 1.0, 0.02
+"""So long a claim may take from its name to listening there."""
 
 
 class Holder(NamedTuple):
@@ -47,21 +52,29 @@ def claim(uuid: str, job: str, *, share: bool) -> None:
     """
     if not _UUID.fullmatch(uuid):
         return
+    until = time.monotonic() + _LISTENS_S
+    while not (taken := _bind(uuid)) and not share and not (holder := holder_of(uuid)):
+        if time.monotonic() > until:  # a name at which nobody listens is no claim, whoever keeps it
+            return
+        time.sleep(_PAUSE_S)
+    if taken or share:
+        return
+    assert holder
+    if holder.job != job:  # of this job another node may be on the same machine
+        whose = f"{holder.user}'s " if holder.user else "another "
+        raise Refused(f"GPU {uuid} is in use by {whose}job {holder.job}".rstrip(), REMEDY)
+
+
+def _bind(uuid: str) -> bool:
+    """Whether the name is ours now, or the system has no such names: the job goes on as it would without us."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as claimed:
         try:
             claimed.bind(_name(uuid))
             claimed.listen(_ASKING)
             claimed.detach()
-            return
         except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                return  # a system without such names: the job goes on as it would without us
-    if share:
-        return
-    holder = holder_of(uuid) or Holder()
-    if holder.job != job:  # of this job another node may be on the same machine
-        whose = f"{holder.user}'s " if holder.user else "another "
-        raise Refused(f"GPU {uuid} is in use by {whose}job {holder.job}".rstrip(), REMEDY)
+            return error.errno != errno.EADDRINUSE
+    return True
 
 
 def holder_of(uuid: str) -> Holder | None:

@@ -7,9 +7,9 @@ Request: {"action", "workdir", "node", "job", "owner", "gpus", "longest_s"}; the
 - leave      takes the ticket back
 - cancel     marks it, so that the controller that renews it hears of it
 
-The answer is {"tickets", "ahead", "held", "goes_past", "cancelled"}: who waits for these GPUs, who of them goes before
-this job, which jobs have them now, and whether it is in the way of nobody if it starts all the same; {"lost": true}
-where there is no ticket to renew.
+The answer is {"tickets", "ahead", "held", "silent", "goes_past", "cancelled"}: who waits for these GPUs, who of them
+goes before this job, which jobs have them now, the logins whose sockets were asked in vain ("" for an unknown one), and
+whether it is in the way of nobody if it starts all the same; {"lost": true} if there is no ticket to renew.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ def act(request: dict[str, Any]) -> dict[str, Any]:
     if action in ("leave", "cancel"):
         return said
     gpus = request["gpus"]
-    there = [ticket for ticket in tickets.there() if not set(gpus).isdisjoint(ticket.gpus)]
+    everybody, silent = tickets.seen()
+    there = [ticket for ticket in everybody if not set(gpus).isdisjoint(ticket.gpus)]
     rows = {"tickets": there, "ahead": ahead(job, gpus, there)}
     return {
         **said,
         **{name: [ticket._asdict() for ticket in found] for name, found in rows.items()},
+        "silent": silent,
         "held": held(WorkFolder(request["workdir"]), job, gpus),
         "goes_past": not in_the_way(job, gpus, request.get("longest_s"), there),
     }

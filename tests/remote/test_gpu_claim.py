@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import os
 import signal
+import socket
 import uuid
 
 import pytest
@@ -50,6 +51,24 @@ def test_a_gpu_is_free_again_when_its_holder_is_gone_whoever_that_was(gpu, uid):
         os.kill(holder, 9)
         os.waitpid(holder, 0)
     gpu_claim.claim(gpu, "second", share=False)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="acts as another user")
+def test_a_name_of_another_login_at_which_nobody_listens_is_no_claim(gpu):
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.setuid(NOBODY)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as taken:
+            taken.bind(f"\0orch-{gpu}")
+            os.write(write, b".")
+            signal.pause()
+    try:
+        assert os.read(read, 1) == b"."
+        gpu_claim.claim(gpu, "first", share=False)
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
 
 
 def test_what_may_be_another_gpu_elsewhere_is_not_claimed():

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import getpass
+import json
 import os
+import signal
 import socket
+import threading
 import time
 import uuid
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -173,3 +177,166 @@ def test_a_host_refuses_the_start_that_is_not_its_turn(tmp_path, gpu):
         with taken(job.plan.job, 3, gpu), taken("later", 4, gpu):
             job.launch()
             assert job.wait().state == "succeeded"
+
+
+# ---- another login that means ill ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def stranger(act: Callable[[], object], uid: int = NOBODY):
+    """A process of another login, once `act` has returned there, until the block ends."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.setuid(uid)
+            kept = act()
+            os.write(write, b".")
+            while kept is not None:
+                signal.pause()
+        finally:
+            os._exit(1)
+    os.close(write)
+    try:
+        assert os.read(read, 1) == b"."
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(read)
+
+
+def bound(name: str, backlog: int | None = 128) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(name)
+    if backlog is not None:
+        listener.listen(backlog)
+    return listener
+
+
+def any_name() -> str:
+    return f"\0orch-wait-{uuid.uuid4().hex}00000000"
+
+
+def answers_with(name: str, first: bytes, then: bytes, every_s: float) -> Callable[[], object]:
+    """Answers whoever connects, and goes on talking to them."""
+
+    def serve() -> object:
+        listener = bound(name)
+
+        def talk() -> None:
+            talks = list[socket.socket]()
+            listener.settimeout(every_s)
+            while True:
+                with suppress(TimeoutError):
+                    new = listener.accept()[0]
+                    new.sendall(first)
+                    talks.append(new)
+                for one in talks:
+                    with suppress(OSError):
+                        one.sendall(then)
+
+        thread = threading.Thread(target=talk, daemon=True)
+        thread.start()
+        return thread
+
+    return serve
+
+
+def full(name: str) -> socket.socket:
+    listener = bound(name, 0)
+    listener.setblocking(False)
+    more = []
+    with suppress(BlockingIOError):
+        while True:
+            one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            one.setblocking(False)
+            more.append(one)
+            one.connect(name)
+    globals()["kept"] = more
+    return listener
+
+
+ILL = {
+    "one blank a second": lambda: answers_with(any_name(), b" ", b" ", 1.0)(),
+    "a blank at once, for ever": lambda: answers_with(any_name(), b"", b" ", 0.01)(),
+    "brackets within brackets": lambda: answers_with(any_name(), b"[" * 16_000, b"[" * 500, 0.01)(),
+    "300 that say nothing": lambda: [bound(any_name()) for _ in range(300)],
+    "300 that nobody listens at": lambda: [bound(any_name(), None) for _ in range(300)],
+    "one whose line is full": lambda: full(any_name()),
+}
+
+
+@needs_root
+@pytest.mark.parametrize("ill", ILL)
+def test_no_socket_of_another_login_delays_or_stops_a_start(tmp_path, gpu, ill):
+    with stranger(ILL[ill]), taken("own", 7, gpu):
+        began = time.monotonic()
+        assert [ticket.job for ticket in those_for(gpu)] == ["own"]
+        with pytest.raises(Refused, match="own, which waits for it"):
+            tickets.refuse_before_turn("other", [gpu], None)
+        assert time.monotonic() < began + 2 * tickets.ANSWER_S + 1
+    with stranger(ILL[ill]), gang(tmp_path, "print('ran')", ranks=(1,)) as job:
+        nodes = tuple(node.model_copy(update={"gpu_uuids": (gpu,)}) for node in job.plan.nodes)
+        job.plan = job.plan.model_copy(update={"nodes": nodes})
+        job.launch()
+        assert job.wait().state == "succeeded"
+
+
+@needs_root
+def test_a_login_whose_socket_says_nothing_is_named(gpu, capfd):
+    with stranger(lambda: bound(any_name())):
+        asked = {"action": "look", "workdir": "/nowhere", "node": "a", "job": "j", "owner": OWNER, "gpus": [gpu]}
+        assert waiting.act(asked)["silent"] == [tickets.user_name(NOBODY)]
+        tickets.refuse_before_turn("j", [gpu], None)
+    assert tickets.user_name(NOBODY) in capfd.readouterr().err
+
+
+def connected(job: str, count: int) -> list[socket.socket]:
+    """Connections to every ticket there is, without a word."""
+    found = []
+    for _ in range(count):
+        for name in tickets._names():
+            one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            one.setblocking(False)
+            with suppress(OSError):
+                one.connect(name)
+            found.append(one)
+    return found
+
+
+@needs_root
+def test_connections_of_another_login_do_not_keep_a_controller_from_its_ticket(gpu):
+    with taken("mine", 1, gpu), stranger(lambda: connected("mine", 600)):
+        for _ in range(5):
+            began = time.monotonic()
+            assert tickets.tell("mine", "a", {"do": "renew", "owner": OWNER})
+            assert time.monotonic() < began + 1
+        assert [ticket.job for ticket in those_for(gpu)] == ["mine"]
+        asked = {"action": "take", "workdir": "/nowhere", "node": "a", "job": "mine", "owner": OWNER, "gpus": [gpu]}
+        assert [row["job"] for row in waiting.act({**asked, "number": 1})["tickets"]] == ["mine"]
+
+
+@needs_root
+@pytest.mark.parametrize("squat", [bound, lambda name: bound(name, None), full, None])
+def test_another_login_with_the_name_of_a_ticket_is_not_believed(gpu, squat):
+    lies = json.dumps({"heard": True, "cancelled": True, "job": "mine", "number": 1, "gpus": [gpu], "since_s": 0})
+    (name, *_) = tickets._own_names("mine", "a", OWNER)
+    squats = (lambda: squat(name)) if squat else answers_with(name, lies.encode(), b"", 0.01)
+    with stranger(squats):
+        if squat is full:  # nobody can see whose it is
+            with pytest.raises(Refused, match="gives no answer"):
+                tickets.tell("mine", "a", {"do": "renew", "owner": OWNER})
+        else:
+            assert tickets.tell("mine", "a", {"do": "renew", "owner": OWNER}) is None
+        with taken("mine", 1, gpu):
+            heard = tickets.tell("mine", "a", {"do": "renew", "owner": OWNER})
+            assert heard and heard["cancelled"] is False
+
+
+@needs_root
+def test_a_login_that_has_all_names_of_a_ticket_is_named(gpu):
+    taken_names = tickets._own_names("mine", "a", OWNER)
+    named = pytest.raises(Refused, match=f"{tickets.user_name(NOBODY)} took the names of mine's tickets")
+    with stranger(lambda: [bound(name) for name in taken_names]), named:
+        tickets.take(Ticket("mine", 1, (gpu,)), "a", OWNER)
