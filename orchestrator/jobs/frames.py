@@ -101,7 +101,7 @@ class Whole:
     size: int
     mtime_ns: int
     sha256: str
-    """The host's digest of all bytes."""
+    """The host's digest of all bytes: see `pull.Digest`."""
 
 
 @dataclass(frozen=True)

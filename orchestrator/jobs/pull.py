@@ -4,9 +4,12 @@
         pulled = pull(plan, hosts, run, wanted, show, connections.reopen)
 
 A file lies in `nodes/<node>/files/` under the name that it has in the job's folder on its host, whole and as its host's
-SHA-256 has it, or not at all; it keeps its host's time of change, which with its size shows whether it is here already.
+digest has it, or not at all; it keeps its host's time of change, which with its size shows whether it is here already.
 Until it is whole it lies in `.incoming`, under a name that identifies the file and its state: whatever broke or
 ended the pull, the next one goes on from there. A newer state of a file takes the older one's place.
+
+Small files come first, a hole of a sparse file is neither sent nor hashed, and a file that does not come holds up no
+other: it is left, with the reason.
 
 A host is not trusted: `listing` checks names, counts and sizes; free space here is looked at before and all along,
 nothing is written outside of the run folder, and what comes is bytes and never loaded.
@@ -15,6 +18,7 @@ nothing is written outside of the run folder, and what comes is bytes and never 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -42,7 +46,14 @@ LOOK_BYTES = 16 << 20
 """After so many bytes the free space is looked at again."""
 SETTLE_FILES, SETTLE_BYTES = 64, 64 << 20
 """Files are brought to the disk in groups: one commit of the file system then serves many small ones."""
-ZEROS = bytes(1 << 20)
+BLOCK_BYTES = 1 << 20
+ZEROS = bytes(BLOCK_BYTES)
+
+_OF_THIS_FILE = {errno.EFBIG, errno.ENAMETOOLONG, errno.EINVAL, errno.EOVERFLOW}
+"""Errors by which a file system refuses one file, and may take the others."""
+
+MOST_BREAKS = 4
+"""So often the link may break at files that do not get on."""
 
 Phase = Literal["connects", "looks", "pulls", "done"]
 
@@ -135,15 +146,21 @@ class _Session:
         self._here_bytes = self._total_bytes - sum(output.size for output in self._lacking.values())
         self._files, self._bytes, self._unlooked_bytes = 0, 0, 0
         self._left: dict[str, str] = {}
+        self._stuck, self._breaks = set[str](), 0
         self._coming: _Incoming | None = None
         self._whole: list[tuple[_Incoming, Whole]] = []
 
     def run(self) -> Pulled:
         """Raises ConnectError where the link broke, ProbeError for a host that sends what nobody asked for."""
+        moved_before = self.moved_bytes
         try:
             self._stream()
             if self._lacking:  # damaged on their way
                 self._stream()
+        except ConnectError as error:
+            if self.moved_bytes == moved_before:
+                self._put_off(error)
+            raise
         finally:
             self._close()
             self._settle()
@@ -171,7 +188,7 @@ class _Session:
         held = {name: begun for name, output in self._lacking.items() if (begun := self._begun(output))}
         rows = [
             [o.name, o.size, o.mtime_ns, o.inode, held[o.name].offset if o.name in held else 0]
-            for o in self._lacking.values()
+            for o in sorted(self._lacking.values(), key=self._turn)
         ]
         request = {"workdir": self.host.workdir, "job": self._job, "files": rows}
         node, asked = self.host.node, frozenset(self._lacking)
@@ -183,12 +200,30 @@ class _Session:
                 if isinstance(frame, FilePiece):
                     self._add(frame)
                 elif isinstance(frame, Whole):
-                    self._finish(frame)
+                    if frame.file not in self._left:
+                        self._finish(frame)
                     held.pop(frame.file, None)
                 elif isinstance(frame, Left):
-                    self._left[frame.file] = frame.why
-                    self._lacking.pop(frame.file, None)
+                    self._leave(frame.file, self._left.get(frame.file, frame.why))
         raise ConnectError(node, "its answer ended too early", "pull again: it resumes where this one stopped")
+
+    def _put_off(self, error: ConnectError) -> None:
+        """A file that did not get on comes last over the next link, and is left if that breaks at it, too."""
+        self._breaks += 1
+        if not self._lacking or self._breaks > MOST_BREAKS:
+            return
+        name = (
+            self._coming.name if self._coming else min(self._lacking, key=lambda name: self._turn(self._lacking[name]))
+        )
+        if name in self._stuck:
+            self._close()
+            self._leave(name, f"did not come: {error.message.removeprefix(f'{error.node}: ')}")
+        self._stuck.add(name)
+        self.moved_bytes += 1  # the others are worth another link
+
+    def _turn(self, output: Output) -> tuple[bool, int]:
+        """Small files first, and those behind which a link broke last."""
+        return output.name in self._stuck, min(output.size, output.disk_bytes)
 
     def _begun(self, output: Output) -> Held | None:
         """What came of this file before."""
@@ -196,6 +231,20 @@ class _Session:
         return Held(size, output.inode) if 0 < size <= output.size else None
 
     def _add(self, piece: FilePiece) -> None:
+        if piece.file in self._left:
+            return
+        try:
+            self._take(piece)
+        except OSError as error:
+            if error.errno not in _OF_THIS_FILE:
+                raise
+            self._leave(piece.file, f"cannot be written here: {error.strerror}")
+
+    def _leave(self, name: str, why: str) -> None:
+        self._left[name] = why
+        self._lacking.pop(name, None)
+
+    def _take(self, piece: FilePiece) -> None:
         coming = self._open(piece.file)
         if piece.offset == 0 and coming.at:
             self._here_bytes -= coming.at
@@ -230,7 +279,7 @@ class _Session:
 
     def _finish(self, whole: Whole) -> None:
         coming = self._open(whole.file)
-        if (coming.at, coming.sha256) != (whole.size, whole.sha256):
+        if not coming.is_sound(whole):
             self._here_bytes -= coming.at
             coming.restart()
             return
@@ -263,42 +312,93 @@ class _Session:
         self._show(PullProgress(self.host.node, phase, self._here_bytes, self._total_bytes))
 
 
+class Digest:
+    """SHA-256 of a file of any size, for which its holes cost nothing: of its blocks of BLOCK_BYTES, each behind its
+    number, without those that hold only zeros; and of its size. `remote/pieces.py` computes the same.
+    """
+
+    def __init__(self) -> None:
+        self._sha256, self._number, self._block = hashlib.sha256(), 0, bytearray()
+
+    def add(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            room = BLOCK_BYTES - len(self._block)
+            self._block += left[:room]
+            left = left[room:]
+            if len(self._block) == BLOCK_BYTES:
+                self._end_block()
+
+    def add_zeros(self, count: int) -> None:
+        if self._block:
+            within = min(count, BLOCK_BYTES - len(self._block))
+            self.add(ZEROS[:within])
+            count -= within
+        self._number += count // BLOCK_BYTES
+        self._block += ZEROS[: count % BLOCK_BYTES]
+
+    def _end_block(self) -> None:
+        if self._block != ZEROS[: len(self._block)]:
+            self._sha256.update(self._number.to_bytes(8, "big") + self._block)
+        self._number += 1
+        self._block = bytearray()
+
+    def hexdigest(self) -> str:
+        """To be asked once, at the end."""
+        size = self._number * BLOCK_BYTES + len(self._block)
+        self._end_block()
+        self._sha256.update(size.to_bytes(8, "big"))
+        return self._sha256.hexdigest()
+
+
 class _Incoming:
     """A file of which so many bytes (`at`) are here."""
 
     def __init__(self, name: str, path: Path) -> None:
         make_folder(path.parent)
         self.name, self.path = name, path
-        self._digest, self.at = hashlib.sha256(), 0
+        self._digest, self.at = Digest(), 0
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.fdopen(os.open(path, flags, 0o600), "r+b", buffering=0)
-        while piece := self._file.read(len(ZEROS)):
-            self._digest.update(piece)
-            self.at += len(piece)
+        size = os.fstat(self._file.fileno()).st_size
+        while self.at < size:
+            data_at = _data_after(self._file.fileno(), self.at, size)
+            self._digest.add_zeros(data_at - self.at)
+            self._file.seek(data_at)
+            piece = self._file.read(min(BLOCK_BYTES, size - data_at))
+            self._digest.add(piece)
+            self.at = data_at + len(piece)
 
-    @property
-    def sha256(self) -> str:
-        return self._digest.hexdigest()
+    def is_sound(self, whole: Whole) -> bool:
+        """Whether it is what the host has: to be asked once, when all has come."""
+        return self.at == whole.size and self._digest.hexdigest() == whole.sha256
 
     def add(self, piece: FilePiece) -> None:
         left = memoryview(piece.data)
         while left:
             left = left[self._file.write(left) :]
-        self._digest.update(piece.data)
-        for at in range(0, piece.hole, len(ZEROS)):
-            self._digest.update(ZEROS[: piece.hole - at])
+        self._digest.add(piece.data)
+        self._digest.add_zeros(piece.hole)
         self.at = piece.end
         if piece.hole:
             self._file.truncate(self.at)
             self._file.seek(self.at)
 
     def restart(self) -> None:
-        self._digest, self.at = hashlib.sha256(), 0
+        self._digest, self.at = Digest(), 0
         self._file.seek(0)
         self._file.truncate()
 
     def close(self) -> None:
         self._file.close()
+
+
+def _data_after(handle: int, at: int, size: int) -> int:
+    """Where the next bytes lie that take room on the disk; the size if there are none."""
+    try:
+        return os.lseek(handle, at, os.SEEK_DATA)
+    except OSError as error:
+        return size if error.errno == errno.ENXIO else at  # or this file system has no holes
 
 
 def _partial_size(path: Path) -> int:

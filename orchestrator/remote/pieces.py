@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import stat
@@ -21,7 +22,10 @@ BEAT_S = 1.0
 CHUNK_BYTES = 1 << 18
 HOLE_BYTES = 1 << 20
 """Shorter holes travel as the zeros that they read as."""
-ZEROS = bytes(1 << 20)
+MOST_HOLE_BYTES = 1 << 43
+"""Longer ones travel in parts."""
+BLOCK_BYTES = 1 << 20
+ZEROS = bytes(BLOCK_BYTES)
 
 
 class Out:
@@ -66,7 +70,7 @@ def opened(path: Path) -> Any:
 
 def next_piece(handle: int, offset: int, limit: int) -> tuple[int, bytes]:
     """(length of a hole, b"") or (0, bytes), from here on and not beyond the limit; (0, b"") where there is no more."""
-    hole = min(_data_after(handle, offset, limit), limit) - offset
+    hole = min(_data_after(handle, offset, limit), limit, offset + MOST_HOLE_BYTES) - offset
     if hole >= HOLE_BYTES:
         return hole, b""
     return 0, os.pread(handle, min(CHUNK_BYTES, max(0, limit - offset)), offset)
@@ -82,7 +86,40 @@ def _data_after(handle: int, offset: int, limit: int) -> int:
         return limit if error.errno == errno.ENXIO else offset  # or this file system knows of no holes
 
 
-def add_zeros(digest: Any, count: int) -> None:
-    while count > 0:
-        digest.update(ZEROS[: min(count, len(ZEROS))])
-        count -= len(ZEROS)
+class Digest:
+    """SHA-256 of a file of any size, for which its holes cost nothing: of its blocks of BLOCK_BYTES, each behind its
+    number, without those that hold only zeros; and of its size. `jobs/pull.py` computes the same.
+    """
+
+    def __init__(self) -> None:
+        self._sha256, self._number, self._block = hashlib.sha256(), 0, bytearray()
+
+    def add(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            room = BLOCK_BYTES - len(self._block)
+            self._block += left[:room]
+            left = left[room:]
+            if len(self._block) == BLOCK_BYTES:
+                self._end_block()
+
+    def add_zeros(self, count: int) -> None:
+        if self._block:
+            within = min(count, BLOCK_BYTES - len(self._block))
+            self.add(ZEROS[:within])
+            count -= within
+        self._number += count // BLOCK_BYTES
+        self._block += ZEROS[: count % BLOCK_BYTES]
+
+    def _end_block(self) -> None:
+        if self._block != ZEROS[: len(self._block)]:
+            self._sha256.update(self._number.to_bytes(8, "big") + self._block)
+        self._number += 1
+        self._block = bytearray()
+
+    def hexdigest(self) -> str:
+        """To be asked once, at the end."""
+        size = self._number * BLOCK_BYTES + len(self._block)
+        self._end_block()
+        self._sha256.update(size.to_bytes(8, "big"))
+        return self._sha256.hexdigest()

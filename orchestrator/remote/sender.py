@@ -11,14 +11,14 @@ followed by `size` raw bytes:
     {"beat": 1}                                                 at least every second
     {"end": {}}                                                 the last frame
 
-A file that is no longer as reported begins again, at offset 0. One that changes while it is read is read again, a few
-times. The SHA-256 is of all of its bytes, those that the controller had before included.
+Files go in the order of the request. One that is no longer as reported begins again, at offset 0. One that changes
+while it is read waits until all others are out, and is read again, a few times. `sha256` is the `pieces.Digest` of the
+whole file, with the bytes that the controller had before.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import stat
 import time
@@ -28,10 +28,12 @@ from typing import Any
 from .beneath import READ, folder, holder
 from .layout import JobFolder, WorkFolder
 from .outputs import ELSEWHERE, checkpoint_folder, mark
-from .pieces import Out, add_zeros, next_piece
+from .pieces import Digest, Out, next_piece
 
 TRIES = 3
 AGAIN_S = 0.2
+LOOK_BYTES = 16 << 20
+"""After so many bytes it is looked whether the file has changed: the rest of it would be for nothing."""
 NICE = 10
 
 
@@ -41,43 +43,55 @@ def main(request: dict[str, Any]) -> None:
     job = WorkFolder(request["workdir"]).job(request["job"])
     out = Out(request["marker"])
     with contextlib.suppress(BrokenPipeError):
-        for name, size, mtime_ns, inode, offset in request["files"]:
-            try:
-                send(out, job, name, [size, mtime_ns, inode], offset)
-            except BrokenPipeError:
-                raise
-            except OSError as error:
-                gone = isinstance(error, FileNotFoundError)
-                out.frame({"left": name, "why": "is gone" if gone else f"cannot be read: {error.strerror or error}"})
+        files = request["files"]
+        for _ in range(TRIES):
+            files = [row for row in files if not _is_out(out, job, row)]
+            if files:
+                time.sleep(AGAIN_S)  # whoever writes them may be done then
+        for name, *_ in files:
+            out.frame({"left": name, "why": "changes while it is read: pull again when the job is at rest"})
         out.frame({"end": {}})
 
 
-def send(out: Out, job: JobFolder, name: str, before: list[int], offset: int) -> None:
-    """Raises OSError where the file cannot be opened or read."""
+def _is_out(out: Out, job: JobFolder, row: list[Any]) -> bool:
+    """False for a file that changed meanwhile."""
+    name, size, mtime_ns, inode, offset = row
+    try:
+        return send(out, job, name, [size, mtime_ns, inode], offset)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        gone = isinstance(error, FileNotFoundError)
+        out.frame({"left": name, "why": "is gone" if gone else f"cannot be read: {error.strerror or error}"})
+        return True
+
+
+def send(out: Out, job: JobFolder, name: str, before: list[int], offset: int) -> bool:
+    """False if the file changed meanwhile. Raises OSError if it cannot be opened or read."""
     top, _, below = name.partition("/")
     where: Path | None = checkpoint_folder(job) if top == ELSEWHERE else job.root
     if where is None:
         raise FileNotFoundError(2, "no such folder", name)
     with folder(where) as root, holder(root, below if top == ELSEWHERE else name) as (at, last):
-        for _ in range(TRIES):
-            handle = os.open(last, READ, dir_fd=at)
-            try:
-                found = os.fstat(handle)
-                if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
-                    raise PermissionError(1, "it is no plain file of this user", name)
-                sha256 = send_bytes(out, name, handle, found, offset if mark(found) == before else 0)
-                if mark(os.fstat(handle)) == mark(found):
-                    out.frame({"whole": name, "size": found.st_size, "mtime_ns": found.st_mtime_ns, "sha256": sha256})
-                    return
-            finally:
-                os.close(handle)
-            time.sleep(AGAIN_S)  # whoever writes it may be done then
-    out.frame({"left": name, "why": "changes while it is read: pull again when the job is at rest"})
+        handle = os.open(last, READ, dir_fd=at)
+        try:
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+                raise PermissionError(1, "it is no plain file of this user", name)
+            sha256 = send_bytes(out, name, handle, found, offset if mark(found) == before else 0)
+            if not sha256 or mark(os.fstat(handle)) != mark(found):
+                return False
+            out.frame({"whole": name, "size": found.st_size, "mtime_ns": found.st_mtime_ns, "sha256": sha256})
+            return True
+        finally:
+            os.close(handle)
 
 
 def send_bytes(out: Out, name: str, handle: int, found: os.stat_result, offset: int) -> str:
-    """All bytes from the offset on, as many as there were at the first look. Gives the SHA-256 of the whole file."""
-    digest, at = hashlib.sha256(), 0
+    """All bytes from the offset on, as many as there were at the first look. Gives the digest of the whole file; "" as
+    soon as it is seen to have changed.
+    """
+    digest, at, look_at = Digest(), 0, LOOK_BYTES
     while at < found.st_size:
         hole, piece = next_piece(handle, at, offset if at < offset else found.st_size)
         if not hole and not piece:
@@ -85,8 +99,12 @@ def send_bytes(out: Out, name: str, handle: int, found: os.stat_result, offset: 
         if at >= offset:
             header = {"file": name, "inode": found.st_ino, "offset": at, "size": len(piece)}
             out.frame({**header, "hole": hole} if hole else header, piece)
-        digest.update(piece)
-        add_zeros(digest, hole)
+        digest.add(piece)
+        digest.add_zeros(hole)
         at += hole + len(piece)
         out.beat()
+        if at >= look_at:
+            look_at = at + LOOK_BYTES
+            if mark(os.fstat(handle)) != mark(found):
+                return ""
     return digest.hexdigest()

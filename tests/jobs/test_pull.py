@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import sys
+import threading
+import time
 from collections import namedtuple
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -28,6 +32,7 @@ from orchestrator.jobs.listing import (
 )
 from orchestrator.jobs.pull import Pulled
 from orchestrator.paths import RunFolder
+from orchestrator.remote import pieces
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.sources import shipped_sources
 from tests.support.broken_link import Breaking
@@ -221,6 +226,138 @@ def meddling_with(path):
     assert meddle in sources[name]
     append = f"open({str(path)!r}, 'ab').write(b'more')\n    "
     return sources | {name: sources[name].replace(meddle, append + meddle)}
+
+
+# ---- a file that does not come holds up no other --------------------------------------------------------------
+
+
+@pytest.fixture
+def written(wrote):
+    """Makes files of host a's script that are gone after the test: name -> how it is written."""
+    made = []
+
+    def make(**files):
+        for name, write in files.items():
+            path = wrote.folder("a") / "src" / name
+            made.append(path)
+            with open(path, "wb") as file:
+                write(file)
+        return {"a": [o for o in listed(wrote)["a"].files if o.name.removeprefix("src/") in files]}
+
+    yield make
+    for path in made:
+        path.unlink(missing_ok=True)
+
+
+def holes(file):
+    for place, data in ((0, b"first"), (300 << 30, b"middle" * 100_000), (1 << 40, b"last")):
+        file.seek(place)
+        file.write(data)
+
+
+def fetch(job, run, wanted, reopen=None):
+    host, seen = job.hosts["a"], []
+    found = pulling.pull(job.plan, {"a": host}, run, wanted, seen.append, reopen or (lambda name: host))
+    return found["a"], seen
+
+
+def test_a_sparse_file_of_a_tebibyte_costs_what_it_holds(wrote, run, written):
+    wanted = written(data_mdb=holes, model_pt=lambda file: file.write(b"weights"))
+    began = time.monotonic()
+    found, seen = fetch(wrote, run, wanted)
+    assert (found.files, found.left) == (2, {}) and time.monotonic() < began + 60
+    first = next(one.here_bytes for one in seen if one.phase == "pulls")
+    assert first == 7  # the small one
+    there, came = wrote.folder("a") / "src/data_mdb", run.files("a") / "src/data_mdb"
+    assert came.stat().st_size == there.stat().st_size and came.stat().st_blocks * 512 < 4 << 20
+    for place, size in ((0, 5), (1000, 1 << 20), ((300 << 30) - 9, 700_000), (1 << 40, 4)):
+        with open(there, "rb") as one, open(came, "rb") as other:
+            one.seek(place)
+            other.seek(place)
+            assert one.read(size) == other.read(size)
+
+
+def test_a_sparse_file_goes_on_where_its_pull_was_cut(wrote, run, written):
+    wanted = written(data_mdb=holes)
+    partial = pulling._partial(run, "a", wanted["a"][0])
+    partial.parent.mkdir(parents=True)
+    with open(partial, "wb") as file:
+        file.write(b"first")
+        file.truncate(400 << 30)  # without the bytes in the middle: only the digest can show that
+    assert fetch(wrote, run, wanted)[0].left == {}
+    with open(run.files("a") / "src/data_mdb", "rb") as file:
+        file.seek(300 << 30)
+        assert file.read(6) == b"middle"
+    (run.files("a") / "src/data_mdb").rename(partial.parent.parent / "whole")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    (partial.parent.parent / "whole").rename(partial)
+    os.truncate(partial, 700 << 30)
+    found, _ = fetch(wrote, run, wanted)
+    assert found.left == {} and found.bytes == (1 << 40) + 4 - (700 << 30)
+
+
+def test_one_that_grows_and_one_that_vanishes_are_left_and_named_and_the_rest_comes(wrote, run, written):
+    wanted = written(
+        a_grows=lambda file: file.write(bytes(range(256)) * 200_000),
+        b_gone=lambda file: file.write(b"x"),
+        model_pt=lambda file: file.write(b"weights"),
+        z_large=lambda file: file.write(b"z" * (80 << 20)),
+    )
+    (wrote.folder("a") / "src/b_gone").unlink()
+    over = threading.Event()
+
+    def grow():
+        with open(wrote.folder("a") / "src/a_grows", "ab", buffering=0) as file:
+            while not over.wait(0.005):
+                file.write(b"more")
+
+    growing = threading.Thread(target=grow)
+    growing.start()
+    try:
+        found, _ = fetch(wrote, run, wanted)
+    finally:
+        over.set()
+        growing.join()
+    assert sorted(here(run, "a")) == ["src/model_pt", "src/z_large"]
+    assert found.left == {
+        "src/a_grows": "changes while it is read: pull again when the job is at rest",
+        "src/b_gone": "is gone",
+    }
+
+
+def test_a_file_at_which_the_link_breaks_again_and_again_is_left_and_the_rest_comes(wrote, run, written, monkeypatch):
+    wanted = written(bad=lambda file: file.write(b"x" * 10), model_pt=lambda file: file.write(b"weights"))
+    sources, name = shipped_sources(), "orch_remote.sender"
+    dies = sources[name].replace(
+        "    name, size, mtime_ns", "    row[0] == 'src/bad' and os._exit(1)\n    name, size, mtime_ns"
+    )
+    assert dies != sources[name]
+    monkeypatch.setattr("orchestrator.transport.ask.shipped_sources", lambda: sources | {name: dies})
+    wanted = {"a": [replace(o, disk_bytes=0) if o.name == "src/bad" else o for o in wanted["a"]]}  # it comes first
+    found, _ = fetch(wrote, run, wanted)
+    assert list(here(run, "a")) == ["src/model_pt"]
+    assert list(found.left) == ["src/bad"] and "did not come" in found.left["src/bad"]
+
+
+def test_both_sides_have_one_digest_however_the_bytes_are_cut():
+    content = b"a" * 100 + bytes(5 << 20) + b"b" * (1 << 20) + bytes(3 << 20) + b"c" + bytes(77)
+    digests = []
+    for digest in (pulling.Digest(), pieces.Digest()):
+        for start in range(0, len(content), 77_777):
+            digest.add(content[start : start + 77_777])
+        digests.append(digest.hexdigest())
+        digest = type(digest)()
+        digest.add(b"a" * 100)
+        digest.add_zeros(5 << 20)
+        digest.add(b"b" * (1 << 20))
+        digest.add_zeros(3 << 20)
+        digest.add(b"c" + bytes(50))
+        digest.add_zeros(27)
+        digests.append(digest.hexdigest())
+        digest = type(digest)()
+        digest.add(content + b"\0")
+        assert digest.hexdigest() != digests[0]
+    assert len(set(digests)) == 1
 
 
 # ---- patterns -------------------------------------------------------------------------------------------------
