@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,9 +15,14 @@ from typing import IO, Any
 
 from orchestrator.errors import UsageError
 
+MAX_LINKS = 40
+"""On one path, as path_resolution(7) has it."""
+
 
 def write_atomic(path: Path, content: bytes | str, mode: int = 0o600) -> None:
-    """Writes to a temporary file beside `path`, fsyncs it, renames it, fsyncs the folder."""
+    """Writes to a temporary file beside `path`, fsyncs it, renames it, fsyncs the folder. A link in its place is
+    replaced, not followed. Raises UsageError: see `resolved`.
+    """
     data = content.encode() if isinstance(content, str) else content
     make_folder(path.parent)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -34,11 +41,40 @@ def write_atomic(path: Path, content: bytes | str, mode: int = 0o600) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and those above it, each so that a power cut cannot take it back with what is in it."""
+    """Makes a folder and those above it, each so that a power cut cannot take it back with what is in it. Raises
+    UsageError: see `resolved`.
+    """
+    resolved(path)
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
         sync(path.parent)
+
+
+def resolved(path: Path) -> Path:
+    """Where this path leads. Raises UsageError for a link of another user on the way: what we wrote through it would
+    go where they want.
+    """
+    todo, at, links = list(reversed(path.absolute().parts[1:])), Path("/"), 0
+    trusted = {os.geteuid(), 0, os.stat("/").st_uid}  # in a user namespace root is whoever `/` seems to belong to
+    while todo:
+        part = todo.pop()
+        below = at.parent if part == ".." else at / part
+        found = None
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found = below.lstat()
+        if not found or not stat.S_ISLNK(found.st_mode):
+            at = below
+            continue
+        if found.st_uid not in trusted:
+            raise UsageError(f"{below} is a link that belongs to another user", "remove it, or choose another place")
+        links += 1
+        if links > MAX_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        leads_to = Path(os.readlink(below))
+        at = Path("/") if leads_to.is_absolute() else at
+        todo += reversed(leads_to.parts[1:] if leads_to.is_absolute() else leads_to.parts)
+    return at
 
 
 def sync(path: Path) -> None:
@@ -74,7 +110,7 @@ def folder_beneath(top: Path, parts: Sequence[str]) -> Iterator[int]:
 def own_folder(path: Path) -> None:
     """Makes the folder, mode 0700, where there is none. Raises UsageError where it, or a link in its place, is somebody
     else's: what we write there, they could replace."""
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    resolved(path).mkdir(parents=True, exist_ok=True, mode=0o700)
     if {path.lstat().st_uid, path.stat().st_uid} != {os.geteuid()}:
         raise UsageError(f"{path} belongs to another user", "choose a folder of your own")
 
@@ -87,6 +123,7 @@ def write_json(path: Path, value: Any) -> None:
 def locked(path: Path) -> Iterator[None]:
     """Holds an exclusive flock on `path` (made when absent); waits for it."""
     while True:
+        path = resolved(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a") as file:
             flock(file, fcntl.LOCK_EX)

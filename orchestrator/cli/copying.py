@@ -13,6 +13,7 @@ import click
 from orchestrator.cli.common import UMASK, busy, cluster_option, json_option, nodes_option, open_controller
 from orchestrator.cli.complete import node_paths
 from orchestrator.errors import HostError, UsageError
+from orchestrator.files import resolved
 from orchestrator.units import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def _places(side: Side, nodes: list[str], *, one: bool) -> Callable[[str], Path]
         raise UsageError(f"{target} is no folder, and several files need one", "name a folder")
     else:
         places = {node: target / node / name for node in nodes}
-    for place in places.values():
+    for place in map(resolved, places.values()):
         if place.exists() and not place.is_file():
             raise UsageError(f"{place} is a folder, or no regular file", "name another place")
         if not one:

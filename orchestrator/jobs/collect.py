@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from orchestrator.errors import HostError, OrchError, ProbeError
-from orchestrator.files import flock, sync, write_json
+from orchestrator.files import flock, resolved, sync, write_json
 from orchestrator.jobs.frames import HEAD_BYTES, Agent, End, FilePiece, Held, names_of
 from orchestrator.jobs.watch import watch
 from orchestrator.paths import RunFolder
@@ -79,7 +79,7 @@ def claimed(run: RunFolder) -> Iterator[None]:
 @contextlib.contextmanager
 def alone(lock: Path, doing: str, remedy: str) -> Iterator[None]:
     """Holds this lock file. Raises HeldError: who holds it, and what that one is doing."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
+    resolved(lock).parent.mkdir(parents=True, exist_ok=True)
     with open(lock, "a+", errors="replace") as file:
         if not _locked_within(file, ORPHAN_S):
             file.seek(0)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from orchestrator.errors import HostError, ProbeError, UsageError
-from orchestrator.files import sync
+from orchestrator.files import resolved, sync
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import Node
 from orchestrator.text import one_line
@@ -95,7 +95,7 @@ def _path_of(word: Mapping[str, Any]) -> str:
 
 
 def _get(host: ConnectedHost, path: str, to: Callable[[str], Path], umask: int) -> Copied:
-    place = Path(os.path.realpath(to(host.node)))
+    place = resolved(to(host.node))
     with exchange(host, "copying", {"action": "give", "path": path, "most_bytes": MOST_BYTES}) as words:
         with _beside(place) as file:
             coming = _Coming(file)

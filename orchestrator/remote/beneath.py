@@ -69,8 +69,8 @@ def holder(top: int, name: str, *, make: bool = False) -> Iterator[tuple[int, st
 
 
 @contextlib.contextmanager
-def chosen_folder(path: Path) -> Iterator[int]:
-    """The open folder at an absolute path that a person chose, made where it is not there.
+def chosen_folder(path: Path, *, make: bool = True) -> Iterator[int]:
+    """The open folder at an absolute path that a person chose. make: if it is not there.
 
     Links on the way are followed where they are ours or root's. Raises UnsafeError where another user has a say in
     where the path leads: a folder or link of theirs, or a folder in which everybody may rename what is not theirs.
@@ -84,7 +84,7 @@ def chosen_folder(path: Path) -> Iterator[int]:
             if not todo:
                 break
             part = todo.pop()
-            below = _step(at, part)
+            below = _step(at, part, make=make)
             found = os.fstat(below)
             if stat.S_ISLNK(found.st_mode):
                 _refuse_strangers(where / part, found)
@@ -108,10 +108,41 @@ def chosen_folder(path: Path) -> Iterator[int]:
         os.close(handle)
 
 
-def _step(at: int, part: str) -> int:
+@contextlib.contextmanager
+def chosen_file(path: Path, name: str, *, inside: bool) -> Iterator[tuple[int, str]]:
+    """The open folder of a file that a person chose, and the file's name in it. A link there is followed as
+    `chosen_folder` follows them. inside: the path is that of a folder, as it also may be without that; then the file
+    has this name in it. Raises as `chosen_folder` does, and IsADirectoryError.
+    """
+    is_inside = False
+    for _ in range(MAX_LINKS):
+        if inside or not path.name:
+            path, inside, is_inside = path / name, False, True
+        with chosen_folder(path.parent, make=False) as at:
+            try:
+                found = os.stat(path.name, dir_fd=at, follow_symlinks=False)
+            except FileNotFoundError:
+                yield at, path.name
+                return
+            if stat.S_ISLNK(found.st_mode):
+                _refuse_strangers(path, found)
+                path = Path(os.path.join(path.parent, os.readlink(path.name, dir_fd=at)))
+            elif stat.S_ISDIR(found.st_mode):
+                if is_inside:
+                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+                inside = True
+            else:
+                yield at, path.name
+                return
+    raise OSError(errno.ELOOP, "too many links", str(path))
+
+
+def _step(at: int, part: str, *, make: bool) -> int:
     try:
         return os.open(part, _STEP, dir_fd=at)
     except FileNotFoundError:
+        if not make:
+            raise
         with contextlib.suppress(FileExistsError):
             os.mkdir(part, 0o700, dir_fd=at)
         return os.open(part, _STEP, dir_fd=at)

@@ -7,7 +7,7 @@ Request to take one: {"action": "take", "path", "name", "size", "sha256", "mode"
     {"end": {"path", "size", "sha256"}}
 
 A path counts from the home folder. What is taken lies beside its place until it is whole, then it replaces what is
-there; a folder is never replaced: the file goes into it by its name.
+there; a folder is never replaced: the file goes into it by its name. No link of another user is followed on the way.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import base64
 import contextlib
 import hashlib
 import os
+import secrets
 import stat
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from .answer import Refused
+from .beneath import UnsafeError, chosen_file
 from .talk import ControllerLeft, Talk, serve
 
 PIECE_BYTES = 1 << 18
@@ -34,36 +35,39 @@ def main(request: dict[str, Any]) -> None:
 
 
 def take(request: dict[str, Any], umask: int) -> dict[str, Any]:
-    path = place(request["path"], request["name"])
-    handle, temporary = tempfile.mkstemp(prefix=".orch-", suffix=".part", dir=path.parent)
+    path = expanded(request["path"])
+    try:
+        with chosen_file(path, request["name"], inside=request["path"].endswith("/")) as (folder, last):
+            path = Path(os.readlink(f"/proc/self/fd/{folder}")) / last
+            if os.path.lexists(path) and not path.is_file():
+                raise Refused(f"{path} is no regular file", "name another file")
+            _write(request, folder, last, umask)
+    except UnsafeError as error:
+        raise Refused(
+            f"{error.filename} {error.strerror}", "choose a place in which nobody but you decides what lies there"
+        ) from error
+    except IsADirectoryError as error:
+        raise Refused(f"{error.filename} is a folder", "name a file, or another folder") from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        folder_there = path if request["path"].endswith("/") else path.parent
+        raise Refused(f"{folder_there} is no folder", "make it first: orch exec -- mkdir -p FOLDER") from error
+    return {"path": str(path), "size": request["size"], "sha256": request["sha256"]}
+
+
+def _write(request: dict[str, Any], folder: int, last: str, umask: int) -> None:
+    temporary = f".orch-{secrets.token_hex(8)}.part"
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
     try:
         with os.fdopen(handle, "wb") as file:
             receive(file, request["size"], request["sha256"])
             os.fchmod(file.fileno(), request["mode"] & 0o777 & ~umask)
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+            os.unlink(temporary, dir_fd=folder)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)
-    os.close(folder)
-    return {"path": str(path), "size": request["size"], "sha256": request["sha256"]}
-
-
-def place(named: str, name: str) -> Path:
-    """Where the file is to lie. Raises Refused where it cannot."""
-    path = Path(os.path.realpath(expanded(named)))
-    if named.endswith("/") or path.is_dir():
-        path = Path(os.path.realpath(path / name))
-    if path.is_dir():
-        raise Refused(f"{path} is a folder", "name a file, or another folder")
-    if not path.parent.is_dir():
-        raise Refused(f"{path.parent} is no folder", "make it first: orch exec -- mkdir -p FOLDER")
-    if path.exists() and not path.is_file():
-        raise Refused(f"{path} is no regular file", "name another file")
-    return path
 
 
 def expanded(named: str) -> Path:

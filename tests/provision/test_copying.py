@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator import files
 from orchestrator.errors import HostError, ProbeError, UsageError
+from orchestrator.jobs.collect import alone
+from orchestrator.paths import RunFolder
 from orchestrator.provision import copying
 from orchestrator.provision.copying import read_source
 from orchestrator.transport.ask import ConnectedHost, exchange
@@ -220,3 +223,68 @@ def test_a_large_file_is_refused_with_the_way_to_bring_it(tmp_path):
         large.truncate(copying.MOST_BYTES + 1)
     with pytest.raises(UsageError, match=r"larger than 256.0MiB: `orch data push`"):
         read_source(tmp_path / "large")
+
+
+# ---- what another user planted ------------------------------------------------------------------------------------
+
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="plants a link as another user")
+
+
+@pytest.fixture
+def planted(tmp_path):
+    """A folder like /tmp in which another login has planted links to a file and to a folder of ours."""
+    keys, shared = tmp_path / "home" / "authorized_keys", tmp_path / "shared"
+    keys.parent.mkdir()
+    keys.write_text("the keys")
+    shared.mkdir()
+    shared.chmod(0o1777)
+    child = os.fork()
+    if not child:
+        try:
+            os.chdir(shared)
+            os.setuid(NOBODY)
+            os.symlink(keys, "train.py")
+            os.symlink(keys.parent, "out")
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    yield shared
+    assert keys.read_text() == "the keys" and names(keys.parent) == ["authorized_keys"]
+
+
+@needs_root
+@pytest.mark.parametrize("place", ["train.py", "out", "out/", "out/authorized_keys"])
+def test_no_copy_to_a_host_goes_through_a_link_that_another_user_planted(rack, file, planted, place):
+    done = rack.types("cp", str(file), f"v100:{planted}/{place}", exit_code=3)
+    link = planted / place.partition("/")[0]
+    assert f"error: v100: {link} belongs to another user" in done.stderr, done.stderr
+
+
+@needs_root
+@pytest.mark.parametrize("place", ["train.py", "out", "out/", "out/authorized_keys"])
+def test_no_copy_from_a_host_goes_through_a_link_that_another_user_planted(rack, file, planted, place):
+    done = rack.types("cp", f"v100:{file}", f"{planted}/{place}", exit_code=2)
+    link = planted / place.partition("/")[0]
+    assert f"error: {link} is a link that belongs to another user" in done.stderr, done.stderr
+
+
+@needs_root
+def test_no_command_writes_its_files_through_a_link_that_another_user_planted(planted, tmp_path):
+    out = planted / "out"
+    for write in (
+        lambda: files.write_atomic(out / "report.html", "text"),
+        lambda: files.make_folder(out / "new"),
+        lambda: files.own_folder(out / "new"),
+        lambda: files.locked(out / ".lock").__enter__(),
+        lambda: files.folder_beneath(out, ["new"]).__enter__(),
+        lambda: alone(RunFolder(out / "job").lock, "does", "").__enter__(),
+        lambda: alone(planted / "train.py", "does", "").__enter__(),
+    ):
+        with pytest.raises(UsageError, match="is a link that belongs to another user"):
+            write()
+    own = tmp_path / "own"
+    own.symlink_to(tmp_path / "home")
+    assert files.resolved(own / "x" / ".." / "y") == tmp_path / "home" / "y"
+    files.write_atomic(planted / "train.py", "ours")  # a link at its own place is replaced, as a rename does
+    assert (planted / "train.py").read_text() == "ours" and not (planted / "train.py").is_symlink()
