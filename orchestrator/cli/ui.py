@@ -15,8 +15,6 @@ from orchestrator.errors import OrchError
 if TYPE_CHECKING:
     import socket
 
-    from starlette.types import ASGIApp
-
 
 @click.command()
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Listen on this port.  [default: a free one]")
@@ -57,7 +55,7 @@ def ui(port: int, out: Path, cluster: str | None) -> None:
         console.put(access.address + (f"?cluster={quote(first)}" if first else ""))
         console.say(f"for a Prometheus: {access.metrics_address}")
         console.say("Ctrl-C ends it; jobs keep running")
-        asyncio.run(_serve(access, listener))
+        asyncio.run(access.serve(listener))
 
 
 def _listener(port: int) -> socket.socket:
@@ -73,10 +71,3 @@ def _listener(port: int) -> socket.socket:
         listener.close()
         raise OrchError(f"port {port}: {error.strerror}", "orch ui, without --port, takes a free one") from error
     return listener
-
-
-async def _serve(app: ASGIApp, listener: socket.socket) -> None:
-    import uvicorn
-
-    config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
-    await uvicorn.Server(config).serve(sockets=[listener])

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -309,3 +310,80 @@ def test_many_who_looked_at_the_log_of_a_quiet_job_leave_nothing_behind(
                 assert process.wait(10) == 0
     finally:
         rack.types("cancel", "--yes")
+
+
+# ---- a crowd of strangers -------------------------------------------------------------------------------------
+
+CROWD = """
+import contextlib, resource, select, socket, sys
+port, count, says = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].encode()
+resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+held, poll, made = {}, select.epoll(), 0
+def knock():
+    one = socket.socket()
+    one.settimeout(1)
+    with contextlib.suppress(OSError):
+        one.connect(("127.0.0.1", port))
+        one.sendall(says)
+        held[one.fileno()] = one
+        poll.register(one, select.EPOLLIN | select.EPOLLHUP)
+while True:
+    while len(held) < count:
+        knock()
+        made += 1
+        if made == count:
+            print("all knocked", flush=True)
+    for number, _ in poll.poll(0.05):
+        held.pop(number).close()
+"""
+"""So many connections that say this, made anew whenever one is ended."""
+
+
+@contextlib.contextmanager
+def crowd(url: str, says: str) -> Iterator[None]:
+    port = str(urllib.parse.urlsplit(url).port)
+    words = [sys.executable, "-c", CROWD, port, "1500", says]
+    other = {"user": 65534} if os.geteuid() == 0 else {}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, cwd="/", **other) as process:  # type: ignore[call-overload]
+        try:
+            assert process.stdout.readline() == b"all knocked\n"
+            yield
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("says", ["", "GET / HTTP/1.1\r\nHost: 127", "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"])
+def test_a_crowd_of_strangers_keeps_its_owner_from_nothing(rack: Rack, tmp_path: Path, says: str) -> None:
+    words = [sys.executable, "-m", "orchestrator.cli", "ui", "--out", str(rack.folder / "runs")]
+    with open(tmp_path / "log", "wb") as log:
+        process = subprocess.Popen(
+            ["sh", "-c", 'ulimit -n 1024; exec "$@"', "sh", *words],
+            cwd=ROOT,
+            env={**rack.environment, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+    with process:
+        try:
+            assert process.stdout
+            url = process.stdout.readline().strip()
+            get(url)
+            before_kib = _resident_kib(process.pid)
+            with crowd(url, says):
+                for _ in range(8):
+                    began = time.monotonic()
+                    assert get(url)[0] == 200
+                    assert time.monotonic() < began + 10
+                    time.sleep(0.5)
+                assert len(os.listdir(f"/proc/{process.pid}/fd")) < 600
+                assert _resident_kib(process.pid) < before_kib + 64 * 1024
+                process.send_signal(signal.SIGTERM)
+                process.wait(10)
+        finally:
+            process.kill()
+    assert (tmp_path / "log").stat().st_size < 4096, (tmp_path / "log").read_text()[:2000]
+
+
+def _resident_kib(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/status").read_text().partition("VmRSS:")[2].split()[0])
