@@ -13,7 +13,6 @@ import click
 from orchestrator.cli.common import UMASK, busy, cluster_option, json_option, nodes_option, open_controller
 from orchestrator.cli.complete import node_paths
 from orchestrator.errors import HostError, UsageError
-from orchestrator.files import resolved
 from orchestrator.units import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -102,6 +101,8 @@ def _places(side: Side, nodes: list[str], *, one: bool) -> Callable[[str], Path]
     """Where each node's file is to lie; makes the folders for it. Raises UsageError where it cannot lie there. one: it
     is a single node, by its own name.
     """
+    from orchestrator.files import resolved
+
     target, name = Path(side.here), Path(side.path).name
     if name in ("", "..") or side.path.endswith("/"):
         raise UsageError(f"{side.path} is no file", "name a file on the hosts")
