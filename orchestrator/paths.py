@@ -56,6 +56,11 @@ class Home:
         return self.root / "jobs"
 
     @property
+    def last_number(self) -> Path:
+        """Of the job that was started last."""
+        return self.root / "last-number"
+
+    @property
     def profiles(self) -> Path:
         return self.root / "profiles"
 

@@ -9,6 +9,7 @@ it. Pure but for `read_network`.
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,7 +134,7 @@ def runs_measuring(
     or among run folders elsewhere. Of one host, over its ranks alone.
     """
     found_runs = [*out.glob(f"{COLLECTIVES}*"), *elsewhere]
-    newest = sorted(found_runs, key=lambda folder: folder.name, reverse=True)  # their names say when
+    newest = sorted(found_runs, key=lambda folder: (_number(folder), folder.name), reverse=True)
     for folder in newest[:SEEN_RUNS]:
         try:
             summary = Summary.load(RunFolder(folder))
@@ -143,6 +144,14 @@ def runs_measuring(
         here = summary.cluster == cluster and {*names} <= seen and (len(names) > 1 or len(seen) == 1)
         if here:
             yield summary
+
+
+def _number(folder: Path) -> int:
+    """Of the run's job, in the order of their starts; 0 if that is not known: then their names say when."""
+    try:
+        return int(json.loads(RunFolder(folder).job.read_text())["number"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return 0
 
 
 def network_from(summary: Summary) -> MeasuredLinks | None:

@@ -141,6 +141,9 @@ class JobRecord(Record):
     exp: str
     cluster: str
     nodes: tuple[str, ...]
+    number: int = 0
+    """In the order in which this $ORCH_HOME started its jobs, whatever its clock said; 0 for one of an older orch, and
+    one that was found on hosts."""
     started: str | None = None
     ended: str | None = None
     exit_code: int | None = None

@@ -21,7 +21,7 @@ from typing import IO, Any
 from pydantic import Field
 
 from orchestrator.errors import NoJobError, OrchError, UsageError
-from orchestrator.files import flock, is_at, locked, make_folder, write_json
+from orchestrator.files import flock, is_at, locked, make_folder, write_atomic, write_json
 from orchestrator.hosts.remembered import RememberedClusters, damaged
 from orchestrator.jobs.record import JobRecord
 from orchestrator.paths import Home
@@ -61,9 +61,11 @@ class RememberedJobs(RememberedClusters):
         self._held: dict[str, JobRecord] = {}  # for the length of this command, where they could not be written
 
     def save_job(self, record: JobRecord, plan: LaunchPlan | None = None) -> None:
-        """plan: of a job that is new here."""
+        """plan: of a job that is new here. The job keeps the number that it has here."""
         folder = self.home.job_folder(record.id)
         with self._locked():
+            with suppress(OrchError):
+                record = record.model_copy(update={"number": record.number or self.job_record(record.id).number})
             if plan:
                 write_record(folder / "plan.json", plan.masked())
                 self.home.uncollected(record.id).touch()
@@ -108,12 +110,12 @@ class RememberedJobs(RememberedClusters):
         return plan
 
     def jobs(self) -> list[JobRecord]:
-        """Newest first; the damaged ones left out."""
+        """Newest first, by their numbers: a clock may have been set back. The damaged ones are left out."""
         found = []
         for job in self.job_ids():
             with suppress(OrchError):
                 found.append(self.job_record(job))
-        return sorted(found, key=lambda job: (job.started or "", job.id), reverse=True)
+        return sorted(found, key=lambda job: (job.number, job.started or "", job.id), reverse=True)
 
     def damaged(self) -> dict[str, OrchError]:
         """Jobs whose record or plan cannot be read, and why."""
@@ -241,8 +243,17 @@ class RememberedJobs(RememberedClusters):
         path = self.home.launching(record.id)
         make_folder(path.parent)
         with locked(path):
-            self.save_job(record, plan)
+            self.save_job(record.model_copy(update={"number": self._next_number()}), plan)
             yield Start(path)
+
+    def _next_number(self) -> int:
+        with self._locked():
+            try:
+                last = int(self.home.last_number.read_text())
+            except (OSError, ValueError):  # none yet, or a damaged one
+                last = max((job.number for job in self.jobs()), default=0)
+            write_atomic(self.home.last_number, f"{last + 1}\n")
+        return last + 1
 
     def half_started(self) -> list[str]:
         """Jobs whose start was begun and not finished, and whose controller no longer runs."""

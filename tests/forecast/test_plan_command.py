@@ -10,7 +10,7 @@ from math import prod
 import pytest
 
 from orchestrator.forecast.advice import Scene, WhatIf
-from orchestrator.forecast.cluster_links import network_from, read_network
+from orchestrator.forecast.cluster_links import network_from, read_network, runs_measuring
 from orchestrator.forecast.inputs import inputs_of
 from orchestrator.forecast.links import GLOO, LinkCosts, Site
 from orchestrator.forecast.outlook import prediction_of
@@ -544,6 +544,22 @@ def test_a_run_without_a_prediction_has_none_to_show(tmp_path):
     summary = analyse(two_hosts(tmp_path / "run"))
     assert summary.prediction is None
     assert "Before it ran" not in render_report(summary)
+
+
+def test_the_newest_measurement_is_the_one_that_was_started_last_whatever_the_clock_said(tmp_path, monkeypatch):
+    numbers = {
+        "collectives-20261127-2132-e7x": 7,
+        "collectives-20261127-2330-9zz": 6,
+        "collectives-20310101-0000-old": 0,
+    }
+    for name, number in numbers.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "job.json").write_text(json.dumps({"number": number} if number else {}))
+    plain = two_hosts(tmp_path / "run")
+    summary = analyse(plain).model_copy(update={"cluster": "c"})
+    monkeypatch.setattr(Summary, "load", lambda run: summary.model_copy(update={"job": run.root.name}))
+    names = [node.name for node in summary.nodes]
+    assert [found.job for found in runs_measuring(tmp_path, "c", names)] == list(numbers)
 
 
 def test_a_folder_without_runs_has_no_network(home, tmp_path):
