@@ -22,6 +22,8 @@ INTERFACE = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,14}"
 ENV_NAME = r"[A-Za-z_][A-Za-z0-9_]{0,254}"
 ENV_FORM = "letters, digits and `_`, at most 255, no digit first"
 MAX_TEXT = 4096
+MOST_HOSTS = 4096
+"""Of one inventory, its ranges written out."""
 MAX_ENV_BYTES = 128 * 1024
 """What Linux takes as one `NAME=value` string of a new program (MAX_ARG_STRLEN)."""
 

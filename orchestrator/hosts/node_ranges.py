@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.errors import Mistake, UsageError
-from orchestrator.hosts.node_names import MOST_NAMES, without_brackets
+from orchestrator.errors import InventoryError, Mistake, UsageError
+from orchestrator.hosts.grammar import MOST_HOSTS
+from orchestrator.hosts.node_names import without_brackets
 from orchestrator.hosts.yamlfile import REFUSED, Document, KeyPath
 
 RANGED = ("name", "host", "address")
@@ -25,7 +26,9 @@ _RANGE = re.compile(r"\[[0-9, -]*\]|\[[^\]:]*$|^[^\[]*\]")
 
 
 def with_ranges(document: Document) -> Document:
-    """The document itself where no node has a range."""
+    """The document itself where no node has a range. Raises InventoryError, before any more is written out, where all
+    entries together stand for more than MOST_HOSTS nodes.
+    """
     written = document.values.get("nodes")
     if not isinstance(written, list) or not any(_ranged(entry) for entry in written):
         return document
@@ -36,10 +39,17 @@ def with_ranges(document: Document) -> Document:
     by_entry = _lines_by_entry(document)
     for position, entry in enumerate(written):
         made = _entries(entry, document, position, mistakes) if _ranged(entry) else [entry]
+        if len(nodes) + len(made) > MOST_HOSTS:
+            raise _too_many(document, position)
         for one in made:
             lines |= {("nodes", len(nodes), *below): line for below, line in by_entry.get(position, {}).items()}
             nodes.append(one)
     return replace(document, values={**document.values, "nodes": nodes}, lines=lines, mistakes=tuple(mistakes))
+
+
+def _too_many(document: Document, position: int) -> InventoryError:
+    words = f"with this entry the file stands for more than {MOST_HOSTS} hosts"
+    return InventoryError([Mistake(document.file, document.line(("nodes", position)), words)])
 
 
 def _ranged(entry: Any) -> list[str]:
@@ -63,15 +73,15 @@ def _entries(entry: Mapping[str, Any], document: Document, position: int, mistak
     wrong: dict[str, str] = {}
     for key in _ranged(entry):
         try:
-            values[key] = list(itertools.islice(without_brackets(entry[key]), MOST_NAMES + 1))
+            values[key] = list(itertools.islice(without_brackets(entry[key]), MOST_HOSTS + 1))
         except UsageError as error:
             wrong[key] = f"{key}: {error}"
+    if any(len(found) > MOST_HOSTS for found in values.values()):
+        raise _too_many(document, position)
     count = len(values["name"]) if "name" in values else 1
     for key, found in values.items():
         if "name" not in wrong and len(found) != count:
             wrong[key] = f"{key}: {entry[key]} stands for {len(found)}, `name` for {count}; give both equally many"
-    if count > MOST_NAMES:
-        wrong["name"] = f"name: {entry['name']} stands for more than {MOST_NAMES} nodes"
     if wrong:
         mistakes += [Mistake(document.file, document.line(("nodes", position, key)), wrong[key]) for key in wrong]
         return [{**entry, **dict.fromkeys(_ranged(entry), REFUSED)}]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import InventoryError
+from orchestrator.hosts.grammar import MOST_HOSTS
 from orchestrator.hosts.inventory_file import load_inventory, node_from_keys
-from orchestrator.hosts.node_names import MOST_NAMES
+from orchestrator.hosts.node_ranges import with_ranges
+from orchestrator.hosts.yamlfile import read_yaml
 
 
 def load(path, *nodes):
@@ -56,7 +60,6 @@ def test_all_mistakes_name_the_line_of_the_entry(file):
         "name: c\n  host: h[1-3]",
         "name: d[2-1]\n  host: d[1-",
         '{name: "e[1-2]", host: e}',
-        f"name: f[1-{MOST_NAMES}][1-2]\n  host: f",
     )
     form = "write a range like gpu[01-16] or gpu[1-4,8]"
     assert found == [
@@ -67,8 +70,23 @@ def test_all_mistakes_name_the_line_of_the_entry(file):
         f"11: name: d[2-1]: '2-1' is no range: {form}",
         f"12: host: d[1-: brackets do not match: {form}",
         "13: nodes e1 (line 13) and e2 have the same host and port",
-        f"14: name: f[1-{MOST_NAMES}][1-2] stands for more than {MOST_NAMES} nodes",
     ]
+
+
+def test_a_file_that_stands_for_a_million_hosts_is_refused_at_once(tmp_path):
+    file = tmp_path / "rack.yaml"
+    entries = [f'  - {{name: "g{i}-[1-3999]", host: "h{i}-[1-3999]"}}\n' for i in range(250)]
+    plain = [f"  - {{name: n{i}, host: h{i}}}\n" for i in range(98)]
+    wide = ['  - {name: "f[1-4096][1-2]", host: f}\n']
+    for text, line in ((wide, 3), (entries, 4), ([entries[0], *plain], 3 + 98)):
+        file.write_text("cluster: c\nnodes:\n" + "".join(text))
+        began = time.monotonic()
+        with pytest.raises(InventoryError) as caught:
+            with_ranges(read_yaml(file, verbatim=["env"]))
+        assert time.monotonic() < began + 5
+        assert [str(mistake) for mistake in caught.value.mistakes] == [
+            f"{file}:{line}: with this entry the file stands for more than {MOST_HOSTS} hosts"
+        ]
 
 
 def test_brackets_within_braces_need_quotes_and_the_mistake_says_so(file):

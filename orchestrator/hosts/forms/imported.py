@@ -11,7 +11,7 @@ from orchestrator.errors import Mistake
 from orchestrator.hosts import grammar
 from orchestrator.hosts.inventory import Node
 
-MOST_HOSTS = 4096
+MOST_HOSTS = grammar.MOST_HOSTS
 """Of one file: what is more is a slip in a range."""
 
 
