@@ -253,7 +253,8 @@ def _script(program: Program, arguments: tuple[str, ...], words: Words) -> Wish:
             f"{script} itself would stay here: .gitignore or .orchignore leaves it out, or it looks like a secret",
             f"take it out of there, or add a line `!{inside}` to {root / '.orchignore'}",
         )
-    command = (*program.flags, inside, *arguments)
+    name = f"./{inside}" if inside.startswith("-") else inside  # else Python would take it for an option
+    command = (*program.flags, name, *arguments)
     request = RunRequest("script", script.name, command, batch=words.batch, notes=program.notes)
     return Wish(_asked_of(request, words, blob), code, blob)
 

@@ -8,12 +8,16 @@ import pytest
 
 from orchestrator.cli.run import run
 from orchestrator.planning.job_file import JobFile
-from tests.support.local_cluster import Place
+from tests.support.local_cluster import SCRIPT, Place
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    return Place(tmp_path_factory.mktemp("person"))
+    made = Place(tmp_path_factory.mktemp("person"))
+    (made.here / "-x").mkdir()
+    for name in ("-a b.py", "-c.py", "-m"):
+        (made.here / "-x" / name).write_text(SCRIPT)
+    return made
 
 
 def test_a_job_file_has_every_option_that_describes_a_job() -> None:
@@ -32,6 +36,7 @@ ASKED = {
     "a launcher": ["--pass-local-rank", "--", "torchrun", "--nnodes", "2", "proj/train.py", "--x"],
     "flags of Python": ["--folder", "proj", "--", "python", "-u", "-m", "pack.train", "-v"],
     "a module": ["--folder", "proj", "-m", "pack.train", "--x"],
+    "a script whose name begins like an option": ["--", "-x/-a b.py", "-c", "--lr"],
 }
 
 
@@ -43,6 +48,16 @@ def test_a_saved_job_has_the_same_plan_again(words: list[str], name: str, place:
     assert place.plan(name) == asked
     assert place.plan(str(place.here / name), cwd="proj") == asked
     assert "hf_secret" not in (place.here / name).read_text()
+
+
+@pytest.mark.parametrize("words", [["-x/-a b.py"], ["-x/-c.py"], ["-x/-m"], ["--folder", ".", "--", "-x/-a b.py"]])
+def test_a_name_that_begins_like_an_option_is_a_name(words: list[str], place: Place) -> None:
+    before = [] if "--" in words else ["--"]
+    done = place.types("run", "--name", "dash", *before, *words, "-c", "print(1)")
+    assert "given -c print(1)" in done.stdout, done.stdout + done.stderr
+    if words[0] != "--folder":
+        done = place.types("run", "--name", "dash", "--", words[0].removeprefix("-x/"), "-c", cwd="-x")
+        assert "given -c" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_module_of_this_folder_and_a_file_that_is_shipped_itself(place: Place) -> None:
