@@ -249,17 +249,26 @@ class Orch(click.Group):
         except OSError as error:
             if isinstance(error, BrokenPipeError):
                 _leave_quietly(ctx)
-            from orchestrator.views import console
-
-            where = error.filename or "this machine"
-            console.fail(
-                f"{where}: {error.strerror or error}", _REMEDIES.get(error.errno or 0, "choose another folder")
-            )
+            _fail(error)
             ctx.exit(OrchError.exit_code)
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)
         finally:
             os.umask(mask)
+
+    def main(self, *words: Any, **more: Any) -> Any:
+        try:
+            return super().main(*words, **more)
+        except OSError as error:  # its own help or version, which no command prints
+            _fail(error)
+            sys.exit(OrchError.exit_code)
+
+
+def _fail(error: OSError) -> None:
+    from orchestrator.views import console
+
+    where = error.filename or "this machine"
+    console.fail(f"{where}: {error.strerror or error}", _REMEDIES.get(error.errno or 0, "choose another folder"))
 
 
 def _first_sentence(command: click.Command) -> str:

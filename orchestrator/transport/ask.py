@@ -130,8 +130,12 @@ def _said(node: str, chunks: Iterable[bytes], marker: bytes) -> Generator[bytes,
         for chunk in chunks:
             said = listener.take(chunk)
             heard_at = time.monotonic() if said else heard_at
-            if time.monotonic() > heard_at + SILENT_S:
-                raise ConnectError(node, f"said nothing for {SILENT_S:.0f} s", "check that the host is not overloaded")
+            if (silent_s := time.monotonic() - heard_at) > SILENT_S:
+                raise ConnectError(
+                    node,
+                    f"nothing received for {silent_s:.0f} s",
+                    "check the network, and that the host is not overloaded",
+                )
             yield said
         if not listener.has_begun:
             remedy = "check that python starts there, and that the shell's start-up files neither exec nor exit"

@@ -261,6 +261,16 @@ def test_a_stream_that_is_not_there_is_no_error(closed):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", ["--help", "--version", "run --help", "node --help", "status --no-look"])
+def test_a_full_disk_behind_standard_output_is_said_in_words(words):
+    remember_a_cluster()
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([*ORCH, *words.split()], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, timeout=30)
+    error, remedy = done.stderr.decode().splitlines()
+    assert done.returncode == 1 and error == "error: this machine: No space left on device" and "try:" in remedy
+
+
 def test_letters_that_an_encoding_lacks_are_no_error():
     remember_a_cluster()
     env = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}

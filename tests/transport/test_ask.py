@@ -5,10 +5,11 @@ import json
 import os
 import re
 import sys
+import time
 
 import pytest
 
-from orchestrator.errors import HostError, ProbeError
+from orchestrator.errors import ConnectError, HostError, ProbeError
 from orchestrator.transport import CommandResult
 from orchestrator.transport import ask as call
 from orchestrator.transport.ask import ConnectedHost, ask
@@ -145,3 +146,16 @@ def test_a_host_where_its_user_may_start_no_process_says_so(tmp_path, line):
         status(local(tmp_path, tmp_path / "python"))
     assert "`ulimit -u`" in caught.value.remedy
     assert "start-up files" not in caught.value.remedy
+
+
+def test_a_stream_that_stalls_ends_with_the_time_for_which_nothing_was_received(monkeypatch):
+    monkeypatch.setattr(call, "SILENT_S", 0.5)
+
+    def chunks():
+        yield b"mark"
+        while True:  # the link under us is slow itself: it looks later than once a second
+            time.sleep(2.2)
+            yield b""
+
+    with pytest.raises(ConnectError, match=r"v100: nothing received for 2 s"):
+        list(call._said("v100", chunks(), b"mark"))
