@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from orchestrator.errors import HostError, OrchError, ProbeError
-from orchestrator.files import flock, resolved, sync, write_json
+from orchestrator.files import Digest, digest_of, flock, resolved, sync, write_json
 from orchestrator.jobs.frames import HEAD_BYTES, Agent, End, FilePiece, Held, names_of
 from orchestrator.jobs.watch import watch
 from orchestrator.paths import RunFolder
@@ -225,7 +224,7 @@ class _Pull:
         return notices
 
     def check(self, files: Mapping[str, tuple[int, str]]) -> list[str]:
-        """Sets aside every file that does not agree with the host's (size, SHA-256). Returns their names."""
+        """Sets aside every file that does not agree with the host's (size, digest). Returns their names."""
         damaged = [name for name, expected in files.items() if _fingerprint(self._folder / name) != expected]
         for path in [self._folder / name for name in damaged]:
             if path.exists():
@@ -269,9 +268,7 @@ def _read_inodes(note: Path) -> dict[str, int | None]:
 
 
 def _fingerprint(path: Path) -> tuple[int, str]:
-    digest = hashlib.sha256()
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-        return file.tell(), digest.hexdigest()
-    return 0, digest.hexdigest()
+        digest, size = digest_of(file)
+        return size, digest.hexdigest()
+    return 0, Digest().hexdigest()

@@ -88,7 +88,7 @@ class End:
     """The last frame: what the host says that the controller now has."""
 
     files: dict[str, tuple[int, str]]
-    """Each file's size in bytes and its SHA-256."""
+    """Each file's size in bytes and its `files.Digest`."""
     left: dict[str, int] = field(default_factory=dict)
     """The bytes that were not to be handed out, of files with more than that."""
 
@@ -101,7 +101,7 @@ class Whole:
     size: int
     mtime_ns: int
     sha256: str
-    """The host's digest of all bytes: see `pull.Digest`."""
+    """The host's digest of all bytes: see `files.Digest`."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Literal
 
 from orchestrator.errors import ConnectError, HostError, OrchError, ProbeError
-from orchestrator.files import folder_beneath, make_folder, sync
+from orchestrator.files import Digest, digest_of, folder_beneath, make_folder, sync
 from orchestrator.jobs.collect import SPARE_BYTES, refuse_if_full
 from orchestrator.jobs.frame_stream import read_files
 from orchestrator.jobs.frames import End, FilePiece, Held, Left, Whole
@@ -46,8 +46,6 @@ LOOK_BYTES = 16 << 20
 """After so many bytes the free space is looked at again."""
 SETTLE_FILES, SETTLE_BYTES = 64, 64 << 20
 """Files are brought to the disk in groups: one commit of the file system then serves many small ones."""
-BLOCK_BYTES = 1 << 20
-ZEROS = bytes(BLOCK_BYTES)
 
 _OF_THIS_FILE = {errno.EFBIG, errno.ENAMETOOLONG, errno.EINVAL, errno.EOVERFLOW}
 """Errors by which a file system refuses one file, and may take the others."""
@@ -312,62 +310,16 @@ class _Session:
         self._show(PullProgress(self.host.node, phase, self._here_bytes, self._total_bytes))
 
 
-class Digest:
-    """SHA-256 of a file of any size, for which its holes cost nothing: of its blocks of BLOCK_BYTES, each behind its
-    number, without those that hold only zeros; and of its size. `remote/pieces.py` computes the same.
-    """
-
-    def __init__(self) -> None:
-        self._sha256, self._number, self._block = hashlib.sha256(), 0, bytearray()
-
-    def add(self, data: bytes) -> None:
-        left = memoryview(data)
-        while left:
-            room = BLOCK_BYTES - len(self._block)
-            self._block += left[:room]
-            left = left[room:]
-            if len(self._block) == BLOCK_BYTES:
-                self._end_block()
-
-    def add_zeros(self, count: int) -> None:
-        if self._block:
-            within = min(count, BLOCK_BYTES - len(self._block))
-            self.add(ZEROS[:within])
-            count -= within
-        self._number += count // BLOCK_BYTES
-        self._block += ZEROS[: count % BLOCK_BYTES]
-
-    def _end_block(self) -> None:
-        if self._block != ZEROS[: len(self._block)]:
-            self._sha256.update(self._number.to_bytes(8, "big") + self._block)
-        self._number += 1
-        self._block = bytearray()
-
-    def hexdigest(self) -> str:
-        """To be asked once, at the end."""
-        size = self._number * BLOCK_BYTES + len(self._block)
-        self._end_block()
-        self._sha256.update(size.to_bytes(8, "big"))
-        return self._sha256.hexdigest()
-
-
 class _Incoming:
     """A file of which so many bytes (`at`) are here."""
 
     def __init__(self, name: str, path: Path) -> None:
         make_folder(path.parent)
         self.name, self.path = name, path
-        self._digest, self.at = Digest(), 0
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.fdopen(os.open(path, flags, 0o600), "r+b", buffering=0)
-        size = os.fstat(self._file.fileno()).st_size
-        while self.at < size:
-            data_at = _data_after(self._file.fileno(), self.at, size)
-            self._digest.add_zeros(data_at - self.at)
-            self._file.seek(data_at)
-            piece = self._file.read(min(BLOCK_BYTES, size - data_at))
-            self._digest.add(piece)
-            self.at = data_at + len(piece)
+        self._digest, self.at = digest_of(self._file)
+        self._file.seek(self.at)
 
     def is_sound(self, whole: Whole) -> bool:
         """Whether it is what the host has: to be asked once, when all has come."""
@@ -391,14 +343,6 @@ class _Incoming:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _data_after(handle: int, at: int, size: int) -> int:
-    """Where the next bytes lie that take room on the disk; the size if there are none."""
-    try:
-        return os.lseek(handle, at, os.SEEK_DATA)
-    except OSError as error:
-        return size if error.errno == errno.ENXIO else at  # or this file system has no holes
 
 
 def _partial_size(path: Path) -> int:

@@ -88,7 +88,7 @@ def _data_after(handle: int, offset: int, limit: int) -> int:
 
 class Digest:
     """SHA-256 of a file of any size, for which its holes cost nothing: of its blocks of BLOCK_BYTES, each behind its
-    number, without those that hold only zeros; and of its size. `jobs/pull.py` computes the same.
+    number, without those that hold only zeros; and of its size. The controller computes the same (`files.py`).
     """
 
     def __init__(self) -> None:

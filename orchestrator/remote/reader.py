@@ -39,7 +39,7 @@ from typing import Any
 from .agent import agent_state
 from .layout import JobFolder, WorkFolder
 from .line_times import LineTimes
-from .pieces import Out, next_piece, opened
+from .pieces import Digest, Out, next_piece, opened
 
 HEAD_BYTES = 1 << 12
 LOOK_S = 0.1
@@ -141,13 +141,17 @@ class LogFile:
 
         None where it has none, or where the file is no longer the one that they came from.
         """
-        digest, at = hashlib.sha256(), 0
+        digest, at = Digest(), 0
         with opened(self._path) as handle:
             if handle is None or not self.offset or not self._is_same(handle, found := os.fstat(handle)):
                 return None
-            while piece := os.pread(handle, min(1 << 20, self.offset - at), at):
-                digest.update(piece)
-                at += len(piece)
+            while at < self.offset:
+                hole, piece = next_piece(handle, at, self.offset)
+                if not hole and not piece:
+                    break  # it became shorter
+                digest.add(piece)
+                digest.add_zeros(hole)
+                at += hole + len(piece)
                 self._out.beat()
         return {"size": at, "sha256": digest.hexdigest(), "left": found.st_size - max(at, self._limited(found.st_size))}
 

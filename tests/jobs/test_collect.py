@@ -4,6 +4,7 @@ import fcntl
 import os
 import shutil
 import subprocess
+import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from tests.support.run_folders import two_hosts
 
 SAYS = """
 import os
+import time
 print("rank", os.environ["RANK"], flush=True)
 with open(os.environ["ORCH_METRICS"], "a") as file:
     file.write('{"event":"start","schema":1}\\n' * 1000)
@@ -423,3 +425,22 @@ def test_before_the_disk_here_is_full_collect_ends_in_words(ended, run, monkeypa
     monkeypatch.undo()
     pull(ended, run)
     assert (run.rank("a", 0) / "stdout.log").read_bytes() == log.read_bytes()
+
+
+def test_a_sparse_log_of_a_tebibyte_costs_what_it_holds(ended, run):
+    """As of a program that goes on writing where it was, after somebody has emptied its log."""
+    path = ended.folder("a") / "rank-0" / "stdout.log"
+    before = path.read_bytes()
+    with open(path, "r+b") as file:
+        file.truncate(0)
+        file.seek(1 << 40)
+        file.write(before)
+    began = time.monotonic()
+    collected = collect(ended.plan, ended.hosts, run, limit_bytes=1 << 50)
+    assert (collected.errors, collected.notices) == ({}, []) and time.monotonic() < began + 60
+    came = run.rank("a", 0) / "stdout.log"
+    assert came.stat().st_size == (1 << 40) + len(before) and came.stat().st_blocks * 512 < 4 << 20
+    with open(came, "rb") as file:
+        file.seek(1 << 40)
+        assert file.read() == before
+    assert pull(ended, run).new_bytes == 0  # what is here is known to be so

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ from dataclasses import replace
 
 import pytest
 
+from orchestrator import files
 from orchestrator.errors import HostError, OrchError, ProbeError
 from orchestrator.files import write_atomic
 from orchestrator.jobs import listing
@@ -342,7 +342,7 @@ def test_a_file_at_which_the_link_breaks_again_and_again_is_left_and_the_rest_co
 def test_both_sides_have_one_digest_however_the_bytes_are_cut():
     content = b"a" * 100 + bytes(5 << 20) + b"b" * (1 << 20) + bytes(3 << 20) + b"c" + bytes(77)
     digests = []
-    for digest in (pulling.Digest(), pieces.Digest()):
+    for digest in (files.Digest(), pieces.Digest()):
         for start in range(0, len(content), 77_777):
             digest.add(content[start : start + 77_777])
         digests.append(digest.hexdigest())
@@ -455,7 +455,9 @@ def frames(*items, marker=b"MARKER"):
 
 
 PIECE = {"file": "src/x", "inode": 1, "offset": 0, "size": 4}
-SOUND = {"whole": "src/x", "size": 4, "mtime_ns": 1, "sha256": hashlib.sha256(b"xxxx").hexdigest()}
+DIGEST = files.Digest()
+DIGEST.add(b"xxxx")
+SOUND = {"whole": "src/x", "size": 4, "mtime_ns": 1, "sha256": DIGEST.hexdigest()}
 WHOLE = {"whole": "src/x", "size": 4, "mtime_ns": 1, "sha256": "0" * 64}
 
 
