@@ -17,7 +17,7 @@ from orchestrator.errors import InventoryError, Mistake
 from orchestrator.hosts import grammar
 from orchestrator.hosts.inventory import Defaults, Entry, Inventory, InventoryFile, Node, Written
 from orchestrator.hosts.inventory_mistakes import mistake_of, once
-from orchestrator.hosts.node_ranges import with_ranges
+from orchestrator.hosts.node_ranges import named, with_ranges
 from orchestrator.hosts.yamlfile import REFUSED, Document, read_yaml
 from orchestrator.units import parse_bandwidth, parse_bytes
 
@@ -118,7 +118,7 @@ def _build_node(entry: Entry, defaults: Defaults, line: int) -> Node | None:
         values["address"], values["address_prefix"] = grammar.address(values["address"])
     if values.get("paced") and values["paced"].get("memory"):
         values["paced"]["memory_bytes"] = parse_bytes(values["paced"]["memory"])
-    return Node.model_validate(values | {"line": line})
+    return Node.model_validate(named(values, entry.name) | {"line": line})
 
 
 def check_together(nodes: Iterable[Node], file: str) -> list[Mistake]:

@@ -3,8 +3,9 @@
     - name: gpu[01-04]
       host: 10.0.0.[11-14]
 
-`name`, `host` and `address` may hold ranges as `--nodes` has them, all equally long; all else is the same for each
-node. Each keeps the lines of the entry that it comes from, so that a mistake names these.
+The keys of RANGED may hold ranges as `--nodes` has them, all equally long; all else is the same for each node. In every
+text `{name}` stands for the node's name. Each node keeps the lines of the entry that it comes from, so that a mistake
+names these.
 """
 
 from __future__ import annotations
@@ -20,9 +21,16 @@ from orchestrator.hosts.grammar import MOST_HOSTS
 from orchestrator.hosts.node_names import without_brackets
 from orchestrator.hosts.yamlfile import REFUSED, Document, KeyPath
 
-RANGED = ("name", "host", "address")
+RANGED = (
+    *("name", "host", "address", "user", "key_file", "proxy_jump"),
+    *("workdir", "python", "interface", "id", "image", "note", "gpu"),
+)
 _RANGE = re.compile(r"\[[0-9, -]*\]|\[[^\]:]*$|^[^\[]*\]")
 """Or the half of one; an IPv6 address in brackets is none."""
+_PROSE = ("id", "image", "note", "gpu")
+_WHOLE_RANGE = re.compile(r"\[\d[0-9, -]*\]")
+_NAME = re.compile(r"(?<!\$)\{name\}")
+"""`${name}` is the shell's."""
 
 
 def with_ranges(document: Document) -> Document:
@@ -30,7 +38,7 @@ def with_ranges(document: Document) -> Document:
     entries together stand for more than MOST_HOSTS nodes.
     """
     written = document.values.get("nodes")
-    if not isinstance(written, list) or not any(_ranged(entry) for entry in written):
+    if not isinstance(written, list) or not any(_ranged(entry) or _has_name(entry) for entry in written):
         return document
     nodes: list[Any] = []
     lines: dict[KeyPath, int] = {path: line for path, line in document.lines.items() if path[:1] != ("nodes",)}
@@ -43,7 +51,7 @@ def with_ranges(document: Document) -> Document:
             raise _too_many(document, position)
         for one in made:
             lines |= {("nodes", len(nodes), *below): line for below, line in by_entry.get(position, {}).items()}
-            nodes.append(one)
+            nodes.append(named(one, one["name"]) if _has_name(one) else one)
     return replace(document, values={**document.values, "nodes": nodes}, lines=lines, mistakes=tuple(mistakes))
 
 
@@ -56,7 +64,19 @@ def _ranged(entry: Any) -> list[str]:
     """The keys of an entry that hold a range."""
     if not isinstance(entry, dict):
         return []
-    return [key for key in RANGED if isinstance(entry.get(key), str) and _RANGE.search(entry[key])]
+    texts = {key: entry[key] for key in RANGED if isinstance(entry.get(key), str)}
+    return [key for key, text in texts.items() if (_WHOLE_RANGE if key in _PROSE else _RANGE).search(text)]
+
+
+def named(value: Any, name: str) -> Any:
+    """The same with the node's name in place of `{name}`, in every text that it holds."""
+    if isinstance(value, str):
+        return _NAME.sub(lambda _: name, value)
+    return {key: named(each, name) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def _has_name(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("name"), str) and named(entry, "") != entry
 
 
 def _lines_by_entry(document: Document) -> dict[int, dict[KeyPath, int]]:

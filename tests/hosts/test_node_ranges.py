@@ -15,15 +15,16 @@ from orchestrator.hosts.node_ranges import with_ranges
 from orchestrator.hosts.yamlfile import read_yaml
 
 
-def load(path, *nodes):
+def load(path, *nodes, defaults=None):
     """The first node stands on line 3."""
-    path.write_text("\n".join(["cluster: lab", "nodes:", *(f"- {node}" for node in nodes)]))
+    first = f"cluster: lab\ndefaults: {defaults}" if defaults else "cluster: lab"
+    path.write_text("\n".join([first, "nodes:", *(f"- {node}" for node in nodes)]))
     return load_inventory(path).nodes
 
 
-def mistakes(path, *nodes):
+def mistakes(path, *nodes, defaults=None):
     with pytest.raises(InventoryError) as refused:
-        load(path, *nodes)
+        load(path, *nodes, defaults=defaults)
     assert {mistake.file for mistake in refused.value.mistakes} == {str(path)}
     return [f"{mistake.line}: {mistake.message}" for mistake in refused.value.mistakes]
 
@@ -110,3 +111,32 @@ def test_any_text_is_nodes_or_mistakes_in_words(name, host, tmp_path_factory):
         assert load_inventory(path).nodes
     except InventoryError as error:
         assert all(mistake.message for mistake in error.mistakes)
+
+
+def test_every_text_of_a_node_takes_ranges_and_its_name(file):
+    nodes = load(
+        file,
+        "name: g[01-02]\n  host: '{name}.lab'\n  workdir: /srv/orch-[01-02]\n  key_file: ~/.ssh/{name}\n"
+        "  note: row [3-4]",
+        "name: h[1-2]\n  host: 10.0.0.[1-2]\n  env: {RACK: 'at {name}', SHELL_S: '${name}'}\n  note: '[broken] fan'",
+        defaults="{workdir: '~/.orch-{name}', prepare: 'echo ${name} {name}', activate: '[ -f ~/x ] && . ~/x'}",
+    )
+    assert [node.host for node in nodes] == ["g01.lab", "g02.lab", "10.0.0.1", "10.0.0.2"]
+    assert [node.workdir for node in nodes] == ["/srv/orch-01", "/srv/orch-02", "~/.orch-h1", "~/.orch-h2"]
+    assert [node.key_file for node in nodes[:2]] == ["~/.ssh/g01", "~/.ssh/g02"]
+    assert [node.note for node in nodes] == ["row 3", "row 4", "[broken] fan", "[broken] fan"]
+    assert nodes[2].env == {"RACK": "at h1", "SHELL_S": "${name}"}
+    assert [node.prepare for node in nodes[2:]] == ["echo ${name} h1", "echo ${name} h2"]
+
+
+@pytest.mark.parametrize(
+    ("node", "defaults", "words"),
+    [
+        ("{name: g1, host: h}", "{workdir: '~/.orch-[01-16]'}", "workdir: must be without brackets"),
+        ("{name: g1, host: h, workdir: '~/.orch-[01-16]'}", "{}", "stands for 16, `name` for 1"),
+        ("{name: 'g[1-2]', host: 'h[1-2]', workdir: '~/x-[1-3]'}", "{}", "stands for 3, `name` for 2"),
+        ("{name: 'g[1-2]', host: 'h[1-2]', workdir: '~/x-[a]'}", "{}", "workdir: must be without brackets"),
+    ],
+)
+def test_brackets_that_stay_are_a_mistake(file, node, defaults, words):
+    assert any(words in mistake for mistake in mistakes(file, node, defaults=defaults))
