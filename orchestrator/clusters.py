@@ -27,7 +27,7 @@ from orchestrator.hosts.election import Election, elect
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.file_again import extra_again, with_secrets
 from orchestrator.hosts.inventory import Inventory, Node
-from orchestrator.hosts.probe import look, probe
+from orchestrator.hosts.probe import look, probe, shared_folders
 from orchestrator.jobs.record import ENDED
 from orchestrator.owner import read_owner
 from orchestrator.planning.nccl import GpuHost, unlike_versions
@@ -209,7 +209,9 @@ class Clusters:
 
         probed = self.connections.each(nodes, see, deadline_s=PROBE_S + 5)
         facts, problems = {name: host.facts for name, host in values(probed).items()}, errors_by_node(probed)
-        findings = judge(Seen(tuple(values(probed).values()), errors_by_node(probed)), AT_UP).findings
+        shared = shared_folders(self.connections, nodes, facts)
+        seen = Seen(tuple(values(probed).values()), errors_by_node(probed), shared_folders=shared)
+        findings = judge(seen, AT_UP).findings
         for node in nodes:
             if node.name in facts and (blocked := _unusable(node, facts[node.name], findings)):
                 problems[node.name] = blocked

@@ -20,6 +20,7 @@ from orchestrator.hosts.connections import CONNECT_S, Connections
 from orchestrator.hosts.election import elect
 from orchestrator.hosts.examine import examine, outlived
 from orchestrator.hosts.inventory import Node
+from orchestrator.hosts.probe import shared_folders
 from orchestrator.planning.placement import training_address
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import errors_by_node, for_each, values
@@ -71,6 +72,7 @@ def look(
         unreached={**errors_by_node(examined), **lost, **fell_out},
         mesh=conductor.found() if len(hosts) > 1 else None,
         master=_master(hosts, master),
+        shared_folders=shared_folders(connections, nodes, {host.name: host.facts for host in hosts}),
     )
 
 

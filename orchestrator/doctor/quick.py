@@ -10,11 +10,10 @@ The rest takes other hosts, a second login or minutes of a host's time: `orch do
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from orchestrator.doctor import gpus, system, together
-from orchestrator.doctor.seen import Check, Judge, Seen, Sight
+from orchestrator.doctor.seen import Check, Judge
 from orchestrator.doctor.table import CHECKS, always, blocks, both, on_each, warns
 from orchestrator.hosts import checks
 
@@ -26,9 +25,9 @@ def _row(id: str, judge: Judge) -> Check:
     return replace(_ROWS[id], judge=judge, applies=always)
 
 
-def _bound_addresses(seen: Seen) -> Iterator[Sight]:
+def _of_groups(judge: Judge) -> Judge:
     """Alone, or with other hosts, such a host is of use: `orch run` refuses only those together."""
-    return (replace(sight, level="warn") for sight in together.bound_addresses(seen))
+    return lambda seen: (replace(sight, level="warn") for sight in judge(seen))
 
 
 _LOGIN = (_row("P01", on_each(system.login, level="warn")), _row("P03", on_each(system.login_limits)))
@@ -50,7 +49,8 @@ AT_UP = (
     _ROWS["P08"],
     _row("P09", on_each(gpus.on_them)),
     *GPUS_WELL,
-    _row("P15", both(_bound_addresses, on_each(system.link_down, warns(checks.interface)))),
+    _row("P15", both(_of_groups(together.bound_addresses), on_each(system.link_down, warns(checks.interface)))),
     _row("P24", on_each(blocks(checks.workdir))),
+    _row("P35", _of_groups(together.work_folders)),
     *_HARDWARE,
 )

@@ -101,6 +101,8 @@ class Seen:
     master: str | None = None
     collective: Collective | None = None
     why_no_collective: str = "without --collective"
+    shared_folders: tuple[tuple[str, ...], ...] = ()
+    """Hosts that have one work folder, as a trial has shown."""
 
     def host(self, name: str) -> Host:
         return next(host for host in self.hosts if host.name == name)

@@ -183,9 +183,11 @@ def work_folders(seen: Seen) -> Iterator[Sight]:
             return disk.kind, disk.source, disk.path
         return (host.facts.boot_id, disk.device, disk.path) if disk and host.facts.boot_id else None
 
-    for hosts in _groups(seen.hosts, place):
-        names = tuple(host.name for host in hosts)
-        yield Sight(names, f"they have one work folder, {hosts[0].facts.workdir}", "set `workdir:` of each to its own")
+    tried = set(seen.shared_folders)
+    for names in sorted(tried | {tuple(host.name for host in hosts) for hosts in _groups(seen.hosts, place)}):
+        if names in tried or not any(set(names) <= set(each) for each in tried):
+            remedy = "set `workdir:` of each to its own, as with `defaults: {workdir: ~/.orch-{name}}`"
+            yield Sight(names, f"they have one work folder, {seen.host(names[0]).facts.workdir}", remedy)
 
 
 def _by(hosts: Sequence[Host], value: Callable[[Host], str | None]) -> dict[str, list[str]]:

@@ -169,6 +169,8 @@ class NodeFacts(Fact):
     """The other hosts, as was asked, that this one knows no way to."""
     workdir: Annotated[str, Field(max_length=4096)]
     """Absolute path on the host."""
+    workdir_inode: Count | None = None
+    """Of the nearest folder to it that is there; None if an older orch looked."""
     workdir_error: Text | None = None
     """Why it cannot be written."""
     workdir_unfit: (

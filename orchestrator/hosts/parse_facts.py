@@ -109,7 +109,11 @@ def parse_workdir(command: Command | None) -> dict[str, Any]:
     path, error = found["path"], text_or_none(found["error"])
     if not isinstance(path, str) or not path.startswith("/") or not path.isprintable():
         raise ValueError("no absolute path")
-    free = {"disk_free_bytes": found["free"], "disk_free_inodes": found.get("inodes")}
+    free = {
+        "disk_free_bytes": found["free"],
+        "disk_free_inodes": found.get("inodes"),
+        "workdir_inode": found.get("inode"),
+    }
     why = found.get("unfit")
     unfit = tuple(clean(words, MAX_WORDS) for words in at_most(why, 2)) if why else None
     return {"workdir": path, **free, "workdir_error": error, "workdir_unfit": unfit}

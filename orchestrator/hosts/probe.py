@@ -8,19 +8,24 @@ One round trip (`remote/probe.py`), parsed by `facts`. What a host's facts mean 
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.health import Health
+from orchestrator.hosts.inventory import Node
 from orchestrator.hosts.network_answers import MAX_PEERS
 from orchestrator.hosts.parse_facts import parse_facts
 from orchestrator.hosts.parse_health import parse_health
 from orchestrator.transport.ask import ConnectedHost, ask
+from orchestrator.transport.fanout import values
 
 # Kept back from the time for the way there and back, so that a slow fact costs itself and not the whole answer.
 SPARE_S = 5.0
+SAME_FOLDER_S = 15.0
 
 
 def probe(host: ConnectedHost, peers: Sequence[str], *, torch: bool, timeout_s: float) -> NodeFacts:
@@ -32,6 +37,48 @@ def look(host: ConnectedHost, peers: Sequence[str], *, torch: bool, timeout_s: f
     """The same, and what may end a job there later."""
     facts, answer = _asked(host, peers, torch, timeout_s)
     return facts, parse_health(host.node, answer)
+
+
+def shared_folders(
+    connections: Connections, nodes: Sequence[Node], facts: Mapping[str, NodeFacts]
+) -> tuple[tuple[str, ...], ...]:
+    """Groups of hosts that share one work folder: what the first of them leaves there, the others see. Only hosts are
+    asked whose folders have one path and one inode, as cloned hosts have, too.
+    """
+    alike = dict[tuple[object, ...], list[Node]]()
+    for node in nodes:
+        if (known := facts.get(node.name)) and not known.workdir_error and known.workdir_inode is not None:
+            alike.setdefault((known.workdir, known.workdir_inode, known.uid), []).append(node)
+    found, waiting = [], [group for group in alike.values() if len(group) > 1]
+    while waiting:
+        first, *others = waiting.pop()
+        seen = _who_sees(connections, first, others)
+        if seen:
+            found.append((first.name, *(node.name for node in seen)))
+        if len(rest := [node for node in others if node not in seen]) > 1:
+            waiting.append(rest)
+    return tuple(found)
+
+
+def _who_sees(connections: Connections, first: Node, others: Sequence[Node]) -> list[Node]:
+    """Hosts that do not answer see nothing."""
+    token = secrets.token_hex(8)
+
+    def asks(action: str, made: Any = ()) -> Callable[[ConnectedHost], dict[str, Any]]:
+        def act(host: ConnectedHost) -> dict[str, Any]:
+            request = {"action": action, "workdir": host.workdir, "token": token, "made": made}
+            return ask(host, "same_folder", request, timeout_s=SAME_FOLDER_S)
+
+        return act
+
+    left = values(connections.each([first], asks("leave"), deadline_s=SAME_FOLDER_S))
+    if first.name not in left:
+        return []
+    try:
+        looked = values(connections.each(others, asks("look"), deadline_s=SAME_FOLDER_S))
+        return [node for node in others if looked.get(node.name, {}).get("there") is True]
+    finally:
+        connections.each([first], asks("remove", left[first.name].get("made", [])), deadline_s=SAME_FOLDER_S)
 
 
 def _asked(

@@ -165,24 +165,24 @@ def _group(gid: int) -> str:
 
 
 def trial(workdir: str) -> dict[str, Any]:
-    """{"path", "free", "inodes", "error", "unfit"}: the folder as an absolute path, bytes and inodes that are free for
-    us there (null where its file system makes inodes as it goes, as btrfs does), why it cannot be written, and why it
-    may not be used, if so. What this makes it removes again.
+    """{"path", "free", "inodes", "inode", "error", "unfit"}: the folder as an absolute path, bytes and inodes that are
+    free for us there (null where its file system makes inodes as it goes, as btrfs does), its own inode, why it cannot
+    be written, and why it may not be used, if so. What this makes it removes again.
     """
     root = Path(workdir).expanduser().absolute()
     problem = _written(root)
     _remove_old_trials(root)
-    space = _space(root)
+    space, inode = _space(root)
     free = {"free": space.f_bavail * space.f_frsize, "inodes": space.f_favail if space.f_files else None}
-    return {"path": str(root), **free, "error": problem, "unfit": unfit(root)}
+    return {"path": str(root), **free, "inode": inode, "error": problem, "unfit": unfit(root)}
 
 
-def _space(root: Path) -> os.statvfs_result:
-    """Of the nearest folder that is there."""
+def _space(root: Path) -> tuple[os.statvfs_result, int]:
+    """Of the nearest folder that is there, with its inode, which is the same on all hosts that mount it."""
     for there in (root, *root.parents):
         with contextlib.suppress(FileNotFoundError):  # another probe's, which has just removed it
             if there.is_dir():
-                return os.statvfs(there)
+                return os.statvfs(there), there.stat().st_ino
     raise FileNotFoundError(root)
 
 

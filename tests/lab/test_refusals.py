@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import yaml
 
@@ -221,3 +223,36 @@ def test_an_address_that_gloo_would_take_and_every_host_has_is_reported_and_refu
     person.types("up", str(person.lab.inventory))
     person.types("run", "--", "none.py")
     person.types("down", "--yes")
+
+
+SHARED = """
+cluster: shared
+defaults: {device: cpu, workdir: /srv/orch}
+nodes: [{name: s1, host: 10.77.12.1}, {name: s2, host: 10.77.12.2}, {name: s3, host: 10.77.12.3}]
+"""
+
+
+def test_hosts_with_one_work_folder_are_named_before_a_job_is(tmp_path):
+    """Two mount one folder; the third has another one, of the same path."""
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir(mode=0o777)
+    with lab(SHARED, quick=True, binds=[f"{tmp_path}:/srv/disks"]) as hosts:
+        for node, disk in (("s1", "one"), ("s2", "one"), ("s3", "other")):
+            mount = (
+                f"mkdir -p /srv/orch && mount --bind /srv/disks/{disk} /srv/orch && mount -o remount,bind,rw /srv/orch"
+            )
+            own = "chown lab: /srv/orch && chmod 700 /srv/orch"
+            assert hosts.host_exec(node, ["sh", "-c", f"{mount} && {own}"]).returncode == 0
+        someone = Person(hosts, tmp_path / "home", tmp_path)
+        (someone.folder / "none.py").write_text("print('nothing')\n")
+        said = someone.types("up", str(hosts.inventory)).stderr
+        words = "they have one work folder, /srv/orch"
+        assert f"s1, s2: {words}" in said and "workdir: ~/.orch-{name}" in said, said
+        found = json.loads(someone.types("doctor", "--json", exit_code=1).stdout)["findings"]
+        assert [tuple(one["where"]) for one in found if words in one["seen"]] == [("s1", "s2")]
+        refused = someone.types("run", "--nodes", "s1,s2", "none.py", exit_code=3).stderr
+        assert "its work folder is also that of s" in refused
+        someone.types("run", "--nodes", "s2,s3", "none.py")
+        left = hosts.host_exec("s1", ["sh", "-c", "ls -a /srv/orch | grep probe"]).stdout
+        assert left == ""
+        someone.types("down", "--yes")
