@@ -65,7 +65,9 @@ def opened(
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Controller]:
     """A controller over what this home remembers; its connections end with the block."""
-    with Connections(home, accept_new_host_keys=accept_new_host_keys, ask_passphrase=ask_passphrase) as connections:
+    with Connections(
+        home, accept_new_host_keys=accept_new_host_keys, ask_passphrase=ask_passphrase, say=say
+    ) as connections:
         yield Controller(Store(home), connections, say)
 
 

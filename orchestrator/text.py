@@ -52,3 +52,9 @@ def message(text: object, limit: int = 300) -> str:
 def place(host: str, port: int) -> str:
     """`192.168.1.41:22`, `[fd00::1]:22`: without the brackets the port would read as a part of an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether a pattern as OpenSSH has them, with `*` and `?` alone, is that of `name`."""
+    # fnmatch would read the brackets of [host]:port as a set of characters.
+    return re.fullmatch(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", "."), name) is not None

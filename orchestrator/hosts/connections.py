@@ -41,7 +41,9 @@ R = TypeVar("R")
 
 
 class Connections:
-    """accept_new_host_keys: record the keys of hosts of which none is known. ask_passphrase: see `transport.ssh`."""
+    """accept_new_host_keys: record the keys of hosts of which none is known. ask_passphrase: see `transport.ssh`.
+    say: called once with each line to read about the SSH configuration.
+    """
 
     def __init__(
         self,
@@ -49,8 +51,10 @@ class Connections:
         *,
         accept_new_host_keys: bool = False,
         ask_passphrase: Callable[[str], str | None] | None = None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._home, self._accept_new, self._ask = home, accept_new_host_keys, ask_passphrase
+        self._home, self._accept_new, self._ask, self._say = home, accept_new_host_keys, ask_passphrase, say
+        self._said: dict[str, object] = {}
         self._nodes: dict[str, Node] = {}
         self._transports: dict[str, Transport] = {}
         self._apart: list[Connections] = []
@@ -73,7 +77,9 @@ class Connections:
         """Others, which end with the block, or with ours. hosts: by node; where these are still our connections, they
         go along, and whoever asks us for such a node connects anew.
         """
-        with Connections(self._home, accept_new_host_keys=self._accept_new, ask_passphrase=self._ask) as others:
+        with Connections(
+            self._home, accept_new_host_keys=self._accept_new, ask_passphrase=self._ask, say=self._say_once
+        ) as others:
             for name in self.still_open(hosts):
                 others._nodes[name], others._transports[name] = self._nodes[name], self._transports.pop(name)
             self._apart.append(others)
@@ -152,7 +158,13 @@ class Connections:
             ask_passphrase=self._ask,
             timeout_s=timeout_s,
             dial_s=dial_s,
+            note=self._say_once,
         )
+
+    def _say_once(self, line: str) -> None:
+        ours = object()
+        if self._said.setdefault(line, ours) is ours:  # many threads, one of which was the first
+            self._say(line)
 
     def _unlock_keys(self, nodes: Sequence[Node], ask: Callable[[str], str | None]) -> None:
         """Before the hosts are dialled all at once: a question must not come up in one of many threads."""

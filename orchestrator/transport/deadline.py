@@ -18,10 +18,14 @@ _thread = threading.local()
 
 
 class Deadline:
-    """A moment on the monotonic clock. One thread works towards it; others may look."""
+    """A moment on the monotonic clock. One thread works towards it; others may look.
+
+    renewed_s: what was spent before `renew`.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
+        self.renewed_s = 0.0
         self._end = time.monotonic() + timeout_s
         self._paused_at: float | None = None
 
@@ -29,6 +33,17 @@ class Deadline:
         """Seconds left, never below zero."""
         now = self._paused_at or time.monotonic()
         return max(0.0, self._end - now)
+
+    def spent(self) -> float:
+        """Seconds since it was made, but for pauses."""
+        return self.renewed_s + self.timeout_s - self.left()
+
+    def renew(self) -> None:
+        """All of its time again, and as much more for the work that this thread is at."""
+        spent = self.timeout_s - self.left()
+        self.renewed_s += spent
+        self._end += spent
+        allow_more(spent)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -46,6 +61,13 @@ class Deadline:
         began, now = self._paused_at, time.monotonic()
         self._end += now - (began or now)
         self._paused_at = None
+
+
+def allow_more(seconds: float) -> None:
+    """The work that this thread is at may take so much longer."""
+    work = getattr(_thread, "work", None)
+    if work:
+        work._end += seconds
 
 
 @contextlib.contextmanager

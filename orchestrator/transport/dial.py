@@ -86,7 +86,7 @@ class Dialler:
         while True:
             tries += 1
             try:
-                return replace(self._dial(deadline), tries=tries, took_s=deadline.timeout_s - deadline.left())
+                return replace(self._dial(deadline), tries=tries, took_s=deadline.spent())
             except ConnectError as error:
                 if not hung_up_early(error.__cause__) or deadline.left() < pause_s:
                     raise
@@ -117,7 +117,11 @@ class Dialler:
         with ExitStack() as turn:
             with deadline.paused():
                 turn.enter_context(_key_exchanges)
-            return self._log_in(hop, sock, deadline, resources, turn.close)
+            late = f"the host answered, but the SSH login did not finish within {deadline.timeout_s:g} s"
+            with translated(
+                hop, late, deadline, "raise `connect_timeout:` in the inventory, or look why it is so slow"
+            ):
+                return self._log_in(hop, sock, deadline, resources, turn.close)
 
     def _log_in(
         self, hop: Hop, sock: Any, deadline: Deadline, resources: ExitStack, keys_exchanged: Callable[[], None]
@@ -161,8 +165,7 @@ class Dialler:
         # Where a host has it: AES-GCM takes a third less of our processor than AES-CTR with an HMAC.
         security.ciphers = tuple(sorted(security.ciphers, key=lambda name: "-gcm@" not in name))
         # The type of key that we know comes first: a host with several keys must not look unknown.
-        known = [name for name in self.host_keys.algorithms(hop.peer) if name in security.key_types]
-        security.key_types = (*known, *(name for name in security.key_types if name not in known))
+        transport.first_keys = tuple(self.host_keys.algorithms(hop.peer))
         return transport
 
 

@@ -7,7 +7,7 @@ own known_hosts files, which are only read; and `$ORCH_HOME/known_hosts`, to whi
     HostKeys.default(Home.default()).check(Peer("v100", "192.168.1.42"), key)
 
 A known key that changed is refused and no option passes it by. A key marked @revoked is refused even where it is
-pinned. Lines marked @cert-authority are left out: we verify keys, not certificates.
+pinned. A host whose certificate an authority of a @cert-authority line has signed is known by that.
 """
 
 from __future__ import annotations
@@ -25,9 +25,18 @@ import paramiko
 from orchestrator.errors import HostKeyError
 from orchestrator.files import locked, write_atomic
 from orchestrator.paths import Home
+from orchestrator.text import fits
+from orchestrator.transport import certificates
+from orchestrator.transport.certificates import Certificate
 
 # One key type is asked for under several signature algorithms (RFC 8332). SHA-1 signatures are never asked for.
 _ALGORITHMS = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
+_AUTHORITY = "@cert-authority"
+_SIGNED = (
+    *("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521"),
+    *("rsa-sha2-512", "rsa-sha2-256"),
+)
+"""The keys of which we know certificates."""
 _ENTRY = re.compile(r"(?:(@[\w-]+)\s+)?(\S+)\s+(\S+)\s+(\S+)")
 
 
@@ -45,6 +54,8 @@ class Peer:
     """The person's known_hosts files, where their SSH configuration names others than the usual ones."""
     jump: bool = False
     """Whether this is a jump host on the way to `node`."""
+    host: str = ""
+    """The name that a certificate has to be for."""
 
     def __str__(self) -> str:
         return f"jump host {self.name}" if self.jump else self.name
@@ -102,9 +113,13 @@ class HostKeys:
 
     def algorithms(self, peer: Peer) -> list[str]:
         """The host key algorithms to ask for first, so that a host with several keys shows the one we know."""
-        pinned_type = (peer.pin or "").split(" ")[0]
-        types = [pinned_type] if peer.pin else [known.type for known in self._known(peer) if not known.marker]
-        return [algorithm for type_ in dict.fromkeys(types) for algorithm in _ALGORITHMS.get(type_, (type_,))]
+        if peer.pin:
+            return list(_ALGORITHMS.get(peer.pin.split(" ")[0], (peer.pin.split(" ")[0],)))
+        known = self._known(peer)
+        types = dict.fromkeys(entry.type for entry in known if not entry.marker)
+        plain = [algorithm for type_ in types for algorithm in _ALGORITHMS.get(type_, (type_,))]
+        signed = [f"{name}{certificates.SUFFIX}" for name in _SIGNED] if _authorities(known) else []
+        return [*signed, *plain]
 
     def check(self, peer: Peer, key: paramiko.PKey, *, accept_new: bool = False) -> None:
         """Returns when `key` is the peer's. accept_new: record a key of a host of which we know none.
@@ -136,18 +151,28 @@ class HostKeys:
     def _judge(self, peer: Peer, key: paramiko.PKey) -> None:
         blob = key.asbytes()
         known = self._known(peer)
+        certificate = Certificate.of(key)
         for entry in known:
             if entry.marker == "@revoked" and entry.blob == blob:
                 remedy = "give this host a new key; a revoked one is never accepted"
                 raise HostKeyError(peer.node, f"{peer}: its host key {_show(key)} is revoked ({_at(entry)})", remedy)
+            if entry.marker == "@revoked" and certificate and entry.blob == certificate.authority:
+                words = f"{peer}: the authority that signed its host key's certificate is revoked ({_at(entry)})"
+                raise HostKeyError(peer.node, words, "have the host's key signed by another authority")
         if peer.pin is not None:
             if not _is_pinned(peer.pin, key):
                 raise _not_pinned(peer, peer.pin, key)
             return
+        authorities = _authorities(known)
         known = [entry for entry in known if not entry.marker]
         if any(entry.blob == blob for entry in known):
             return
-        raise _changed(peer, key, known[0]) if known else _unknown(peer, key)
+        fault = ""
+        if certificate and certificate.authority in [entry.blob for entry in authorities]:
+            fault = certificate.fault_of_host(peer.host)
+            if not fault:
+                return
+        raise _changed(peer, key, known[0]) if known else _unknown(peer, key, authorities, certificate, fault)
 
     def _known(self, peer: Peer) -> list[KnownKey]:
         files = (*(self.users if peer.files is None else peer.files), self.recorded)
@@ -183,7 +208,7 @@ def _read(file: Path) -> Iterator[KnownKey]:
             blob = base64.b64decode(encoded, validate=True)
         except ValueError:
             continue
-        if marker in (None, "@revoked"):
+        if marker in (None, "@revoked", _AUTHORITY):
             yield KnownKey(file, number, marker or "", hosts, type_, blob)
 
 
@@ -193,7 +218,7 @@ def _matches(hosts: str, name: str) -> bool:
         return _matches_hash(hosts, name)
     matched = False
     for pattern in hosts.lower().split(","):
-        if _glob(pattern.removeprefix("!"), name):
+        if fits(pattern.removeprefix("!"), name):
             if pattern.startswith("!"):
                 return False
             matched = True
@@ -207,11 +232,6 @@ def _matches_hash(hosts: str, name: str) -> bool:
     except ValueError:
         return False
     return hmac.compare_digest(hmac.new(salt, name.encode(), "sha1").digest(), expected)
-
-
-def _glob(pattern: str, name: str) -> bool:
-    # fnmatch would read the brackets of [host]:port as a set of characters.
-    return re.fullmatch(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", "."), name) is not None
 
 
 def _is_pinned(pin: str, key: paramiko.PKey) -> bool:
@@ -229,9 +249,22 @@ def _at(entry: KnownKey) -> str:
     return f"{entry.file}:{entry.line}"
 
 
-def _unknown(peer: Peer, key: paramiko.PKey) -> UnknownHostKeyError:
+def _authorities(known: Sequence[KnownKey]) -> list[KnownKey]:
+    return [entry for entry in known if entry.marker == _AUTHORITY]
+
+
+def _unknown(
+    peer: Peer, key: paramiko.PKey, authorities: Sequence[KnownKey], certificate: Certificate | None, fault: str
+) -> UnknownHostKeyError:
+    """authorities: that this host's certificate might be of. fault: what is wrong with one of theirs."""
+    words = f"{peer}: its host key {_show(key)} is not known"
     remedy = f"compare it with what `ssh-keygen -lf` prints for the key on that host, then `orch trust {peer.node}`"
-    return UnknownHostKeyError(OfferedKey(peer, key), f"{peer}: its host key {_show(key)} is not known", remedy)
+    if authorities:
+        shown = "has a certificate of another authority" if certificate else "shows no certificate"
+        words += (
+            f", and {f'its certificate {fault}' if fault else f'it {shown}'} (@cert-authority {_at(authorities[0])})"
+        )
+    return UnknownHostKeyError(OfferedKey(peer, key), words, remedy)
 
 
 def _changed(peer: Peer, key: paramiko.PKey, known: KnownKey) -> HostKeyError:

@@ -2,31 +2,38 @@
 
 Takes a hop and an authenticated-to-us connection; logs in with public keys alone, or raises AuthError that says which
 keys were tried. Keys come from the files named for the hop and from the agent; where the agent holds the key of a named
-file, the agent signs and the file is not opened. Private keys are read, never written, copied or forwarded, and a file
-that others may read is refused. Passphrases and opened keys live in this process's memory only.
+file, the agent signs and the file is not opened. A key that has a certificate shows it first, then itself. Private keys
+are read, never written, copied or forwarded, and a file that others may read is refused. Passphrases and opened keys
+live in this process's memory only.
 
     Login(hop, deadline, ask_passphrase).authenticate(transport)
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
+import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import paramiko
 
 from orchestrator.errors import AuthError
+from orchestrator.text import one_line
 from orchestrator.transport import shell
+from orchestrator.transport.certificates import SUFFIX, Certificate, is_public, public_of
 from orchestrator.transport.deadline import Deadline
 from orchestrator.transport.route import Hop
+from orchestrator.transport.session import SignalAwareTransport
 
 AskPassphrase: TypeAlias = Callable[[str], "str | None"]
+_AgentKeys: TypeAlias = "dict[bytes, list[paramiko.AgentKey]]"
 
 _KEY_CLASSES: tuple[type[paramiko.PKey], ...] = (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey)
+
+_LATE = "Authentication timeout."  # paramiko has no class of its own for it
 
 
 class KeyUnusableError(Exception):
@@ -42,30 +49,57 @@ class KeyRing:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._keys: dict[Path, paramiko.PKey | KeyUnusableError] = {}
+        self._keys: dict[tuple[Path, int], paramiko.PKey | KeyUnusableError] = {}
 
     def open(self, path: Path, ask_passphrase: AskPassphrase | None) -> paramiko.PKey:
         """The key in `path`. Raises KeyUnusableError; a passphrase that was wrong is not asked for again."""
         with self._lock:
-            held = self._keys.get(path)
-            if held is None:
-                _check_private(path)
-                held = self._load(path, ask_passphrase)
+            written = _check_private(path)
+            held = self._keys.get((path, written)) or self._load(path, written, ask_passphrase)
         if isinstance(held, KeyUnusableError):
             raise held
         return held
 
-    def _load(self, path: Path, ask_passphrase: AskPassphrase | None) -> paramiko.PKey | KeyUnusableError:
+    def _load(self, path: Path, written: int, ask_passphrase: AskPassphrase | None) -> paramiko.PKey | KeyUnusableError:
+        """written: when, for a key that was replaced meanwhile is another key."""
         try:
-            self._keys[path] = _read_key(path, None)
+            key: paramiko.PKey | KeyUnusableError = _read_key(path, None)
         except paramiko.PasswordRequiredException:
             if ask_passphrase is None:
                 return KeyUnusableError("is encrypted", f"put it into your agent: ssh-add {shell.join([str(path)])}")
-            self._keys[path] = _decrypt(path, ask_passphrase(str(path)))
-        return self._keys[path]
+            key = _decrypt(path, ask_passphrase(str(path)))
+        self._keys[path, written] = key
+        return key
 
 
 _RING = KeyRing()
+
+
+class _Offer(paramiko.PKey):
+    """A key as it is shown to a host: by its certificate, if there is one.
+
+    fault: why it did not sign. An agent may refuse to, which must not end the connection: the next key has its turn.
+    """
+
+    def __init__(self, label: str, key: paramiko.PKey, certificate: Certificate | None = None) -> None:
+        self.label, self.fault = label, ""
+        self._key = key
+        self.public_blob = paramiko.pkey.PublicBlob(certificate.type, certificate.blob) if certificate else None
+        if certificate is None and isinstance(key, paramiko.AgentKey):
+            self.public_blob = paramiko.pkey.PublicBlob(key.get_name(), key.blob)
+
+    def get_name(self) -> str:
+        return self._key.get_name()
+
+    def asbytes(self) -> bytes:
+        return self._key.asbytes()
+
+    def sign_ssh_data(self, data: bytes, algorithm: str | None = None) -> Any:
+        try:
+            return self._key.sign_ssh_data(data, algorithm)
+        except (paramiko.SSHException, OSError) as error:
+            self.fault = f"the agent did not sign: {one_line(error, 100)}"
+            return b""
 
 
 class Login:
@@ -84,59 +118,92 @@ class Login:
         self._ask_passphrase = ask_passphrase
         self._begins = begins
         self._tried: list[str] = []
+        self._certified = False
 
-    def authenticate(self, transport: paramiko.Transport) -> None:
+    def authenticate(self, transport: SignalAwareTransport) -> None:
         """Raises AuthError when no key is taken, TimeoutError when the host gives no answer in time."""
         self._begins()
-        with _agent() as agent:
-            for label, key in self._keys(agent):
-                self._tried.append(label)
-                if self._try(transport, key):
+        with _agent(self._hop) as agent:
+            for offer in self._offers(agent):
+                if self._try(transport, offer):
                     return
+                self._tried.append(f"{offer.label} ({offer.fault})" if offer.fault else offer.label)
+                # A host may look each key up in a slow directory: all of the time for each, or our tries use it up.
+                self._deadline.renew()
         raise self._refused("")
 
-    def _try(self, transport: paramiko.Transport, key: paramiko.PKey) -> bool:
+    def _try(self, transport: SignalAwareTransport, offer: _Offer) -> bool:
         transport.auth_timeout = max(0.1, self._deadline.left())
         try:
-            further = transport.auth_publickey(self._hop.user, key)
+            further = transport.auth_publickey(self._hop.user, offer)
         except paramiko.BadAuthenticationType as error:
             raise self._refused("the host takes no public keys for this user") from error
         except paramiko.AuthenticationException as error:
-            if not self._deadline.left():
+            if str(error) == _LATE:
                 raise TimeoutError from error
-            if not transport.is_active():
-                raise self._refused("the host ended the login; name one `key_file:` and set IdentitiesOnly") from error
-            return False
+            if transport.is_active():
+                return False
+            self._tried.append(offer.label)
+            raise self._ended(transport.goodbye) from error
         if further:
             raise self._refused(f"the key was taken, but the host also asks for {', '.join(further)}")
         return True
 
-    def _keys(self, agent: dict[bytes, paramiko.PKey]) -> Iterator[tuple[str, paramiko.PKey]]:
+    def _ended(self, words: str) -> Exception:
+        """The host ended the connection. words: its own; a link that broke brings none."""
+        if "too many authentication failures" in words.lower():
+            return self._refused("the host takes no more tries; name one `key_file:` and set IdentitiesOnly")
+        if words:
+            return self._refused(f"the host ended the login: {one_line(words, 200)}")
+        return paramiko.SSHException("the host hung up during the login")
+
+    def _offers(self, agent: _AgentKeys) -> Iterator[_Offer]:
         """What to try, in order. An encrypted file is opened only when its turn comes."""
+        named = [(path, Certificate.read(path)) for path in self._hop.certificates]
         for path in self._hop.key_files:
-            held = agent.pop(_public_blob(path), None)
-            if held is not None:
-                yield f"{path} (agent)", held
+            beside = [Path(f"{name}-cert.pub") for name in dict.fromkeys([str(path), str(path).removesuffix(".pub")])]
+            certificates = [*((one, Certificate.read(one)) for one in beside), *named]
+            held = agent.pop(public_of(path), [])
+            for key in held:
+                yield from self._forms(f"{path} (agent)", key, certificates)
+            if held:
                 continue
             try:
-                with self._deadline.paused():
-                    key = _RING.open(path, self._ask_passphrase)
+                opened = self._open(path)
             except KeyUnusableError as error:
                 if self._hop.key_required:
                     raise AuthError(self._hop.peer.node, f"key {path} {error}", error.remedy) from error
-                self._tried.append(f"{path} ({error})")
+                self._tried.append(f"{path} ({error}){self._hop.said_by(str(path))}")
                 continue
-            yield str(path), key
-        if self._hop.agent:
-            yield from ((f"agent key {key.get_name()} {key.fingerprint}", key) for key in agent.values())
+            yield from self._forms(str(path), opened, certificates)
+        for key in [key for keys in agent.values() for key in keys] if self._hop.agent else ():
+            yield from self._forms(f"agent key {key.get_name()} {key.fingerprint}", key, named)
+
+    def _open(self, path: Path) -> paramiko.PKey:
+        with self._deadline.paused():
+            return _RING.open(path, self._ask_passphrase)
+
+    def _forms(
+        self, label: str, key: paramiko.PKey, certificates: Sequence[tuple[Path, Certificate | None]]
+    ) -> Iterator[_Offer]:
+        """The key with each certificate that is its own, then alone."""
+        for path, certificate in certificates:
+            if certificate and certificate.public == key.asbytes():
+                self._certified = True
+                yield _Offer(f"{path} ({certificate}) with {label}", key, certificate)
+        yield _Offer(label, key)
 
     def _refused(self, why: str) -> AuthError:
         hop = self._hop
         tried = ", ".join(self._tried) or "none: no key file and no agent"
+        remedy = "`ssh-copy-id` puts your public key there"
+        if self._certified:
+            remedy = "a certificate must be valid now, for this user, and of an authority that the host trusts"
         error = AuthError(
             hop.peer.node,
-            f"{hop.login} was refused{' (' + why + ')' if why else ''}; keys tried: {tried}",
-            f"try `{_ssh_line(hop)}`; `ssh-copy-id` puts your public key there",
+            f"{hop.login} was refused{hop.said_by('user')}{' (' + why + ')' if why else ''}; "
+            f"keys tried: {tried}{f'; not tried: {hop.not_tried}, put them into an agent' if hop.not_tried else ''}",
+            f"try `{_ssh_line(hop)}`; {remedy}",
         )
         error.at = "" if hop.peer.jump else hop.host
         return error
@@ -149,45 +216,70 @@ def unlock(hop: Hop, ask_passphrase: AskPassphrase) -> None:
     """
     if not hop.key_required:
         return
-    with _agent() as agent:
+    with _agent(hop) as agent:
         for path in hop.key_files:
             try:
-                if _public_blob(path) not in agent:
+                if public_of(path) not in agent:
                     _RING.open(path, ask_passphrase)
             except KeyUnusableError as error:
                 raise AuthError(hop.peer.node, f"key {path} {error}", error.remedy) from error
 
 
-@contextlib.contextmanager
-def _agent() -> Iterator[dict[bytes, paramiko.PKey]]:
-    """The agent's keys by their public part; none where there is no agent."""
+def opens(path: Path) -> bool:
+    """Whether a key file needs no question: it is not encrypted, or was opened before."""
     try:
-        agent = paramiko.Agent()
+        _RING.open(path, None)
+    except KeyUnusableError:
+        return False
+    return True
+
+
+class _AgentAt(paramiko.agent.AgentSSH):
+    """paramiko's own looks at $SSH_AUTH_SOCK only."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.connect(path)
+            self._connect(self._socket)  # type: ignore[attr-defined]
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@contextlib.contextmanager
+def _agent(hop: Hop) -> Iterator[_AgentKeys]:
+    """The agent's keys by their public part, certificates of a key before it; none where there is no agent."""
+    try:
+        agent = _AgentAt(hop.agent_socket) if hop.agent_socket else None
     except (paramiko.SSHException, OSError):
+        agent = None
+    if agent is None:
         yield {}
         return
+    found: _AgentKeys = {}
+    for key in sorted(agent.get_keys(), key=lambda key: not key.get_name().endswith(SUFFIX)):
+        found.setdefault(key.asbytes(), []).append(key)
     try:
-        yield {key.asbytes(): key for key in agent.get_keys()}
+        yield found
     finally:
         agent.close()
 
 
-def _public_blob(path: Path) -> bytes:
-    """The public key beside a private one; b"" where there is none."""
+def _check_private(path: Path) -> int:
+    """When it was written last, in nanoseconds."""
     try:
-        return base64.b64decode(Path(f"{path}.pub").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return b""
-
-
-def _check_private(path: Path) -> None:
-    try:
-        mode = path.stat().st_mode
+        found = path.stat()
     except OSError as error:
         raise KeyUnusableError(f"cannot be read: {error.strerror}", "check `key_file:` in the inventory") from error
-    if mode & 0o077:
+    if found.st_mode & 0o077 and not is_public(path):
         remedy = f"chmod 600 {shell.join([str(path)])}"
-        raise KeyUnusableError(f"may be read by others (mode {mode & 0o777:04o})", remedy)
+        raise KeyUnusableError(f"may be read by others (mode {found.st_mode & 0o777:04o})", remedy)
+    return found.st_mtime_ns
 
 
 def _decrypt(path: Path, passphrase: str | None) -> paramiko.PKey | KeyUnusableError:
@@ -201,6 +293,11 @@ def _decrypt(path: Path, passphrase: str | None) -> paramiko.PKey | KeyUnusableE
 
 def _read_key(path: Path, passphrase: str | None) -> paramiko.PKey:
     """Raises PasswordRequiredException for an encrypted file, KeyUnusableError for anything else that is amiss."""
+    if is_public(path):
+        raise KeyUnusableError(
+            "is a public key, and no agent holds its private half",
+            f"put that into an agent (ssh-add), or name the private key ({path.with_suffix('')})",
+        )
     for key_class in _KEY_CLASSES:
         try:
             return key_class.from_private_key_file(str(path), passphrase)

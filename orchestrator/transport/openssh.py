@@ -23,7 +23,7 @@ from orchestrator.errors import HostKeyError, OrchError
 from orchestrator.files import write_atomic
 from orchestrator.transport import shell
 from orchestrator.transport.hostkeys import HostKeys, Peer, known_name
-from orchestrator.transport.route import Hop, Target, find_route, read_ssh_config
+from orchestrator.transport.route import Hop, Target, find_route
 from orchestrator.transport.ssh import fetch_host_key
 
 _STRICT = ("StrictHostKeyChecking=yes", "UpdateHostKeys=no", "CheckHostIP=no", "GlobalKnownHostsFile=/dev/null")
@@ -40,7 +40,7 @@ def command_line(
     program = shutil.which("ssh")
     if not program:
         raise OrchError("this machine has no `ssh` program", "install OpenSSH's client (openssh-client on Debian)")
-    route = find_route(target, read_ssh_config())
+    route = find_route(target)
     known = [_known_hosts(hop, target, host_keys, pins) for hop in route]
     proxy = "none"
     for hop, files, onward in zip(route, known, route[1:], strict=False):
@@ -61,6 +61,8 @@ def _options(hop: Hop, known: Sequence[Path], proxy: str) -> list[str]:
     if not hop.agent:
         settings.append("IdentitiesOnly=yes")
     # Not `-i`, which looks for a file by the name as it stands, and reads it in another way afterwards.
+    settings.append(f"IdentityAgent={_quoted(Path(hop.agent_socket)) if hop.agent_socket else 'none'}")
+    settings += [f"CertificateFile={_quoted(file)}" for file in hop.certificates]
     settings += [f"IdentityFile={_quoted(key)}" for key in hop.key_files if hop.key_required or key.exists()]
     return ["-l", hop.user, "-p", str(hop.port), *(word for line in settings for word in ("-o", line))]
 

@@ -1,38 +1,33 @@
 """The way to a host: inventory and SSH configuration together, as a list of hops.
 
-Takes a `Target` (what the inventory says) and the person's SSH configuration; gives the hops to connect through, jump
-hosts first, the host itself last. What the inventory says wins; the configuration fills the rest (HostName, User, Port,
-IdentityFile, IdentitiesOnly, ProxyJump, HostKeyAlias, UserKnownHostsFile, GlobalKnownHostsFile, Include). Knows no
-network.
+Takes a `Target` (what the inventory says); gives the hops to connect through, jump hosts first, the host itself last.
+What the inventory says wins; the configuration fills the rest (HostName, User, Port, IdentityFile, CertificateFile,
+IdentityAgent, IdentitiesOnly, ProxyJump, HostKeyAlias, UserKnownHostsFile, GlobalKnownHostsFile, ConnectTimeout). Knows
+no network.
 
-    find_route(Target("v100", "10.0.0.7", proxy_jump="me@gate:2222"), read_ssh_config())
+    find_route(Target("v100", "10.0.0.7", proxy_jump="me@gate:2222"))
 """
 
 from __future__ import annotations
 
-import errno
 import getpass
 import os
 import re
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import paramiko
-
-from orchestrator.errors import HostError, UsageError
+from orchestrator.errors import HostError
 from orchestrator.text import place
 from orchestrator.transport.hostkeys import Peer, known_name
+from orchestrator.transport.ssh_config import Setting, Settings, Tokens, settings
 
 _MAX_JUMPS = 8
-_MAX_INCLUDES = 16  # as deep as OpenSSH follows them
 _JUMP = re.compile(
-    r"(?:ssh://)?(?:(?P<user>[^@]+)@)?(?:\[(?P<ipv6>[^\]]+)\]|(?P<host>[^:@\[\]]+))(?::(?P<port>\d+))?/?"
+    r"(?:ssh://)?(?:(?P<user>[^@]+)@)?(?:\[(?P<bracketed>[^\]]+)\]|(?P<host>[^:@\[\]]+))(?::(?P<port>\d+))?/?"
 )
 _DEFAULT_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
-_KEYWORD = re.compile(r"\s*(host|match|include)(?:\s*=\s*|\s+)(.+)", re.IGNORECASE)
+_SECURITY_KEYS = ("id_ed25519_sk", "id_ecdsa_sk")
 
 
 @dataclass(frozen=True)
@@ -48,20 +43,7 @@ class Target:
     """`ssh-ed25519 AAAA...` or `SHA256:...`."""
     proxy_jump: str | None = None
     """`[user@]host[:port][,...]`; `none` for no jump at all."""
-
-
-@dataclass(frozen=True)
-class Alias:
-    """A host of the person's SSH configuration."""
-
-    name: str
-    file: str
-    line: int
-    """Where its `Host` line is."""
-    options: Mapping[str, Any]
-    """What holds for it, by the keyword in small letters."""
-    problem: str = ""
-    """Why it cannot be used."""
+    connect_timeout_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,13 +55,23 @@ class Hop:
     port: int
     user: str
     key_files: tuple[Path, ...]
-    """In the order to try."""
+    """In the order to try: private keys, or public ones whose private half an agent holds."""
     key_required: bool
     """Whether the inventory names the key, so that one which cannot be used is an error."""
     agent: bool
     """Whether keys of the agent may be tried, too."""
     through: str = ""
     """The jump hosts before it, as `ssh -J` has them."""
+    certificates: tuple[Path, ...] = ()
+    """Besides those that lie beside a key."""
+    agent_socket: str = ""
+    """"" for no agent at all."""
+    not_tried: str = ""
+    """Ways in that the configuration names and we do not know."""
+    connect_timeout_s: float = 0.0
+    """ConnectTimeout of the configuration; 0 if it says none."""
+    origins: tuple[tuple[str, str], ...] = ()
+    """Where values of the configuration stand: ("host", "HostName in /home/me/.ssh/config:3")."""
 
     @property
     def place(self) -> str:
@@ -90,149 +82,160 @@ class Hop:
     def login(self) -> str:
         return f"{self.user}@{self.place}"
 
-
-def read_ssh_config(path: Path | None = None) -> paramiko.SSHConfig:
-    """The person's SSH configuration: `path`, else $ORCH_SSH_CONFIG, else ~/.ssh/config and the system's.
-
-    Raises UsageError for a file that cannot be read or parsed.
-    """
-    config = paramiko.SSHConfig()
-    for file in config_files(path):
-        try:
-            config.parse(line for line, _, _ in _lines(file, "Host *"))
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                raise  # no fault of the file's: `cli.common` says what to try
-            raise UsageError(f"{file}: {error.strerror}", "make the SSH configuration readable") from error
-        except (paramiko.SSHException, ValueError, RuntimeError) as error:  # quotes without an end, `~nobody`
-            raise UsageError(
-                f"{file}: {error}", "mend that line; `ssh -G HOST` shows what OpenSSH makes of it"
-            ) from error
-    return config
+    def said_by(self, *names: str) -> str:
+        """` (HostName in FILE:3)`: where these of our values stand in the SSH configuration; "" if in the inventory."""
+        found = [origin for name, origin in self.origins if name in names]
+        return f" ({', '.join(dict.fromkeys(found))})" if found else ""
 
 
-def config_files(path: Path | None = None) -> list[Path]:
-    chosen = path or os.environ.get("ORCH_SSH_CONFIG")
-    if chosen:
-        return [Path(chosen).expanduser()]
-    return [file for file in (Path.home() / ".ssh/config", Path("/etc/ssh/ssh_config")) if file.exists()]
-
-
-def aliases(path: Path | None = None) -> Iterator[Alias]:
-    """Each name that a `Host` line gives without a pattern, once, with what the whole configuration says of it.
-
-    Raises as `read_ssh_config`.
-    """
-    config = read_ssh_config(path)
-    found: dict[str, tuple[Path, int]] = {}
-    for file in config_files(path):
-        for line, inside, number in _lines(file, "Host *"):
-            keyword = _KEYWORD.match(line)
-            if keyword and keyword[1].lower() == "host" and number:
-                for name in shlex.split(keyword[2], comments=True):
-                    found.setdefault(name, (inside, number))
-    for name, (file, number) in found.items():
-        if not set("*?!") & set(name):
-            yield _alias(name, file, number, config)
-
-
-def _alias(name: str, file: Path, line: int, config: paramiko.SSHConfig) -> Alias:
-    try:
-        return Alias(name, str(file), line, dict(_options(Target(name, name), config)))
-    except HostError as error:
-        return Alias(name, str(file), line, {}, f"{error.message.removeprefix(f'{name}: ')}; {error.remedy}")
-
-
-def find_route(target: Target, config: paramiko.SSHConfig) -> tuple[Hop, ...]:
+def find_route(
+    target: Target, ssh_config: Path | None = None, note: Callable[[str], None] = lambda line: None
+) -> tuple[Hop, ...]:
     """The hops to `target`, the target itself last.
 
-    Raises HostError for a jump that cannot be, and for a login as root that nobody asked for.
+    ssh_config: in place of $ORCH_SSH_CONFIG, else ~/.ssh/config and the system's. note: called with what had to be left
+    out of it. Raises HostError for a way that cannot be gone, and for a login as root that nobody asked for; UsageError
+    for a broken configuration.
     """
-    hops = list(_hops(target, config, jump=False, depth=0))
+    try:
+        hops = list(_hops(target, ssh_config, note, jump=False, depth=0, named_by=""))
+    except ValueError as error:
+        words = f"the SSH configuration for {target.host} cannot be used ({error})"
+        raise HostError(target.node, words, "`ssh -G HOST` shows what OpenSSH makes of it") from error
     logins = [hop.login for hop in hops]
     return tuple(replace(hop, through=",".join(logins[:position])) for position, hop in enumerate(hops))
 
 
-def _lines(file: Path, block: str, depth: int = 0) -> Iterator[tuple[str, Path, int]]:
-    """The lines of a configuration with its Include lines replaced by what they name; paramiko reads no Include. With
-    each its file and number, 0 for those that nobody wrote.
-    """
-    yield f"{block}\n", file, 0
-    for number, line in enumerate(file.read_text(errors="replace").splitlines(keepends=True), 1):
-        keyword = _KEYWORD.match(line)
-        if not keyword or keyword[1].lower() != "include":
-            block = line.strip() if keyword else block
-            yield line, file, number
-        elif depth < _MAX_INCLUDES:
-            for included in _included(file, keyword[2]):
-                yield from _lines(included, block, depth + 1)
-            yield f"{block}\n", file, 0  # what follows belongs to the block around the Include again
-
-
-def _included(file: Path, patterns: str) -> list[Path]:
-    """Relative names count from the folder of the configuration: ~/.ssh or /etc/ssh, as in ssh_config(5)."""
-    found: list[Path] = []
-    for pattern in shlex.split(patterns):
-        path = file.parent / Path(pattern).expanduser()
-        found += sorted(match for match in path.parent.glob(path.name) if match.is_file())
-    return found
-
-
-def _hops(target: Target, config: paramiko.SSHConfig, *, jump: bool, depth: int) -> Iterator[Hop]:
-    options = _options(target, config)
-    chain = target.proxy_jump or options.get("proxyjump", "none")
+def _hops(
+    target: Target, path: Path | None, note: Callable[[str], None], *, jump: bool, depth: int, named_by: str
+) -> Iterator[Hop]:
+    """named_by: the setting that names a jump host; "" for the inventory."""
+    direct = target.proxy_jump is not None
+    found = settings(target.host, user=target.user, port=target.port, direct=direct, path=path, note=note)
+    hop = _hop(target, found, jump=jump, named_by=named_by)
+    chain, way = target.proxy_jump or "none", named_by if jump else ""
+    if not direct and "proxyjump" in found:
+        jumps = found["proxyjump"][0]
+        way = f"ProxyJump in {jumps.origin}"
+        chain = _tokens(target, hop, found).expand("ProxyJump", jumps, file=False)
     if chain.lower() != "none":
         if depth == _MAX_JUMPS:
             raise HostError(
                 target.node, f"more than {_MAX_JUMPS} jump hosts", "look for a ProxyJump that leads in a circle"
             )
-        yield from _jumps(target, chain, config, depth)
-    elif options.get("proxycommand"):
+        yield from _jumps(target, hop, chain, path, note, depth, way)
+    elif not direct and found.get("proxycommand", [Setting(("none",))])[0].value.lower() != "none":
+        origin = found["proxycommand"][0].origin
         remedy = "write the way as `proxy_jump:` in the inventory or ProxyJump in the SSH configuration"
-        raise HostError(target.node, f"the SSH configuration of {target.host} uses ProxyCommand", remedy)
-    yield _hop(target, options, jump=jump)
+        raise HostError(target.node, f"{target.host} is reached by a ProxyCommand ({origin}), which orch lacks", remedy)
+    yield hop
 
 
-def _jumps(target: Target, chain: str, config: paramiko.SSHConfig, depth: int) -> Iterator[Hop]:
-    """As OpenSSH: the first jump host may have a ProxyJump of its own, each later one is reached through the former."""
-    for position, text in enumerate(chain.split(",")):
+def _jumps(
+    target: Target, hop: Hop, chain: str, path: Path | None, note: Callable[[str], None], depth: int, named_by: str
+) -> Iterator[Hop]:
+    """As OpenSSH: the first jump host may have a ProxyJump of its own, each later one is reached through the former.
+
+    hop: where the chain leads.
+    """
+    way = f" ({named_by})" if named_by else ""
+    specs = chain.split(",")
+    for position, text in enumerate(specs):
         match = _JUMP.fullmatch(text.strip())
         if not match:
+            what = named_by or "proxy_jump"
             raise HostError(
-                target.node, f"proxy_jump {text.strip()!r}", "write it as [user@]host[:port], several with commas"
+                target.node, f"{what}: {text.strip()!r}", "write it as [user@]host[:port], several with commas"
             )
-        host, port = match["ipv6"] or match["host"], match["port"]
-        further = None if position == 0 and host != target.host else "none"
+        host, port = match["bracketed"] or match["host"], match["port"]
+        is_itself = (host, int(port or 22), match["user"] or hop.user) == (hop.host, hop.port, hop.user)
+        if is_itself and position == len(specs) - 1:
+            raise HostError(target.node, f"{target.host} is its own jump host{way}", "write `ProxyJump none` for it")
+        further = None if position == 0 else "none"
         via = Target(target.node, host, int(port) if port else None, match["user"], target.key_file, None, further)
-        yield from _hops(via, config, jump=True, depth=depth + 1)
+        yield from _hops(via, path, note, jump=True, depth=depth + 1, named_by=named_by)
 
 
-def _options(target: Target, config: paramiko.SSHConfig) -> paramiko.SSHConfigDict:
-    try:
-        return config.lookup(target.host)
-    except (paramiko.SSHException, ImportError, ValueError, KeyError) as error:
-        remedy = "`ssh -G HOST` shows what OpenSSH makes of it"
-        raise HostError(
-            target.node, f"the SSH configuration of {target.host} cannot be used ({error})", remedy
-        ) from error
+def _tokens(target: Target, hop: Hop, found: Settings) -> Tokens:
+    alias = found["hostkeyalias"][0].value if "hostkeyalias" in found else ""
+    return Tokens(target.host, hop.host, str(hop.port), hop.user, alias)
 
 
-def _hop(target: Target, options: paramiko.SSHConfigDict, *, jump: bool) -> Hop:
-    host = options.get("hostname", target.host)
-    port = target.port or int(options.get("port", 22))
-    named = [Path(name).expanduser() for name in options.get("identityfile", []) if name.lower() != "none"]
-    own = target.key_file if not (jump and named) else None  # a jump host's own IdentityFile is the better guess
-    keys = [Path(own).expanduser()] if own else named or [Path.home() / ".ssh" / name for name in _DEFAULT_KEYS]
-    alias = options.get("hostkeyalias")
-    return Hop(
-        peer=Peer(target.node, alias or known_name(host, port), target.host_key, _known_hosts(options), jump),
+def _hop(target: Target, found: Settings, *, jump: bool, named_by: str) -> Hop:
+    def value(keyword: str, default: str = "") -> str:
+        return found[keyword][0].value if keyword in found else default
+
+    def origin(keyword: str, shown: str) -> str:
+        return f"{shown} in {found[keyword][0].origin}"
+
+    origins = [("host", named_by)] if named_by else []
+    host = value("hostname", target.host)
+    if host != target.host:
+        origins.append(("host", origin("hostname", "HostName")))
+    port = target.port or int(value("port", "22"))
+    if not target.port and port != 22:
+        origins.append(("port", origin("port", "Port")))
+    if not target.user and "user" in found:
+        origins.append(("user", origin("user", "User")))
+    alias = value("hostkeyalias")
+    name = alias or known_name(host, port)
+    hop = Hop(
+        peer=Peer(target.node, name, target.host_key, _known_hosts(found), jump, (alias or host).lower()),
         host=host,
         port=port,
-        user=target.user or options.get("user") or _own_name(target, jump),
+        user=target.user or value("user") or _own_name(target, jump),
+        key_files=(),
+        key_required=False,
+        agent=value("identitiesonly", "no").lower() != "yes",
+        not_tried=_not_tried(found),
+        connect_timeout_s=_seconds(value("connecttimeout", "none")),
+        origins=tuple(origins),
+    )
+    return _with_keys(hop, target, found, jump)
+
+
+def _with_keys(hop: Hop, target: Target, found: Settings, jump: bool) -> Hop:
+    tokens = _tokens(target, hop, found)
+    named = [one for one in found.get("identityfile", ()) if one.value.lower() != "none"]
+    paths = [Path(tokens.expand("IdentityFile", one)) for one in named]
+    lines = [(str(path), f"IdentityFile in {one.origin}") for path, one in zip(paths, named, strict=True)]
+    own = target.key_file if not (jump and named) else None  # a jump host's own IdentityFile is the better guess
+    keys = [Path(own).expanduser()] if own else paths or [Path.home() / ".ssh" / name for name in _DEFAULT_KEYS]
+    certificates = [one for one in found.get("certificatefile", ()) if one.value.lower() != "none"]
+    return replace(
+        hop,
         key_files=tuple(keys),
         key_required=own is not None and not jump,
-        agent=options.get("identitiesonly", "no").lower() != "yes",
+        certificates=tuple(Path(tokens.expand("CertificateFile", one)) for one in certificates),
+        agent_socket=_agent_socket(found, tokens),
+        origins=(*hop.origins, *(() if own else lines)),
     )
+
+
+def _agent_socket(found: Settings, tokens: Tokens) -> str:
+    usual = os.environ.get("SSH_AUTH_SOCK", "")
+    if "identityagent" not in found:
+        return usual
+    setting = found["identityagent"][0]
+    if setting.value.lower() == "none":
+        return ""
+    socket = tokens.expand("IdentityAgent", setting)
+    if socket == "SSH_AUTH_SOCK":
+        return usual
+    return os.environ.get(socket[1:], "") if socket.startswith("$") else socket
+
+
+def _seconds(text: str) -> float:
+    """Of `90`, `1m30s`, `none`, as ssh writes a time."""
+    units = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+    return float(sum(int(number) * units[unit.lower()] for number, unit in re.findall(r"(\d+)([smhdwSMHDW]?)", text)))
+
+
+def _not_tried(found: Settings) -> str:
+    """What ssh might log in with, and we do not."""
+    ways = [f"keys of PKCS11Provider {one.value} ({one.origin})" for one in found.get("pkcs11provider", ())[:1]]
+    ways += [f"the security key {name}" for name in _SECURITY_KEYS if (Path.home() / ".ssh" / name).exists()]
+    return ", ".join(way for way in ways if "Provider none" not in way)
 
 
 def _own_name(target: Target, jump: bool) -> str:
@@ -244,10 +247,14 @@ def _own_name(target: Target, jump: bool) -> str:
     return name
 
 
-def _known_hosts(options: paramiko.SSHConfigDict) -> tuple[Path, ...] | None:
-    """The known_hosts files that the configuration names, None where it names none."""
-    if "userknownhostsfile" not in options and "globalknownhostsfile" not in options:
+def _known_hosts(found: Settings) -> tuple[Path, ...] | None:
+    """The known_hosts files that the configuration names, None if it names none."""
+    if "userknownhostsfile" not in found and "globalknownhostsfile" not in found:
         return None
-    user = options.get("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2")
-    system = options.get("globalknownhostsfile", "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2")
-    return tuple(Path(name).expanduser() for name in shlex.split(f"{user} {system}") if name.lower() != "none")
+    files: list[str] = []
+    for keyword, usual in (
+        ("userknownhostsfile", ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")),
+        ("globalknownhostsfile", ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")),
+    ):
+        files += found[keyword][0].words if keyword in found else usual
+    return tuple(Path(name).expanduser() for name in files if name.lower() != "none")

@@ -44,10 +44,13 @@ class SignalAwareTransport(paramiko.Transport):
     """paramiko drops the `exit-signal` message (RFC 4254, 6.10); here it sets 128 + n, as a shell would.
 
     servers_offer: the algorithms that the server named, by paramiko's word for their kind; empty before it has.
+    first_keys: the kinds of host keys to ask for first. goodbye: the server's words if it ended the connection.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.servers_offer: dict[str, str] = {}
+        self.first_keys: tuple[str, ...] = ()
+        self.goodbye = ""
         super().__init__(*arguments, **options)
 
     def _parse_kex_init(self, message: paramiko.Message) -> None:
@@ -55,6 +58,17 @@ class SignalAwareTransport(paramiko.Transport):
         kinds = {"kex": "kex", "host key": "server_key", "cipher": "server_encrypt", "mac": "server_mac"}
         self.servers_offer = {kind: ",".join(parsed[f"{name}_algo_list"]) for kind, name in kinds.items()}
         super()._parse_kex_init(message)  # type: ignore[misc]
+
+    @property
+    def preferred_keys(self) -> tuple[str, ...]:
+        """paramiko asks for certificates last, so that a host shows none."""
+        usual = super().preferred_keys
+        first = [name for name in self.first_keys if name in usual]
+        return (*first, *(name for name in usual if name not in first))
+
+    def _parse_disconnect(self, message: paramiko.Message) -> None:
+        message.get_int()  # a code, which says less than the words
+        self.goodbye = message.get_text()
 
     _channel_handler_table = {  # noqa: RUF012
         **paramiko.Transport._channel_handler_table,  # type: ignore[attr-defined]

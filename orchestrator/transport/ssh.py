@@ -17,19 +17,19 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import paramiko
 
 from orchestrator.errors import ConnectError, HostError, ProbeError
 from orchestrator.transport import MAX_OUTPUT_BYTES, CommandResult, heartbeat
-from orchestrator.transport.deadline import Deadline
+from orchestrator.transport.deadline import Deadline, allow_more
 from orchestrator.transport.dial import Connection, Dialler
 from orchestrator.transport.hostkeys import HostKeys, OfferedKey, UnknownHostKeyError
-from orchestrator.transport.login import AskPassphrase
+from orchestrator.transport.login import AskPassphrase, opens
 from orchestrator.transport.login import unlock as _unlock
-from orchestrator.transport.route import Target, find_route, read_ssh_config
+from orchestrator.transport.route import Hop, Target, find_route
 from orchestrator.transport.session import STDERR, STDOUT, RemoteCommand
 from orchestrator.transport.ssh_errors import translated
 
@@ -48,18 +48,27 @@ def connect(
     timeout_s: float = 10.0,
     dial_s: float = math.inf,
     ssh_config: Path | None = None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> SshTransport:
     """Logs in to `target`, through its jump hosts where it has some.
 
-    dial_s: of timeout_s no more than so long for a hop's TCP connection: a host that is up accepts it, however busy it
-    is. accept_new: record the key of a host of which none is known. ask_passphrase: gets a key file's path, answers its
-    passphrase or None; asked once a key in the life of this process. ssh_config: in place of $ORCH_SSH_CONFIG, else
-    ~/.ssh/config. Raises ConnectError, HostKeyError, AuthError, UsageError for a broken SSH configuration.
+    timeout_s: unless the inventory sets another limit, or the SSH configuration a longer one. dial_s: of that no more
+    than so long for a hop's TCP connection: a host that is up accepts it, however busy it is. accept_new: record the
+    key of a host of which none is known. ask_passphrase: gets a key file's path, answers its passphrase or None; asked
+    once a key in the life of this process. ssh_config: in place of $ORCH_SSH_CONFIG, else ~/.ssh/config. note: called
+    with what had to be left out of it. Raises ConnectError, HostKeyError, AuthError, UsageError for a broken SSH
+    configuration.
     """
-    route = find_route(target, read_ssh_config(ssh_config))
-    transport = SshTransport(Dialler(route, host_keys, accept_new, ask_passphrase, timeout_s, dial_s=dial_s))
-    transport.open(timeout_s)
+    route = find_route(target, ssh_config, note)
+    limit_s = _limit_s(target, route, timeout_s)
+    transport = SshTransport(Dialler(route, host_keys, accept_new, ask_passphrase, limit_s, dial_s=dial_s))
+    allow_more(max(0.0, limit_s - timeout_s))
+    transport.open(limit_s)
     return transport
+
+
+def _limit_s(target: Target, route: Sequence[Hop], usual_s: float) -> float:
+    return target.connect_timeout_s or max(usual_s, *(hop.connect_timeout_s for hop in route))
 
 
 def unlock(target: Target, ask_passphrase: AskPassphrase, ssh_config: Path | None = None) -> None:
@@ -67,7 +76,8 @@ def unlock(target: Target, ask_passphrase: AskPassphrase, ssh_config: Path | Non
 
     Done for every node before hosts are dialled at once, a question never comes up in one of many threads.
     """
-    _unlock(find_route(target, read_ssh_config(ssh_config))[-1], ask_passphrase)
+    if target.key_file and not opens(Path(target.key_file).expanduser()):
+        _unlock(find_route(target, ssh_config)[-1], ask_passphrase)
 
 
 def fetch_host_key(
@@ -84,10 +94,11 @@ def fetch_host_key(
     be trusted first. Nothing is recorded: when a person has compared `fingerprint`, call
     `host_keys.check(peer, key, accept_new=True)`, which refuses a key that is not the known one.
     """
-    route = find_route(target, read_ssh_config(ssh_config))
-    dialler = Dialler(route, host_keys, False, ask_passphrase, timeout_s, look_only=True)
+    route = find_route(target, ssh_config)
+    limit_s = _limit_s(target, route, timeout_s)
+    dialler = Dialler(route, host_keys, False, ask_passphrase, limit_s, look_only=True)
     try:
-        dialler.open(timeout_s).close()
+        dialler.open(limit_s).close()
     except UnknownHostKeyError as unknown:
         return unknown.offered
     raise ConnectError(target.node, "showed no host key", "try again")  # pragma: no cover - `look_only` always raises

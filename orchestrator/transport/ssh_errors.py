@@ -27,15 +27,19 @@ def hung_up_early(cause: BaseException | None) -> bool:
 
 
 @contextlib.contextmanager
-def translated(hop: Hop, late: str, deadline: Deadline | None = None) -> Iterator[None]:
+def translated(
+    hop: Hop,
+    late: str,
+    deadline: Deadline | None = None,
+    late_remedy: str = "check that the host is up, not overloaded, and reachable",
+) -> Iterator[None]:
     """Turns what paramiko, fabric and sockets raise into ours, the cause kept. late: what to say of a time-out."""
     try:
         yield
     except (paramiko.SSHException, OSError, EOFError, LinkLostError) as error:
         timed_out = isinstance(error, TimeoutError) or "timeout" in str(error).lower()
         if timed_out or (deadline is not None and not deadline.left()):
-            remedy = "check that the host is up, not overloaded, and reachable"
-            ours = ConnectError(hop.peer.node, f"{_where(hop)}: {late}", remedy)
+            ours = ConnectError(hop.peer.node, f"{_where(hop)}: {late}{hop.said_by('host', 'port')}", late_remedy)
         else:
             ours = translate(hop, error, is_up=deadline is None)
         ours.at = "" if hop.peer.jump else hop.host
@@ -46,9 +50,14 @@ def translate(hop: Hop, error: Exception, *, is_up: bool) -> ConnectError:
     """is_up: whether there was a connection before this."""
     node, where = hop.peer.node, _where(hop)
     if isinstance(error, socket.gaierror):
-        return ConnectError(node, f"no address for {hop.host!r} ({error.strerror})", "check `host:` in the inventory")
+        said = hop.said_by("host")
+        key = "proxy_jump:" if hop.peer.jump else "host:"
+        remedy = "check that setting" if said else f"check `{key}` in the inventory"
+        return ConnectError(node, f"no address for {hop.host!r} ({error.strerror}){said}", remedy)
     if isinstance(error, ConnectionRefusedError):
-        return ConnectError(node, f"nothing listens at {where}", "start sshd on that host, or mend `port:`")
+        said = hop.said_by("host", "port")
+        remedy = f"start sshd on that host, or mend {'that setting' if said else '`port:`'}"
+        return ConnectError(node, f"nothing listens at {where}{said}", remedy)
     if isinstance(error, paramiko.ssh_exception.IncompatiblePeer):
         remedy = "update OpenSSH on that host; CBC ciphers, MD5 and SHA-1 are not used"
         return ConnectError(node, f"{where}: no safe algorithm in common ({_plain(error)})", remedy)

@@ -8,6 +8,7 @@ line for each slot.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -242,7 +243,9 @@ def test_a_wrong_value_of_many_hosts_is_one_mistake():
 # ---- SSH -------------------------------------------------------------------------------------------------------------
 
 
-def test_an_ssh_configuration_has_hosts(monkeypatch):
+def test_an_ssh_configuration_has_hosts(monkeypatch, tmp_path):
+    shutil.copytree(DATA / "ssh_config.d", tmp_path / ".ssh" / "ssh_config.d")
+    monkeypatch.setenv("HOME", str(tmp_path))  # relative names of Include count from ~/.ssh
     monkeypatch.setenv("ORCH_SSH_CONFIG", str(DATA / "ssh_config"))
     found = sources.from_ssh_config("gpu[01-03],v*")
     key = "~/.ssh/rack"
@@ -256,7 +259,9 @@ def test_an_ssh_configuration_has_hosts(monkeypatch):
 
 
 def test_mistakes_of_an_ssh_configuration_name_the_file_that_holds_them(tmp_path, monkeypatch):
-    (tmp_path / "config").write_text("Include more\nHost a\n Port x\n ProxyCommand nc %h\nHost b c\n HostName same\n")
+    (tmp_path / "config").write_text(
+        f"Include {tmp_path}/more\nHost a\n Port x\n ProxyCommand nc %h\nHost b c\n HostName same\n"
+    )
     (tmp_path / "more").write_text("\nHost d\n User no!one\nHost same\n")
     monkeypatch.setenv("ORCH_SSH_CONFIG", str(tmp_path / "config"))
     with pytest.raises(InventoryError) as refused:

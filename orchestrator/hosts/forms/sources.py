@@ -44,7 +44,7 @@ def from_ansible(path: Path) -> Imported:
 
 def from_ssh_config(listed: str) -> Imported:
     """listed: names, ranges and patterns of its hosts."""
-    from orchestrator.transport.route import aliases, config_files  # paramiko is slow to import
+    from orchestrator.transport.ssh_config import aliases, config_files, left_out  # paramiko is slow to import
 
     files = config_files()
     file = str(files[0]) if files else "~/.ssh/config"
@@ -59,7 +59,8 @@ def from_ssh_config(listed: str) -> Imported:
         raise UsageError(f"{file} has no `Host {missing[0]}`", near)
     chosen = [known[name] for name in names]
     hosts = [SshHost(one.name, one.file, one.line, _with_tilde(one.options), one.problem) for one in chosen]
-    return read_ssh_hosts(file, hosts)
+    found = read_ssh_hosts(file, hosts)
+    return replace(found, left_out=(*found.left_out, *left_out()))
 
 
 def _with_tilde(options: Mapping[str, Any]) -> dict[str, Any]:

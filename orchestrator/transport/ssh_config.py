@@ -1,0 +1,408 @@
+"""What the person's SSH configuration says of a host.
+
+    found = settings("v100", user=None, port=2222)
+    found["identityfile"][0].value, found["identityfile"][0].origin      # "~/.ssh/rack", "/home/me/.ssh/config:4"
+
+OpenSSH's own client is asked (`ssh -G`, 5 ms), so that a block applies here exactly if it applies there. On a machine
+without one, or with one that is too old for a criterion of `Match`, this module's reader answers: it knows Host,
+Include and the criteria that need no look at this machine; a block with another one does not apply, and is noted. The
+same reader finds file and line of a setting, and the hosts that a configuration names. Values are raw: `Tokens`
+replaces `%h`, `~` and `${VAR}`.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import getpass
+import glob
+import os
+import pwd
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from orchestrator.errors import UsageError
+from orchestrator.text import fits, one_line
+from orchestrator.transport.deadline import Deadline
+
+ASK_S = 60
+"""`Match exec` and CanonicalizeHostname make ssh wait for other programs and for name servers."""
+_AT_ONCE = 8
+_MAX_INCLUDES = 16  # as deep as OpenSSH follows them
+_SYSTEM = Path("/etc/ssh/ssh_config")
+_MANY = {"identityfile", "certificatefile"}
+_EITHER = {"proxyjump": "proxycommand", "proxycommand": "proxyjump"}  # the first of the two holds
+_NO_DEFAULT = {"user", "identityfile", "userknownhostsfile", "globalknownhostsfile"}
+_LINE = re.compile(r"\s*([A-Za-z0-9]+)(?:\s*=\s*|\s+|$)(.*)", re.DOTALL)
+
+_asking = threading.Semaphore(_AT_ONCE)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """words: its arguments, without quotes."""
+
+    words: tuple[str, ...]
+    file: str = ""
+    line: int = 0
+
+    @property
+    def value(self) -> str:
+        return " ".join(self.words)
+
+    @property
+    def origin(self) -> str:
+        return f"{self.file}:{self.line}" if self.line else "the SSH configuration"
+
+
+Settings: TypeAlias = Mapping[str, Sequence[Setting]]
+"""By the keyword in small letters. What nobody set is missing, even if ssh has a default for it."""
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A host of the person's SSH configuration."""
+
+    name: str
+    file: str
+    line: int
+    """Where its `Host` line is."""
+    options: Mapping[str, Any]
+    """What holds for it, by the keyword in small letters: text, or a list of the files that IdentityFile names."""
+    problem: str = ""
+    """Why it cannot be used."""
+
+
+def config_files(path: Path | None = None) -> list[Path]:
+    """`path`, else $ORCH_SSH_CONFIG, else ~/.ssh/config and the system's."""
+    chosen = path or os.environ.get("ORCH_SSH_CONFIG")
+    if chosen:
+        return [Path(chosen).expanduser()]
+    return [file for file in (Path.home() / ".ssh/config", _SYSTEM) if file.exists()]
+
+
+def settings(
+    host: str,
+    *,
+    user: str | None,
+    port: int | None,
+    direct: bool = False,
+    path: Path | None = None,
+    note: Callable[[str], None] = lambda line: None,
+) -> Settings:
+    """What holds for `host`. user, port: what is decided already. direct: no ProxyJump or ProxyCommand matters.
+    note: called with what had to be left out.
+
+    Raises UsageError for a file that cannot be read or parsed, ValueError in ssh's words for what is wrong with this
+    host's settings alone.
+    """
+    if host.startswith("-"):
+        raise ValueError("a host's name does not begin with a dash")
+    words = [word for flag, value in (("-l", user), ("-p", port)) if value for word in (flag, str(value))]
+    asked = _ask_ssh((*words, *(("-o", "ProxyJump=none") if direct else ()), "--", host), path)
+    if asked is None:
+        reading = _read(host, user, port, direct, path)
+        for line in reading.left_out:
+            note(line)
+        return reading.found
+    try:
+        reading = _read(host, user, port, direct, path)
+    except UsageError:  # ssh has read it, so the fault is ours
+        reading = _Reading(host, user or _own_name())
+    usual = _usual()
+    return {
+        keyword: [reading.setting(keyword, value) for value in values]
+        for keyword, values in asked.items()
+        if not (keyword in _NO_DEFAULT and keyword not in reading.found and values == usual.get(keyword))
+    }
+
+
+def aliases(path: Path | None = None) -> Iterator[Alias]:
+    """Each name that a `Host` line gives without a pattern, once, with what is written of it. Raises UsageError."""
+    for name, (file, line) in _read("", None, None, False, path).hosts.items():
+        if not set("*?!") & set(name):
+            found = _read(name, None, None, False, path).found
+            try:
+                yield Alias(name, file, line, _options(name, found))
+            except ValueError as error:
+                yield Alias(name, file, line, {}, str(error))
+
+
+def left_out(path: Path | None = None) -> list[str]:
+    """The blocks that only ssh can judge. Raises UsageError."""
+    return _read("", None, None, False, path).left_out
+
+
+def _options(name: str, found: Settings) -> dict[str, Any]:
+    values: dict[str, Any] = {keyword: one[0].value for keyword, one in found.items()}
+    values["hostname"] = values.get("hostname", name)
+    tokens = Tokens(name, values["hostname"], values.get("port", "22"), values.get("user") or _own_name())
+    if "identityfile" in found:
+        values["identityfile"] = [tokens.expand("IdentityFile", one) for one in found["identityfile"]]
+    return {keyword: value for keyword, value in values.items() if (keyword, value) != ("proxycommand", "none")}
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What the values of settings may be made of (ssh_config(5), TOKENS)."""
+
+    name: str
+    """As the person wrote it."""
+    host: str
+    port: str
+    user: str
+    alias: str = ""
+
+    def expand(self, keyword: str, setting: Setting, *, file: bool = True) -> str:
+        """Its words with `%h`, and of a file also `~` and `${VAR}`, replaced. Raises ValueError naming the setting."""
+
+        def replaced(match: re.Match[str]) -> str:
+            token, variable = match[1], match[2]
+            value = os.environ.get(variable) if variable else values.get(token)
+            if value is None:
+                what = f"${{{variable}}} is not set" if variable else f"orch does not know %{token}"
+                raise ValueError(f"{keyword} {setting.value} ({setting.origin}): {what}")
+            return value
+
+        short = socket.gethostname()
+        here = {
+            "u": _own_name(),
+            "d": str(Path.home()),
+            "i": str(os.getuid()),
+            "l": short,
+            "L": short.partition(".")[0],
+        }
+        there = {"h": self.host, "n": self.name, "p": self.port, "r": self.user, "k": self.alias or self.name}
+        values = {"%": "%", **here, **there}
+        text = re.sub(r"%(.?)|\$\{(\w+)\}" if file else r"%(.?)()", replaced, setting.value)
+        return os.path.expanduser(text) if file else text
+
+
+def _own_name() -> str:
+    return getpass.getuser()
+
+
+# ---- asking ssh -----------------------------------------------------------------------------------------------------
+
+
+def _ask_ssh(words: Sequence[str], path: Path | None) -> dict[str, list[str]] | None:
+    """What `ssh -G` prints, by keyword; None if there is no ssh that could say it."""
+    program, chosen = shutil.which("ssh"), path or os.environ.get("ORCH_SSH_CONFIG")
+    if not program or not (chosen or _is_own_home()):
+        return None
+    file = ("-F", str(Path(chosen).expanduser())) if chosen else ()
+    # Our own queue, and the wait for what the configuration starts, are not the host's fault.
+    with Deadline(0).paused(), _asking:
+        return _run_ssh((program, *file, "-TG", *words))
+
+
+@functools.lru_cache(maxsize=1)
+def _usual() -> dict[str, list[str]]:
+    """What ssh takes if nobody sets anything."""
+    return _run_ssh((shutil.which("ssh") or "ssh", "-F", "none", "-TG", "--", "nobody")) or {}
+
+
+def _run_ssh(argv: Sequence[str]) -> dict[str, list[str]] | None:
+    with tempfile.TemporaryFile() as said:  # a pipe would also wait for what a `Match exec` left running
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": said}
+        try:
+            done = subprocess.run(argv, **streams, timeout=ASK_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise ValueError(f"`ssh -G` took over {ASK_S} s: look at `Match exec` there") from None
+        said.seek(0)
+        complaint = said.read(1 << 16).decode(errors="replace")
+    if done.returncode:
+        _complained(complaint)
+        return None
+    found: dict[str, list[str]] = {}
+    for line in done.stdout.decode(errors="surrogateescape").splitlines():
+        keyword, _, value = line.partition(" ")
+        found.setdefault(keyword.lower(), []).append(value)
+    return found
+
+
+def _complained(text: str) -> None:
+    """Raises what ssh says against the configuration. Returns if this ssh is no judge of it."""
+    if re.search("No user exists for uid|^usage:|Unsupported Match attribute", text, re.MULTILINE):
+        return
+    about_file = re.search(r"^.*(line \d+|config file|owner or permissions).*$", text, re.MULTILINE | re.IGNORECASE)
+    if about_file:
+        raise UsageError(one_line(about_file[0], 300), "mend that; `ssh` refuses this configuration, too")
+    raise ValueError(one_line(text, 300) or "ssh -G failed")
+
+
+def _is_own_home() -> bool:
+    """Whether ssh, which does not look at $HOME, reads the same ~/.ssh/config."""
+    try:
+        return Path.home() == Path(pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        return False
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Reading:
+    """One look through the files for one host. found: what applies; written: what stands there, in any block."""
+
+    host: str
+    user: str
+    original: str = ""
+    base: Path = field(default_factory=lambda: Path.home() / ".ssh")
+    final: bool = False
+    wants_final: bool = False
+    found: dict[str, list[Setting]] = field(default_factory=dict)
+    written: dict[str, list[Setting]] = field(default_factory=dict)
+    hosts: dict[str, tuple[str, int]] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    def setting(self, keyword: str, value: str) -> Setting:
+        """The line that gives ssh's `value`."""
+        candidates: list[Setting] = [*self.found.get(keyword, []), *self.written.get(keyword, [])]
+        for one in candidates:
+            if value in (one.value, " ".join(os.path.expanduser(word) for word in one.words)):
+                return one
+            if keyword == "proxyjump" and re.sub(r"[\[\]]", "", value) == re.sub(r"[\[\]]", "", one.value):
+                return one
+        return Setting(tuple(value.split()) if keyword.endswith("knownhostsfile") else (value,))
+
+    def read(self, file: Path, *, active: bool, never: bool = False, depth: int = 0) -> None:
+        """active: whether lines before the first block apply. never: whether nothing in this file can."""
+        for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
+            match = _LINE.match(line)
+            if not match:
+                if line.strip() and not line.lstrip().startswith("#"):
+                    raise ValueError(f"line {number}: {line.strip()!r} is no setting")
+                continue
+            keyword, words = match[1].lower(), _words(match[2], number)
+            if not words:
+                raise ValueError(f"line {number}: {match[1]} has no value")
+            if keyword == "host":
+                active = not never and self._is_host(words)
+                for word in words:
+                    self.hosts.setdefault(word, (str(file), number))
+            elif keyword == "match":
+                active = self._matches(words, f"{file}:{number}") and not never
+            elif keyword == "include":
+                for included in self._included(words) if depth < _MAX_INCLUDES else ():
+                    self.read(included, active=active, never=never or not active, depth=depth + 1)
+            else:
+                self._take(keyword, Setting(tuple(words), str(file), number), active)
+
+    def _take(self, keyword: str, setting: Setting, active: bool) -> None:
+        self.written.setdefault(keyword, []).append(setting)
+        if active and _EITHER.get(keyword) not in self.found:
+            known = self.found.setdefault(keyword, [])
+            if not known or (keyword in _MANY and setting.value not in [one.value for one in known]):
+                known.append(setting)
+
+    def _is_host(self, patterns: Sequence[str]) -> bool:
+        return _fits_any(patterns, self.host)
+
+    def _matches(self, words: Sequence[str], where: str) -> bool:
+        """ssh ends at the first criterion that fails; so does this, and what comes after it needs no note."""
+        rest = list(words)
+        while rest:
+            criterion, _, value = rest.pop(0).partition("=")
+            wanted, name = not criterion.startswith("!"), criterion.removeprefix("!").lower()
+            if name == "all":
+                holds = True
+            elif name in ("final", "canonical"):
+                self.wants_final |= name == "final"
+                holds = self.final
+            else:
+                while rest and value in ("", "="):
+                    value = rest.pop(0).removeprefix("=")
+                subject = self._subject(name)
+                if subject is None:
+                    said = f"{where}: the block of `Match {name}` is left out: only a newer OpenSSH client can judge it"
+                    self.left_out += [] if said in self.left_out else [said]
+                    return False
+                holds = _fits_any(value.split(","), subject)
+            if holds is not wanted:
+                return False
+        return True
+
+    def _subject(self, criterion: str) -> str | None:
+        if criterion == "host":
+            return self.hostname()
+        if criterion == "user":
+            return self.found["user"][0].value if "user" in self.found else self.user
+        return {"originalhost": self.original, "localuser": _own_name()}.get(criterion)
+
+    def hostname(self) -> str:
+        if "hostname" not in self.found:
+            return self.host.lower()
+        return self.found["hostname"][0].value.replace("%h", self.host).replace("%%", "%").lower()
+
+    def _included(self, patterns: Sequence[str]) -> list[Path]:
+        """Relative names count from ~/.ssh, in the system's file from /etc/ssh, as in ssh_config(5)."""
+        paths = [self.base / Path(pattern).expanduser() for pattern in patterns]
+        return [Path(name) for path in paths for name in sorted(glob.glob(str(path))) if Path(name).is_file()]
+
+
+def _read(host: str, user: str | None, port: int | None, direct: bool, path: Path | None) -> _Reading:
+    """As ssh: what is decided already comes first, then each file, and all again if a block asks for the final look."""
+    reading = _Reading(host, user or _own_name(), host)
+    for keyword, value in (("user", user), ("port", port), ("proxyjump", "none" if direct else None)):
+        if value:
+            reading.found[keyword] = [Setting((str(value),))]
+    _read_files(reading, path)
+    origin = reading.found.get("hostname", [Setting(())])[0]
+    reading.host = reading.hostname()  # a HostName of the final look is too late
+    if reading.wants_final:
+        reading.final = True
+        _read_files(reading, path)
+        reading.found.pop("hostname", None)
+    if origin.words:
+        reading.found["hostname"] = [Setting((reading.host,), origin.file, origin.line)]
+    return reading
+
+
+def _read_files(reading: _Reading, path: Path | None) -> None:
+    for file in config_files(path):
+        reading.base = _SYSTEM.parent if file == _SYSTEM else Path.home() / ".ssh"
+        _read_file(reading, file)
+
+
+def _read_file(reading: _Reading, file: Path) -> None:
+    try:
+        reading.read(file, active=True)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise  # no fault of the file's: `cli.common` says what to try
+        raise UsageError(f"{file}: {error.strerror}", "make the SSH configuration readable") from error
+    except (ValueError, RuntimeError) as error:  # quotes without an end, `~nobody`
+        raise UsageError(f"{file}: {error}", "mend that line; `ssh -G HOST` shows what OpenSSH makes of it") from error
+
+
+def _words(text: str, number: int) -> list[str]:
+    """Quotes removed; a word that begins with # begins a comment."""
+    lexer = shlex.shlex(text, posix=True)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    words = []
+    try:
+        for word in lexer:
+            if word.startswith("#"):
+                break
+            words.append(word)
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from None
+    return words
+
+
+def _fits_any(patterns: Sequence[str], name: str) -> bool:
+    """Whether a pattern fits, and none of those with `!`."""
+    if any(pattern.startswith("!") and fits(pattern[1:], name) for pattern in patterns):
+        return False
+    return any(not pattern.startswith("!") and fits(pattern, name) for pattern in patterns)
