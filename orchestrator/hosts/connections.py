@@ -195,4 +195,5 @@ def target_of(node: Node) -> Target:
         key_file=node.key_file,
         host_key=node.host_key,
         proxy_jump=node.proxy_jump,
+        connect_timeout_s=node.connect_timeout_s,
     )

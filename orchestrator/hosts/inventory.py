@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchem
 
 from orchestrator.errors import UsageError
 from orchestrator.hosts import grammar
-from orchestrator.units import parse_bandwidth, parse_bytes
+from orchestrator.units import parse_bandwidth, parse_bytes, parse_duration
 from trainer.shared.gpu_work import GB_PER_S
 
 # ------------------------------------------------------------------------------------------------ kinds of values
@@ -47,6 +47,12 @@ def _memory(text: str) -> int:
     return size
 
 
+def _patience(text: str) -> None:
+    if not 1 <= parse_duration(text) <= MAX_CONNECT_S:
+        raise ValueError(f"{text!r} is not from 1s to 10m")
+
+
+MAX_CONNECT_S = 600
 Name = Annotated[str, AfterValidator(grammar.name), _schema(pattern=f"^{grammar.NAME}$")]
 NodeName = Annotated[
     str,
@@ -76,6 +82,7 @@ EnvValue = Annotated[str, AfterValidator(grammar.env_value), WithJsonSchema({"ty
 """Text as written in the file, quoted or not: `1`, `1.10`, `false`."""
 Bandwidth = Annotated[str, AfterValidator(_checked_only(parse_bandwidth)), _schema(examples=["2.5Gbps", "100Mbps"])]
 Memory = Annotated[str, AfterValidator(_checked_only(_memory)), _schema(examples=["16GiB"])]
+Patience = Annotated[str, AfterValidator(_checked_only(_patience)), _schema(examples=["30s", "2m"])]
 
 # --------------------------------------------------------------------------------------------------------- models
 
@@ -184,6 +191,8 @@ class Defaults(_Shared, Written):
     """Speed of the host's link, like 2.5Gbps."""
     paced: PacedEntry | None = None
     """Stands in for a GPU that is not there."""
+    connect_timeout: Patience | None = None
+    """How long an SSH login may take, like 30s; default: 10s, or ConnectTimeout of ~/.ssh/config if that is longer."""
 
 
 class Entry(Defaults):
@@ -223,6 +232,7 @@ class Node(_Shared):
     id: Line | None = None
     master: bool = False
     paced: Paced | None = None
+    connect_timeout_s: float | None = Field(default=None, ge=1, le=MAX_CONNECT_S)
     line: int = Field(default=0, exclude=True)
     """Line of the inventory file where the node begins."""
 
@@ -251,6 +261,7 @@ _ALSO_CALLED = {
     "host": ("hostname", "ip", "ip_address", "ssh_host", "server"),
     "user": ("username", "login", "ssh_user"),
     "key_file": ("key", "identity", "identity_file", "identityfile", "private_key", "ssh_key"),
+    "connect_timeout": ("timeout", "connecttimeout", "ssh_timeout", "login_timeout"),
     "proxy_jump": ("jump", "proxy", "bastion", "gateway", "jump_host"),
     "python": ("python_path", "interpreter", "venv", "conda"),
     "workdir": ("dir", "folder", "workspace", "work_dir", "home"),

@@ -19,7 +19,7 @@ from orchestrator.hosts.inventory import Defaults, Entry, Inventory, InventoryFi
 from orchestrator.hosts.inventory_mistakes import mistake_of, once
 from orchestrator.hosts.node_ranges import named, with_ranges
 from orchestrator.hosts.yamlfile import REFUSED, Document, read_yaml
-from orchestrator.units import parse_bandwidth, parse_bytes
+from orchestrator.units import parse_bandwidth, parse_bytes, parse_duration
 
 
 def load_inventory(path: Path) -> Inventory:
@@ -114,6 +114,8 @@ def _build_node(entry: Entry, defaults: Defaults, line: int) -> Node | None:
     values["env"] = defaults.env | entry.env
     if values.get("bandwidth"):
         values["bandwidth_bps"] = parse_bandwidth(values["bandwidth"])
+    if values.get("connect_timeout"):
+        values["connect_timeout_s"] = parse_duration(values["connect_timeout"])
     if values.get("address"):
         values["address"], values["address_prefix"] = grammar.address(values["address"])
     if values.get("paced") and values["paced"].get("memory"):

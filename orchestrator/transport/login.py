@@ -12,6 +12,7 @@ live in this process's memory only.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from orchestrator.transport import shell
 from orchestrator.transport.certificates import SUFFIX, Certificate, is_public, public_of
 from orchestrator.transport.deadline import Deadline
 from orchestrator.transport.route import Hop
-from orchestrator.transport.session import SignalAwareTransport
+from orchestrator.transport.session import HUNG_UP, SignalAwareTransport
 
 AskPassphrase: TypeAlias = Callable[[str], "str | None"]
 _AgentKeys: TypeAlias = "dict[bytes, list[paramiko.AgentKey]]"
@@ -155,7 +156,7 @@ class Login:
             return self._refused("the host takes no more tries; name one `key_file:` and set IdentitiesOnly")
         if words:
             return self._refused(f"the host ended the login: {one_line(words, 200)}")
-        return paramiko.SSHException("the host hung up during the login")
+        return paramiko.SSHException(HUNG_UP)
 
     def _offers(self, agent: _AgentKeys) -> Iterator[_Offer]:
         """What to try, in order. An encrypted file is opened only when its turn comes."""
@@ -311,7 +312,14 @@ def _read_key(path: Path, passphrase: str | None) -> paramiko.PKey:
 
 
 def _ssh_line(hop: Hop) -> str:
-    key = ["-i", str(hop.key_files[0])] if hop.key_required else []
+    """With what a host's block of the SSH configuration says: `ssh` would not look for it by the address."""
+    named = [path for path in hop.key_files if hop.key_required or hop.said_by(str(path))]
+    settings = [f"CertificateFile={path}" for path in hop.certificates]
+    if hop.agent_socket != os.environ.get("SSH_AUTH_SOCK", ""):
+        settings.append(f"IdentityAgent={hop.agent_socket or 'none'}")
+    keys = [word for path in named for word in ("-i", str(path))] + [
+        word for setting in settings for word in ("-o", setting)
+    ]
     port = ["-p", str(hop.port)] if hop.port != 22 else []
     jump = ["-J", hop.through] if hop.through else []
-    return shell.join(["ssh", "-v", *key, *port, *jump, f"{hop.user}@{hop.host}", "true"])
+    return shell.join(["ssh", "-v", *keys, *port, *jump, f"{hop.user}@{hop.host}", "true"])

@@ -22,6 +22,7 @@ import paramiko
 from paramiko.common import MSG_CHANNEL_REQUEST
 
 STDOUT, STDERR = 1, 2
+HUNG_UP = "the host hung up during the login"
 MAX_PIECE_BYTES = 1 << 20
 _TICK_S = 1.0
 _SEND_BYTES = 1 << 18  # paramiko copies what is left after each packet, so a long input is handed over in slices

@@ -16,7 +16,7 @@ from orchestrator.errors import ConnectError
 from orchestrator.text import one_line
 from orchestrator.transport.deadline import Deadline
 from orchestrator.transport.route import Hop
-from orchestrator.transport.session import LinkLostError, SignalAwareTransport
+from orchestrator.transport.session import HUNG_UP, LinkLostError, SignalAwareTransport
 
 _BANNER_FAULT = "Error reading SSH protocol banner"
 
@@ -67,6 +67,8 @@ def translate(hop: Hop, error: Exception, *, is_up: bool) -> ConnectError:
     if _BANNER_FAULT in str(error):
         remedy = "is this port SSH? sshd also hangs up on too many logins at once (MaxStartups, PerSourcePenalties)"
         return ConnectError(node, f"{where}: hung up before an SSH greeting", remedy)
+    if str(error) == HUNG_UP:
+        return ConnectError(node, f"{where}: {HUNG_UP}", "try again; sshd's log there says why (journalctl -u ssh)")
     what = "the SSH connection broke" if is_up else "no SSH connection was made"
     return ConnectError(node, f"{where}: {what} ({_plain(error)})", "check host and network, try again")
 

@@ -372,6 +372,7 @@ NODES = st.lists(
         user=st.none() | st.from_regex(USER, fullmatch=True),
         ranks=st.none() | st.integers(1, 256),
         proxy_jump=st.none() | st.sampled_from(["gate", "me@gate.lab:2222,b"]),
+        connect_timeout_s=st.none() | st.integers(1, 600).map(float),
     ),
     min_size=1,
     max_size=5,
@@ -394,7 +395,7 @@ def test_an_ssh_configuration_comes_back_but_for_ranks(nodes, tmp_path_factory):
     file = tmp_path_factory.mktemp("ssh") / "config"
     written = write_ssh_config("rack", nodes)
     file.write_text(written.text)
-    keys = [key for key in KEPT if key != "ranks"]
+    keys = [key for key in (*KEPT, "connect_timeout_s") if key != "ranks"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ORCH_SSH_CONFIG", str(file))
         found = nodes_of(sources.from_ssh_config("*"))

@@ -23,7 +23,7 @@ INVENTORIES = sorted((ROOT / "inventory").glob("*.yaml"))
 TWINS = [path for path in INVENTORIES if path.stem.startswith("lab_") and path.stem != "lab_pair"]
 SLOWER = Slowdown(at_step=10, factor=2)
 KEYS = """name host port user key_file python activate workdir gpu gpus ranks device bandwidth address interface id
-    image note master env prepare host_key proxy_jump transport paced"""
+    image note master env prepare host_key proxy_jump connect_timeout transport paced"""
 
 
 @pytest.fixture
@@ -90,11 +90,11 @@ def test_every_key_reaches_the_node_in_its_final_form(file: Path) -> None:
         " bandwidth: 100 Mbit/s, address: 10.0.0.1/24, interface: eno1, id: x1, image: i,"
         " note: 'größer 🙂', master: true,"
         f" env: {{A_1: '1', B: ''}}, prepare: \"module load cuda\\nulimit -l\\n\", host_key: {KEY} root@n1,"
-        " proxy_jump: 'me@gate:22,[::1]:2222', transport: ssh,"
+        " proxy_jump: 'me@gate:22,[::1]:2222', connect_timeout: 2m, transport: ssh,"
         " paced: {samples_per_s: 333, fixed_ms: 1.5, memory: 16GiB, jitter: 0.1,"
         " slowdown: [{at_step: 10, factor: 2}]}}",
     )
-    assert set(Entry.model_fields) <= set(Node.model_fields) | {"bandwidth"}
+    assert set(Entry.model_fields) <= set(Node.model_fields) | {"bandwidth", "connect_timeout"}
     assert node.model_dump() == {
         "name": "n1",
         "host": "2001:db8::1",
@@ -121,6 +121,7 @@ def test_every_key_reaches_the_node_in_its_final_form(file: Path) -> None:
         "host_key": KEY,
         "proxy_jump": "me@gate:22,[::1]:2222",
         "transport": "ssh",
+        "connect_timeout_s": 120.0,
         "paced": Paced(
             samples_per_s=333,
             fixed_ms=1.5,

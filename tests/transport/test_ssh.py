@@ -1,6 +1,7 @@
 """SSH against real OpenSSH servers on this machine."""
 
 import contextlib
+import getpass
 import os
 import re
 import resource
@@ -13,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import paramiko
 import pytest
 
 from orchestrator.errors import AuthError, ConnectError, HostError, HostKeyError, ProbeError, UsageError
@@ -279,6 +279,16 @@ def test_a_refused_key_names_user_key_and_the_ssh_line_to_try(server: Sshd, tmp_
     assert f"ssh -v -i '{stranger}' -p {server.port} {user}@127.0.0.1 true" in said
 
 
+def test_the_ssh_line_to_try_shows_the_keys_that_the_configuration_names(server: Sshd, tmp_path: Path) -> None:
+    stranger, config = make_key(tmp_path / "stranger"), tmp_path / "config"
+    lines = [f"IdentityFile {stranger}", f"CertificateFile {tmp_path}/vault", f"IdentityAgent {tmp_path}/agent"]
+    config.write_text("\n".join(["Host the-v100", *lines, "HostName 127.0.0.1"]) + "\n")
+    with pytest.raises(AuthError) as caught:
+        connect(server.target(host="the-v100", key_file=None), host_keys=server.host_keys(), ssh_config=config)
+    options = f"-i {stranger} -o CertificateFile={tmp_path}/vault -o IdentityAgent={tmp_path}/agent -p {server.port}"
+    assert f"try `ssh -v {options} {server.target().user}@127.0.0.1 true`" in str(caught.value)
+
+
 def test_a_refused_login_is_not_tried_again(server: Sshd, tmp_path: Path) -> None:
     began = time.monotonic()
     refused(server, AuthError, key_file=str(make_key(tmp_path / "stranger")))
@@ -413,6 +423,90 @@ def test_identities_only_keeps_the_agents_other_keys_out(tmp_path: Path, agent: 
         connect(server.target(key_file=stranger), host_keys=server.host_keys()).close()
         (nobodys_home / ".ssh/config").write_text("Host *\n  IdentitiesOnly yes\n")
         refused(server, AuthError, f"keys tried: {stranger}:", key_file=stranger)
+
+
+# Slow logins
+
+
+@contextlib.contextmanager
+def slow_door(folder: Path, seconds: float) -> Iterator[Sshd]:
+    """A host that asks a directory for the keys of a user, once for each key that is shown."""
+    key = make_key(folder / "id")
+    command = f'/bin/sh -c "sleep {seconds}; cat {key}.pub"'
+    options = [f"AuthorizedKeysCommand {command}", f"AuthorizedKeysCommandUser {getpass.getuser()}"]
+    options.append("AuthorizedKeysFile none")
+    with running_sshd(folder / "host", key=key, options=options) as server:
+        yield server
+
+
+def test_a_login_that_takes_long_is_no_dead_host_and_no_refusal(tmp_path: Path) -> None:
+    with slow_door(tmp_path, 3) as server:
+        said = refused_late(server, timeout_s=1.0)
+        assert "the host answered, but the SSH login did not finish within 1 s: raise `connect_timeout:`" in said
+        connect(server.target(connect_timeout_s=20), host_keys=server.host_keys(), timeout_s=1.0).close()
+        config = tmp_path / "config"
+        config.write_text("Host *\n  ConnectTimeout 20\n")
+        connect(server.target(), host_keys=server.host_keys(), timeout_s=1.0, ssh_config=config).close()
+        assert "within 1.5 s" in refused_late(server, timeout_s=1.0, connect_timeout_s=1.5, ssh_config=config)
+
+
+def refused_late(server: Sshd, *, timeout_s: float, ssh_config: Path | None = None, **changes: object) -> str:
+    with pytest.raises(ConnectError) as caught:
+        connect(server.target(**changes), host_keys=server.host_keys(), timeout_s=timeout_s, ssh_config=ssh_config)
+    assert "refused" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_fan_out_waits_as_long_as_the_inventory_allows_a_login(tmp_path: Path) -> None:
+    with slow_door(tmp_path, 2) as server:
+        target = server.target(connect_timeout_s=20)
+        dial = lambda target: connect(target, host_keys=server.host_keys(), timeout_s=0.5).close()  # noqa: E731
+        assert errors(for_each({"v100": target}, dial, deadline_s=1.0)) == []
+
+
+def test_every_key_has_the_whole_time(tmp_path: Path, agent: None) -> None:
+    with slow_door(tmp_path, 0.8) as server:
+        for number in range(3):
+            subprocess.run(["ssh-add", "-q", make_key(tmp_path / f"stranger{number}")], check=True)
+        subprocess.run(["ssh-add", "-q", server.key], check=True)
+        transport = connect(server.target(key_file=None), host_keys=server.host_keys(), timeout_s=3.0)
+        transport.close()
+        assert transport.login_s > 3.0  # four times the directory, and what doctor calls slow
+
+
+def test_a_time_out_that_comes_early_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """paramiko measures by the wall clock, which somebody may set."""
+    with slow_door(tmp_path, 5) as server:
+        monkeypatch.setattr(Deadline, "left", lambda self: 1.0)
+        with pytest.raises(ConnectError, match="did not finish"):
+            connect(server.target(), host_keys=server.host_keys())
+
+
+def test_a_host_that_hangs_up_in_the_login_is_no_refusal(tmp_path: Path) -> None:
+    """sshd ends by itself when its banner is too long for a packet."""
+    banner = tmp_path / "banner"
+    banner.write_text("no entry\n" * 50_000)
+    with running_sshd(tmp_path / "host", options=[f"Banner {banner}"]) as server:
+        refused(server, ConnectError, "the host hung up during the login: .*journalctl")
+        banner.write_text("no entry\n" * 25_000)
+        connect(server.target(), host_keys=server.host_keys()).close()
+
+
+def test_a_host_that_takes_no_more_tries_is_a_refusal_with_its_remedy(tmp_path: Path, agent: None) -> None:
+    with running_sshd(tmp_path / "host", options=["MaxAuthTries 2"]) as server:
+        for number in range(3):
+            subprocess.run(["ssh-add", "-q", make_key(tmp_path / f"stranger{number}")], check=True)
+        said = refused(server, AuthError, "takes no more tries; name one `key_file:`", key_file=None)
+        assert said.count("agent key") == 2
+
+
+def test_a_key_that_was_replaced_is_read_again(tmp_path: Path) -> None:
+    with running_sshd(tmp_path / "host") as server:
+        mine = tmp_path / "mine"
+        make_key(mine)
+        refused(server, AuthError, "was refused", key_file=str(mine))
+        mine.write_bytes(server.key.read_bytes())
+        connect(server.target(key_file=str(mine)), host_keys=server.host_keys()).close()
 
 
 # The way there

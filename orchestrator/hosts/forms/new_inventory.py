@@ -18,7 +18,7 @@ from orchestrator.hosts.inventory_mistakes import once
 from orchestrator.hosts.yamlfile import Document, KeyPath, yaml_of
 from orchestrator.text import one_line
 
-_ORDER = ("host", "port", "user", "key_file", "proxy_jump", "python", "ranks", "transport")
+_ORDER = ("host", "port", "user", "key_file", "proxy_jump", "connect_timeout", "python", "ranks", "transport")
 
 
 @dataclass(frozen=True)

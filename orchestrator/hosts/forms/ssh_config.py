@@ -14,7 +14,7 @@ from orchestrator.hosts.inventory import Node
 
 _KEYS = {"hostname": "host", "user": "user", "port": "port", "proxyjump": "proxy_jump"}
 _BY_ITSELF = {"identitiesonly", "hostkeyalias", "userknownhostsfile", "globalknownhostsfile"}
-_PLACED = {"name", "host", "port", "user", "key_file", "proxy_jump"}
+_PLACED = {"name", "host", "port", "user", "key_file", "proxy_jump", "connect_timeout_s"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ def _host_of(one: SshHost, notes: Notes) -> ImportedHost:
             notes.wrong(one.line, words, one.file)
         elif option == "identityfile":
             keys |= _key_file(one, [name for name in value if name.lower() != "none"], notes)
+        elif option == "connecttimeout":
+            keys["connect_timeout"] = Given(f"{value}s" if value.isdigit() else value, one.line)
         elif option in _KEYS and not (option == "proxyjump" and value.lower() == "none"):
             keys[_KEYS[option]] = Given(_port(value) if option == "port" else value, one.line)
         elif option in _BY_ITSELF:
@@ -85,5 +87,6 @@ def _lines(node: Node) -> list[str]:
         "User": node.user,
         "IdentityFile": node.key_file and quoted,
         "ProxyJump": node.proxy_jump,
+        "ConnectTimeout": node.connect_timeout_s and round(node.connect_timeout_s),
     }
     return [f"{key} {value}" for key, value in lines.items() if value]
