@@ -89,6 +89,10 @@ class _Offer(paramiko.PKey):
         if certificate is None and isinstance(key, paramiko.AgentKey):
             self.public_blob = paramiko.pkey.PublicBlob(key.get_name(), key.blob)
 
+    @property
+    def shown(self) -> bytes:
+        return self.public_blob.key_blob if self.public_blob else self.asbytes()
+
     def get_name(self) -> str:
         return self._key.get_name()
 
@@ -119,13 +123,17 @@ class Login:
         self._ask_passphrase = ask_passphrase
         self._begins = begins
         self._tried: list[str] = []
-        self._certified = False
+        self._shown: set[bytes] = set()
+        self._certified = bool(hop.certificates)
 
     def authenticate(self, transport: SignalAwareTransport) -> None:
         """Raises AuthError when no key is taken, TimeoutError when the host gives no answer in time."""
         self._begins()
         with _agent(self._hop) as agent:
             for offer in self._offers(agent):
+                if offer.shown in self._shown:
+                    continue  # a certificate lies in a file and in the agent, and hosts count our tries
+                self._shown.add(offer.shown)
                 if self._try(transport, offer):
                     return
                 self._tried.append(f"{offer.label} ({offer.fault})" if offer.fault else offer.label)
@@ -178,7 +186,11 @@ class Login:
                 continue
             yield from self._forms(str(path), opened, certificates)
         for key in [key for keys in agent.values() for key in keys] if self._hop.agent else ():
+            self._certified |= key.get_name().endswith(SUFFIX)
             yield from self._forms(f"agent key {key.get_name()} {key.fingerprint}", key, named)
+        for path, certificate in named:
+            if not certificate or certificate.blob not in self._shown:
+                self._tried.append(f"{path} ({'is of no key here' if certificate else 'holds no certificate'})")
 
     def _open(self, path: Path) -> paramiko.PKey:
         with self._deadline.paused():
@@ -295,9 +307,10 @@ def _decrypt(path: Path, passphrase: str | None) -> paramiko.PKey | KeyUnusableE
 def _read_key(path: Path, passphrase: str | None) -> paramiko.PKey:
     """Raises PasswordRequiredException for an encrypted file, KeyUnusableError for anything else that is amiss."""
     if is_public(path):
+        private = f" ({path.with_suffix('')})" if path.suffix == ".pub" else ""
         raise KeyUnusableError(
             "is a public key, and no agent holds its private half",
-            f"put that into an agent (ssh-add), or name the private key ({path.with_suffix('')})",
+            f"put that into an agent (ssh-add), or name the private key{private}",
         )
     for key_class in _KEY_CLASSES:
         try:

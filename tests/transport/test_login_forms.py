@@ -373,6 +373,27 @@ def test_a_certificate_beside_the_inventorys_key_file_is_shown(door: Door) -> No
         connect(door.server.target(key_file=str(old)), host_keys=door.server.host_keys())
 
 
+def test_a_refusal_names_certificates_that_were_no_use(door: Door) -> None:
+    stranger, empty = door.stranger(), door.folder / "empty"
+    empty.touch()
+    of_another = sign(door.authority, make_key(door.folder / "another"), ME)
+    lines = [f"IdentityFile {stranger}", f"CertificateFile {of_another}", f"CertificateFile {empty}"]
+    config = door.configured(*lines)
+    assert not ssh_gets_in(config)
+    why = we_get_in(config, door.folder)
+    assert f"keys tried: {stranger}, {of_another} (is of no key here), {empty} (holds no certificate): try" in why
+    assert "ssh-copy-id" not in why
+
+
+def test_a_certificate_in_a_file_and_in_the_agent_is_shown_once(door: Door) -> None:
+    """Hosts count the tries."""
+    key = door.signed("ed25519", "somebody")
+    with agent(key) as socket:
+        why = we_get_in(door.configured(f"IdentityAgent {socket}", f"IdentityFile {key}"), door.folder)
+    assert why.count("signed_ed25519-cert.pub") + why.count("signed_ed25519 (agent)") == 3  # one names both
+    assert door.server.log().count("Failed publickey") == 2
+
+
 def test_an_agent_that_does_not_sign_leaves_the_next_key_its_turn(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one does whose person says no."""
     refuses = door.stranger()
