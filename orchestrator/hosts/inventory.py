@@ -149,7 +149,9 @@ class _Shared(_Model):
     user: User | None = None
     """Login name; default: what ~/.ssh/config says, else yours. Training needs no root."""
     key_file: FilePath | None = None
-    """Private key on this machine; default: the agent's keys and what ~/.ssh/config says."""
+    """Private key on this machine, or a public one whose private half an agent holds; default: the agent's keys and
+    what ~/.ssh/config says.
+    """
     python: Program = "python3"
     """Python 3.10 or newer on the host, the one that has torch: a path or a name. With `transport: local` it is the one
     that holds orch unless you name another.

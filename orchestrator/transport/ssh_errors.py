@@ -39,7 +39,8 @@ def translated(
     except (paramiko.SSHException, OSError, EOFError, LinkLostError) as error:
         timed_out = isinstance(error, TimeoutError) or "timeout" in str(error).lower()
         if timed_out or (deadline is not None and not deadline.left()):
-            ours = ConnectError(hop.peer.node, f"{_where(hop)}: {late}{hop.said_by('host', 'port')}", late_remedy)
+            named = hop.said_by("host") if hop.peer.jump else ""  # of a host a line of its own would part equal errors
+            ours = ConnectError(hop.peer.node, f"{_where(hop)}: {late}{named}", late_remedy)
         else:
             ours = translate(hop, error, is_up=deadline is None)
         ours.at = "" if hop.peer.jump else hop.host
@@ -55,7 +56,7 @@ def translate(hop: Hop, error: Exception, *, is_up: bool) -> ConnectError:
         remedy = "check that setting" if said else f"check `{key}` in the inventory"
         return ConnectError(node, f"no address for {hop.host!r} ({error.strerror}){said}", remedy)
     if isinstance(error, ConnectionRefusedError):
-        said = hop.said_by("host", "port")
+        said = hop.said_by("port", *(("host",) if hop.peer.jump else ()))
         remedy = f"start sshd on that host, or mend {'that setting' if said else '`port:`'}"
         return ConnectError(node, f"nothing listens at {where}{said}", remedy)
     if isinstance(error, paramiko.ssh_exception.IncompatiblePeer):

@@ -6,6 +6,7 @@ import getpass
 import os
 import random
 import re
+import socket
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -389,3 +390,17 @@ def test_relative_includes_count_from_the_persons_folder(tmp_path: Path, monkeyp
     (tmp_path / ".ssh/config").write_text("Include more\nUser me\n")
     (tmp_path / ".ssh/more").write_text("Port 2222\n")
     assert find_route(Target("v100", "v100"))[0].port == 2222
+
+
+def test_a_jump_host_that_is_silent_is_named_with_its_line_and_hosts_stay_alike(tmp_path: Path) -> None:
+    """What differs from host to host would make one error many."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        config = configured(tmp_path, f"Host a\n  ProxyJump me@127.0.0.1:{port}\nHost b\n  HostName 127.0.0.1\n")
+        target, keys = Target("a", "a", user="me"), HostKeys(tmp_path / "recorded")
+        with pytest.raises(
+            ConnectError, match=rf"jump host 127.0.0.1:{port}: no SSH login .* \(ProxyJump in {config}:2\)"
+        ):
+            connect(target, host_keys=keys, ssh_config=config, timeout_s=1)
+        with pytest.raises(ConnectError, match=rf"b: 127.0.0.1:{port}: no SSH login within 1 s: check"):
+            connect(Target("b", "b", port, "me"), host_keys=keys, ssh_config=config, timeout_s=1)
