@@ -56,5 +56,7 @@ def place(host: str, port: int) -> str:
 
 def fits(pattern: str, name: str) -> bool:
     """Whether a pattern as OpenSSH has them, with `*` and `?` alone, is that of `name`."""
+    if not {"*", "?"} & set(pattern):
+        return pattern == name
     # fnmatch would read the brackets of [host]:port as a set of characters.
     return re.fullmatch(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", "."), name) is not None

@@ -278,26 +278,19 @@ class _Reading:
 
     def read(self, file: Path, *, active: bool, never: bool = False, depth: int = 0) -> None:
         """active: whether lines before the first block apply. never: whether nothing in this file can."""
-        for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
-            match = _LINE.match(line)
-            if not match:
-                if line.strip() and not line.lstrip().startswith("#"):
-                    raise ValueError(f"line {number}: {line.strip()!r} is no setting")
-                continue
-            keyword, words = match[1].lower(), _words(match[2], number)
-            if not words:
-                raise ValueError(f"line {number}: {match[1]} has no value")
+        found = file.stat()
+        for keyword, setting in _lines(file, found.st_mtime_ns, found.st_size):
             if keyword == "host":
-                active = not never and self._is_host(words)
-                for word in words:
-                    self.hosts.setdefault(word, (str(file), number))
+                active = not never and _fits_any(setting.words, self.host)
+                for word in setting.words:
+                    self.hosts.setdefault(word, (setting.file, setting.line))
             elif keyword == "match":
-                active = self._matches(words, f"{file}:{number}") and not never
+                active = self._matches(setting.words, setting.origin) and not never
             elif keyword == "include":
-                for included in self._included(words) if depth < _MAX_INCLUDES else ():
+                for included in self._included(setting.words) if depth < _MAX_INCLUDES else ():
                     self.read(included, active=active, never=never or not active, depth=depth + 1)
             else:
-                self._take(keyword, Setting(tuple(words), str(file), number), active)
+                self._take(keyword, setting, active)
 
     def _take(self, keyword: str, setting: Setting, active: bool) -> None:
         self.written.setdefault(keyword, []).append(setting)
@@ -305,9 +298,6 @@ class _Reading:
             known = self.found.setdefault(keyword, [])
             if not known or (keyword in _MANY and setting.value not in [one.value for one in known]):
                 known.append(setting)
-
-    def _is_host(self, patterns: Sequence[str]) -> bool:
-        return _fits_any(patterns, self.host)
 
     def _matches(self, words: Sequence[str], where: str) -> bool:
         """ssh ends at the first criterion that fails; so does this, and what comes after it needs no note."""
@@ -386,18 +376,33 @@ def _read_file(reading: _Reading, file: Path) -> None:
         raise UsageError(f"{file}: {error}", "mend that line; `ssh -G HOST` shows what OpenSSH makes of it") from error
 
 
-def _words(text: str, number: int) -> list[str]:
+@functools.lru_cache(maxsize=64)
+def _lines(file: Path, written_ns: int, size: int) -> tuple[tuple[str, Setting], ...]:
+    """Keywords in small letters, with their words. Read once for all hosts, as long as the file stays as it is."""
+    found = []
+    for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = _LINE.match(line)
+        try:
+            words = _words(match[2]) if match else []
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+        if not match or not words:
+            raise ValueError(f"line {number}: {line.strip()!r} is no setting with a value")
+        found.append((match[1].lower(), Setting(words=tuple(words), file=str(file), line=number)))
+    return tuple(found)
+
+
+def _words(text: str) -> list[str]:
     """Quotes removed; a word that begins with # begins a comment."""
     lexer = shlex.shlex(text, posix=True)
     lexer.whitespace_split, lexer.commenters = True, ""
     words = []
-    try:
-        for word in lexer:
-            if word.startswith("#"):
-                break
-            words.append(word)
-    except ValueError as error:
-        raise ValueError(f"line {number}: {error}") from None
+    for word in lexer:
+        if word.startswith("#"):
+            break
+        words.append(word)
     return words
 
 
