@@ -178,12 +178,14 @@ def _hop(target: Target, found: Settings, *, jump: bool, named_by: str) -> Hop:
     if not target.user and "user" in found:
         origins.append(("user", origin("user", "User")))
     alias = value("hostkeyalias")
+    user = target.user or value("user") or _own_name(target, jump)
+    files = _known_hosts(found, Tokens(target.host, host, str(port), user, alias))
     name = alias or known_name(host, port)
     hop = Hop(
-        peer=Peer(target.node, name, target.host_key, _known_hosts(found), jump, (alias or host).lower()),
+        peer=Peer(target.node, name, target.host_key, files, jump, (alias or host).lower()),
         host=host,
         port=port,
-        user=target.user or value("user") or _own_name(target, jump),
+        user=user,
         key_files=(),
         key_required=False,
         agent=value("identitiesonly", "no").lower() != "yes",
@@ -247,14 +249,16 @@ def _own_name(target: Target, jump: bool) -> str:
     return name
 
 
-def _known_hosts(found: Settings) -> tuple[Path, ...] | None:
+def _known_hosts(found: Settings, tokens: Tokens) -> tuple[Path, ...] | None:
     """The known_hosts files that the configuration names, None if it names none."""
-    if "userknownhostsfile" not in found and "globalknownhostsfile" not in found:
+    usual = {
+        "userknownhostsfile": ("UserKnownHostsFile", ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")),
+        "globalknownhostsfile": ("GlobalKnownHostsFile", ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")),
+    }
+    if not usual.keys() & found.keys():
         return None
     files: list[str] = []
-    for keyword, usual in (
-        ("userknownhostsfile", ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")),
-        ("globalknownhostsfile", ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")),
-    ):
-        files += found[keyword][0].words if keyword in found else usual
-    return tuple(Path(name).expanduser() for name in files if name.lower() != "none")
+    for keyword, (shown, names) in usual.items():
+        setting = found[keyword][0] if keyword in found else Setting(names)
+        files += [tokens.expand(shown, replace(setting, words=(name,))) for name in setting.words]
+    return tuple(Path(name) for name in files if name.lower() != "none")

@@ -197,7 +197,7 @@ def _own_name() -> str:
 def _ask_ssh(words: Sequence[str], path: Path | None) -> dict[str, list[str]] | None:
     """What `ssh -G` prints, by keyword; None if there is no ssh that could say it."""
     program, chosen = shutil.which("ssh"), path or os.environ.get("ORCH_SSH_CONFIG")
-    if not program or not (chosen or _is_own_home()):
+    if not program or not config_files(path) or not (chosen or _is_own_home()):
         return None
     file = ("-F", str(Path(chosen).expanduser())) if chosen else ()
     # Our own queue, and the wait for what the configuration starts, are not the host's fault.

@@ -435,6 +435,14 @@ def test_the_systems_ssh_logs_in_by_the_same_means(door: Door, monkeypatch: pyte
         assert (done.returncode, door.server.logins()) == (0, before + 2), done.stderr
 
 
+def test_known_hosts_files_are_named_with_tokens_and_variables(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_FOLDER", str(door.folder))
+    config = door.configured('UserKnownHostsFile "${MY_FOLDER}/no %h" ${MY_FOLDER}/%n', f"IdentityFile {door.known}")
+    (door.folder / "known_hosts").rename(door.folder / "v100")
+    assert ssh_gets_in(config)
+    assert we_get_in(config, door.folder) == ""
+
+
 # Host certificates
 
 
