@@ -321,6 +321,8 @@ def _read_key(path: Path, passphrase: str | None) -> paramiko.PKey:
             continue
         except OSError as error:
             raise KeyUnusableError(f"cannot be read: {error.strerror}", "check its owner and mode") from error
+    if public_of(path)[4:].startswith(b"sk-"):
+        raise KeyUnusableError("is a security key, which only an agent can use", f"ssh-add {shell.join([str(path)])}")
     raise KeyUnusableError("is no private key that we can read", "name an OpenSSH key of type ed25519, ecdsa or rsa")
 
 

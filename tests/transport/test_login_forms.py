@@ -5,10 +5,12 @@ What `ssh` gets into, we get into; what it does not, we do not.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import getpass
 import os
 import shutil
+import struct
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -392,6 +394,21 @@ def test_a_certificate_in_a_file_and_in_the_agent_is_shown_once(door: Door) -> N
         why = we_get_in(door.configured(f"IdentityAgent {socket}", f"IdentityFile {key}"), door.folder)
     assert why.count("signed_ed25519-cert.pub") + why.count("signed_ed25519 (agent)") == 3  # one names both
     assert door.server.log().count("Failed publickey") == 2
+
+
+def test_a_security_key_is_named_with_the_agent_that_can_use_it(door: Door) -> None:
+    """Its file as ssh-keygen writes it, but for what only the security key knows."""
+    fields = [b"sk-ssh-ed25519@openssh.com", b"k" * 32, b"ssh:"]
+    public = b"".join(struct.pack(">I", len(one)) + one for one in fields)
+    outer = [b"none", b"none", b""]
+    whole = b"openssh-key-v1\0" + b"".join(struct.pack(">I", len(one)) + one for one in outer)
+    whole += struct.pack(">I", 1) + struct.pack(">I", len(public)) + public + struct.pack(">I", 8) + b"x" * 8
+    body = base64.encodebytes(whole).decode()
+    key = door.folder / "id_sk"
+    key.write_text(f"-----BEGIN OPENSSH PRIVATE KEY-----\n{body}-----END OPENSSH PRIVATE KEY-----\n")
+    key.chmod(0o600)
+    with pytest.raises(AuthError, match=f"key {key} is a security key, which only an agent can use: ssh-add {key}"):
+        connect(door.server.target(key_file=str(key)), host_keys=door.server.host_keys())
 
 
 def test_an_agent_that_does_not_sign_leaves_the_next_key_its_turn(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
