@@ -16,7 +16,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -103,9 +103,10 @@ def running_sshd(
     host_keys: Sequence[str] = ("ed25519",),
     key: Path | None = None,
     environment: Sequence[str] = (),
+    prepare: Callable[[Path], object] = lambda folder: None,
 ) -> Iterator[Sshd]:
     """options: further lines of sshd_config, before ours. key: a private key that may log in; made when None.
-    environment: NAME=value of each session.
+    environment: NAME=value of each session. prepare: called with the folder before the server starts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if os.geteuid() == 0:
@@ -129,6 +130,7 @@ def running_sshd(
         "LogLevel VERBOSE",
     ]
     (folder / "sshd_config").write_text("\n".join(lines) + "\n")
+    prepare(folder)
     server.start()
     try:
         yield server

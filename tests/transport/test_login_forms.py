@@ -499,14 +499,14 @@ HOSTS = {
 def test_host_certificates_are_judged_as_by_ssh(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = HOSTS[name]
     authority, stranger = make_key(tmp_path / "authority", case.key), make_key(tmp_path / "stranger")
-    (tmp_path / "host").mkdir()
     key = tmp_path / "host" / f"host_{case.key}"
-    with running_sshd(tmp_path / "host", host_keys=[case.key]) as server:
-        sign(authority, key, case.names, *([case.kind] if case.kind else []), "-V", case.validity)
-        server.stop()
-        with open(server.folder / "sshd_config", "a") as config_of_server:
-            config_of_server.write(f"HostCertificate {key}-cert.pub\n")
-        server.start()
+    kind = [case.kind] if case.kind else []
+    with running_sshd(
+        tmp_path / "host",
+        host_keys=[case.key],
+        options=[f"HostCertificate {key}-cert.pub"],
+        prepare=lambda folder: sign(authority, key, case.names, *kind, "-V", case.validity),
+    ) as server:
         door = Door(server, tmp_path, server.key, authority)
         parts = {
             name: " ".join(Path(f"{path}.pub").read_text().split()[:2])
