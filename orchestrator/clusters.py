@@ -27,7 +27,7 @@ from orchestrator.hosts.election import Election, elect
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.file_again import extra_again, with_secrets
 from orchestrator.hosts.inventory import Inventory, Node
-from orchestrator.hosts.probe import look, probe, shared_folders
+from orchestrator.hosts.probe import SLOW_TORCH_S, look, probe, shared_folders
 from orchestrator.jobs.record import ENDED
 from orchestrator.owner import read_owner
 from orchestrator.planning.nccl import GpuHost, unlike_versions
@@ -207,7 +207,7 @@ class Clusters:
             link = host.transport
             return Host(by_name[host.node], facts, health, login_s=link.login_s, logins_tried=link.logins_tried)
 
-        probed = self.connections.each(nodes, see, deadline_s=PROBE_S + 5)
+        probed = self.connections.each(nodes, see, deadline_s=PROBE_S + SLOW_TORCH_S + 10)
         facts, problems = {name: host.facts for name, host in values(probed).items()}, errors_by_node(probed)
         shared = shared_folders(self.connections, nodes, facts)
         seen = Seen(tuple(values(probed).values()), errors_by_node(probed), shared_folders=shared)

@@ -79,6 +79,12 @@ def workdir(node: Node, facts: NodeFacts) -> Finding:
 
 def torch(node: Node, facts: NodeFacts) -> Finding:
     environment = "point `python:` or `activate:` at an environment with torch, or let `orch setup` make one"
+    if facts.torch_error and facts.torch_is_slow:
+        limit = facts.torch_error.removeprefix("no answer in ")
+        remedy = (
+            "look at the disk that this Python lies on (a network disk?) and at the load there; then `orch up` again"
+        )
+        return f"torch did not load within {limit} in {facts.python_executable}", remedy
     if facts.torch_error:
         return f"no torch in {facts.python_executable} ({facts.torch_error})", environment
     if not facts.torch:

@@ -194,6 +194,11 @@ class NodeFacts(Fact):
         return own[0].partition("/")[0] if own else None
 
     @property
+    def torch_is_slow(self) -> bool:
+        """Whether torch was being loaded when its time was over."""
+        return bool(self.torch_error and self.torch_error.startswith("no answer in "))
+
+    @property
     def addresses(self) -> frozenset[str]:
         """Of all interfaces, without prefix lengths."""
         return frozenset(address.partition("/")[0] for each in self.interfaces for address in each.addresses)

@@ -25,6 +25,9 @@ from orchestrator.transport.fanout import values
 
 # Kept back from the time for the way there and back, so that a slow fact costs itself and not the whole answer.
 SPARE_S = 5.0
+TORCH_S = 60.0
+SLOW_TORCH_S = 240.0
+"""For a second try: torch on a network disk, with a cold cache, takes minutes to load."""
 SAME_FOLDER_S = 15.0
 
 
@@ -34,8 +37,10 @@ def probe(host: ConnectedHost, peers: Sequence[str], *, torch: bool, timeout_s: 
 
 
 def look(host: ConnectedHost, peers: Sequence[str], *, torch: bool, timeout_s: float) -> tuple[NodeFacts, Health]:
-    """The same, and what may end a job there later."""
+    """The same, and what may end a job there later. A torch that does not load in time is given SLOW_TORCH_S more."""
     facts, answer = _asked(host, peers, torch, timeout_s)
+    if facts.torch_is_slow:
+        facts, answer = _asked(host, peers, torch, SLOW_TORCH_S + SPARE_S, SLOW_TORCH_S)
     return facts, parse_health(host.node, answer)
 
 
@@ -82,9 +87,9 @@ def _who_sees(connections: Connections, first: Node, others: Sequence[Node]) -> 
 
 
 def _asked(
-    host: ConnectedHost, peers: Sequence[str], torch: bool, timeout_s: float
+    host: ConnectedHost, peers: Sequence[str], torch: bool, timeout_s: float, longest_s: float | None = None
 ) -> tuple[NodeFacts, Mapping[str, Any]]:
-    limit_s = max(timeout_s - SPARE_S, timeout_s / 2)
+    limit_s = min(longest_s or TORCH_S, max(timeout_s - SPARE_S, timeout_s / 2))
     request = {"workdir": host.workdir, "peers": list(peers[:MAX_PEERS]), "torch": torch, "limit_s": limit_s}
     sent_at = time.time()
     answer = ask(host, "probe", request, timeout_s=timeout_s)

@@ -11,6 +11,7 @@ is parsed as JSON and nothing else, and it must be an object.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -210,6 +211,8 @@ def _parse(host: ConnectedHost, result: CommandResult, marker: str) -> dict[str,
     return answer
 
 
+START_UP_FILES = "check that this host's shell start-up files neither exec nor exit"
+
 # What a shell or a Python that may not start prints, and what that means: (what is wrong, what to try).
 _REFUSED = {
     sign: (
@@ -226,7 +229,13 @@ _REFUSED = {
 
 
 def _no_answer(host: ConnectedHost, result: CommandResult) -> ProbeError:
+    failed = shell.ACTIVATE_FAILED.encode()
+    if host.activate and failed in result.stderr:
+        said = one_line(_last_line(result.stderr.partition(failed)[0])) or f"exit {result.exit_code}"
+        return ProbeError(host.node, f"its `activate` failed ({said})", _activate_remedy(host.node, host.activate))
     said = one_line(_last_line(result.stderr) or _last_line(result.stdout))
+    if b"fish:" in result.stderr:
+        return ProbeError(host.node, f"its shell start-up files start another shell, fish ({said})", START_UP_FILES)
     if result.exit_code in (126, 127):
         return ProbeError(
             host.node,
@@ -241,8 +250,16 @@ def _no_answer(host: ConnectedHost, result: CommandResult) -> ProbeError:
     return ProbeError(
         host.node,
         f"no answer from {host.python!r} (exit {result.exit_code}{': ' + said if said else ''})",
-        "check that this host's shell start-up files neither exec nor exit, and that python is 3.10 or newer",
+        f"{START_UP_FILES}, and that python is 3.10 or newer",
     )
+
+
+def _activate_remedy(node: str, activate: str) -> str:
+    if "conda" in activate:
+        return "write `activate: . ~/miniconda3/etc/profile.d/conda.sh && conda activate NAME`, with conda's own folder"
+    if re.match(r"\s*source\b", activate):
+        return "it runs in sh, which has no `source`: write `activate: . FILE`"
+    return f"correct `activate:` of {node}: it is a line of POSIX shell, like `. ~/venv/bin/activate`"
 
 
 def _last_line(output: bytes) -> str:

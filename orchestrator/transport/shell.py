@@ -12,8 +12,13 @@ from collections.abc import Sequence
 
 ARRIVE_S = 300
 """A program that has not come whole by then ends: its link fell silent while it was on its way."""
+ACTIVATE_FAILED = "orch-activate-failed"
+"""Printed on standard error if the line that is to run before Python fails, or ends the shell."""
 # Every user of a host can read a command line: what stands here says no more than that a line of shell comes.
-_ACTIVATE = 'IFS= read -r ORCH_LINE && eval "unset ORCH_LINE; $ORCH_LINE" </dev/null && '
+_ACTIVATE = (
+    f'IFS= read -r ORCH_LINE && trap "echo {ACTIVATE_FAILED} >&2" EXIT && '
+    'eval "unset ORCH_LINE; $ORCH_LINE" </dev/null && trap - EXIT && '
+)
 _FLAGS = "-Suc"
 """-S leaves the installed packages out: our programs need none, and to look through them takes half of the start."""
 # Reads "<length>\n<that many bytes of Python>" from standard input and runs it; the rest of the input is its request.

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ConnectError, HostError, ProbeError
+from orchestrator.hosts import checks
+from orchestrator.hosts import probe as probing
 from orchestrator.hosts.parse_facts import parse_facts
 from orchestrator.hosts.probe import probe as probe_host
 from orchestrator.remote import commands, hardware, probe
 from orchestrator.transport.ask import ConnectedHost, ask
 from orchestrator.transport.fanout import for_each
 from orchestrator.transport.local import LocalTransport
+from tests.support.probed_hosts import node
 from tests.support.quick_python import quick_python
 
 REQUEST = {"workdir": "~/.orch", "peers": [], "torch": False}
@@ -305,3 +308,18 @@ def test_the_maker_of_the_cpu_is_reported_as_the_kernel_has_it():
         line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "vendor_id" in line
     ]
     assert hardware.cpu_vendor() == (said[0] if said else None)
+
+
+def test_a_torch_that_loads_slowly_is_given_more_time_and_never_called_absent(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(4)\nraise ImportError('came late')\n")
+    slow = host(activate=f"export PYTHONPATH={tmp_path}", workdir=tmp_path / "work")
+    monkeypatch.setattr(probing, "TORCH_S", 1.0)
+    monkeypatch.setattr(probing, "SLOW_TORCH_S", 2.0)
+    facts, _ = probing.look(slow, [], torch=True, timeout_s=30)
+    assert facts.torch_is_slow
+    found = checks.unusable(node(), facts)
+    assert f"torch did not load within 2 s in {sys.executable}" in found.message and "`orch up` again" in found.remedy
+    assert "no torch" not in found.message and "orch setup" not in found.remedy
+    monkeypatch.setattr(probing, "SLOW_TORCH_S", 60.0)
+    facts, _ = probing.look(slow, [], torch=True, timeout_s=30)
+    assert "came late" in facts.torch_error and "no torch" in checks.unusable(node(), facts).message

@@ -111,6 +111,24 @@ def test_a_python_that_is_not_there_is_named_with_the_key_to_set(tmp_path):
         status(local(tmp_path, python="/nowhere/python"))
 
 
+@pytest.mark.parametrize(
+    ("activate", "words", "remedy"),
+    [
+        ("source ~/venv/bin/activate", "source: not found", "write `activate: . FILE`"),
+        ("source ~/miniconda3/bin/activate x", "source: not found", "conda.sh && conda activate NAME`"),
+        ("conda activate x", "conda: not found", "conda.sh && conda activate NAME`"),
+        (". /nowhere/activate", "/nowhere/activate", "correct `activate:` of here"),
+        ("false", "exit 1", "correct `activate:` of here"),
+        ("exit 0", "exit 0", "correct `activate:` of here"),
+    ],
+)
+def test_an_activate_that_fails_is_named_as_such(tmp_path, activate, words, remedy):
+    with pytest.raises(ProbeError) as caught:
+        status(local(tmp_path, activate=activate))
+    assert caught.value.message.startswith("here: its `activate` failed (") and words in caught.value.message
+    assert remedy in caught.value.remedy
+
+
 def test_an_old_python_answers_in_words(tmp_path):
     old = tmp_path / "python3.8"
     pretend = "import sys; sys.version_info = (3, 8, 18, 'final', 0)\n"
