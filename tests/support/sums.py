@@ -18,6 +18,7 @@ from trainer.compute.timer import CpuTimer
 from trainer.data.sample_stream import SampleStream
 from trainer.shared.config import parse_settings
 from trainer.strategies import after_backward, build_strategy, ddp, fsdp, horovod, local_loss
+from trainer.strategies.without_samples import without_effect
 
 NEWEST_FSDP = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 AFTER_BACKWARD = ("allreduce", "allreduce_flat", "reduce_broadcast", "gather_scatter", "allgather", "reduce_scatter")
@@ -117,14 +118,26 @@ def train(case: Case, name: str, group: Any, rank: int, seed: int) -> Trained:
         epoch, step = divmod(update, case.stream.steps)
         own = case.stream.indices(epoch, step, rank)
         optimizer.zero_grad()
-        loss = local_loss(strategy.model, images[own], labels[own])
-        with contextlib.nullcontext() if case.weight else weight_of_one(len(own), len(case.shares)):
+        weighing = contextlib.nullcontext() if case.weight else weight_of_one(len(own), len(case.shares))
+        with loss_of(strategy, model, images[own], labels[own]) as loss, weighing:
             strategy.backward(loss, len(own), case.stream.batch_at(step))
         optimizer.step()
         strategy.after_update()
     whole = strategy.whole()
     whole.eval()
     return Trained(before, vector(whole), whole(images[:5]).detach(), tuple(whole.state_dict()))
+
+
+@contextlib.contextmanager
+def loss_of(strategy: Any, model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> Iterator[torch.Tensor]:
+    """To be differentiated inside. A rank without samples makes a forward pass only if the ranks meet in it."""
+    if len(labels):
+        yield local_loss(strategy.model, images, labels)
+    elif strategy.meets_in_forward:
+        with without_effect(model):
+            yield local_loss(strategy.model, images.new_full((2, *images.shape[1:]), torch.inf), labels.new_zeros(2))
+    else:
+        yield strategy.no_loss()
 
 
 @contextlib.contextmanager

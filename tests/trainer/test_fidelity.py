@@ -23,6 +23,7 @@ from tests.support.sums import (
     UPDATES,
     Case,
     data_of,
+    loss_of,
     network,
     settings_for,
     train,
@@ -297,7 +298,8 @@ def regrouped(rank: int, overlap: int) -> float:
     for step in range(2 + 4 * (overlap > 0)):  # in mid-round; the mean of the one before still travels
         own = EXAMPLE.stream.indices(0, step % 3, rank)  # of whole batches
         optimizer.zero_grad()
-        strategy.backward(local_loss(strategy.model, images[own], labels[own]), len(own), 7)
+        with loss_of(strategy, strategy.model, images[own], labels[own]) as loss:
+            strategy.backward(loss, len(own), 7)
         optimizer.step()
         strategy.after_update()
     mean, kept = strategy.whole(), {name: tensor.clone() for name, tensor in strategy.own_state().items()}

@@ -154,7 +154,7 @@ def statistics_and_population(rank: int, settings: dict[str, str]) -> tuple[torc
     before = {name: tensor.clone() for name, tensor in before.items()}
     with shared_network(run, Progress(recent=10.0)) as network:
         seen = torch.stack([network[1].running_mean, network[1].running_var]).clone()
-        images = torch.cat([images for images, _ in run.first_batches(7)])
+        images = torch.cat([images for images, _ in run.batches_of(run.order.first(7))])
         with torch.no_grad():
             values = network[0](images).transpose(0, 1).flatten(1).double()
     count = torch.tensor([values.shape[1]], dtype=torch.float64)

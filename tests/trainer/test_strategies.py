@@ -32,6 +32,7 @@ from tests.support.sums import (
     Case,
     data_of,
     distances,
+    loss_of,
     network,
     settings_for,
     train,
@@ -51,6 +52,7 @@ from trainer.shared.fields import SettingsError
 from trainer.shared.slow import Slow
 from trainer.strategies import build_strategy, fsdp, local_loss
 from trainer.strategies.batch_norm import synchronise_batch_norm, whole_batch_statistics
+from trainer.strategies.without_samples import no_loss
 
 EVERY = (*GRADIENTS, "parameter_average")
 EXAMPLES = int(os.environ.get("ORCH_EQUALITY_EXAMPLES", "10"))
@@ -134,7 +136,8 @@ def averaged_and_expected(rank: int, case: Case) -> float:
         for number, (model, optimizer) in enumerate(zip(networks, optimizers, strict=True)):
             own = case.stream.indices(epoch, step, number)
             optimizer.zero_grad()
-            (local_loss(model, images[own], labels[own]) / max(1, len(own))).backward()
+            loss = local_loss(model, images[own], labels[own]) if own else no_loss(list(model.parameters()))
+            (loss / max(1, len(own))).backward()
             optimizer.step()
             samples[number] += len(own)
         done, is_last = update + 1, update + 1 == UPDATES
@@ -218,9 +221,8 @@ def one_update(rank: int, asked: tuple[str, str, bool]) -> tuple[float, bool, fl
         before = vector(strategy.whole())
         for _ in range(1 if overflow else 3):  # the scale may begin too high
             optimizer.zero_grad()
-            with numbers.autocast():
-                loss = local_loss(strategy.model, images[own], labels[own])
-            strategy.backward(numbers.scaled(loss), len(own), 8)
+            with numbers.autocast(), loss_of(strategy, model, images[own], labels[own]) as loss:
+                strategy.backward(numbers.scaled(loss), len(own), 8)
             numbers.unscale(optimizer)
             numbers.step(optimizer)
             strategy.after_update()

@@ -36,6 +36,7 @@ from trainer.shared.settings import Settings
 from trainer.shared.slow import PLACES
 from trainer.shared.ways import STRATEGIES
 from trainer.strategies import build_strategy, local_loss, weighted
+from trainer.strategies.without_samples import no_loss, without_effect
 from trainer.train import train_epoch
 from trainer.training.evaluate import judged
 from trainer.training.run import Run
@@ -303,13 +304,20 @@ def test_one_ranks_failure_is_reported_by_every_rank_in_the_same_words(results: 
     assert {result["failure"] for result in results} == {"node1: the disk is full"}
 
 
-def test_a_rank_without_samples_leaves_batch_norm_and_every_gradient_alone() -> None:
+@pytest.mark.parametrize("is_called", [False, True])
+def test_a_rank_without_samples_leaves_batch_norm_and_every_gradient_alone(is_called: bool) -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 3))
     model(torch.randn(4, 1, 2, 2))
     before = [buffer.clone() for buffer in model.buffers()]
-    loss = local_loss(model, torch.empty((0, 1, 2, 2)), torch.empty(0, dtype=torch.long))
-    weighted(loss, 5).backward()
-    assert loss.item() == 0
+    if is_called:
+        with without_effect(model):
+            weighted(
+                local_loss(model, torch.full((2, 1, 2, 2), torch.inf), torch.zeros(2, dtype=torch.long)), 5
+            ).backward()
+    else:
+        loss = no_loss(list(model.parameters()))
+        weighted(loss, 5).backward()
+        assert loss.item() == 0
     assert all(torch.equal(parameter.grad, torch.zeros_like(parameter)) for parameter in model.parameters())
     assert all(torch.equal(buffer, old) for buffer, old in zip(model.buffers(), before, strict=True))
     assert model.training

@@ -22,7 +22,8 @@ this vanishes beside any other."""
 def normalise(norm: Any, images: Tensor) -> Tensor:
     """images: contiguous or channels_last, of one rank, maybe none."""
     images = _dense(images)
-    of_ranks = _gathered(_own_statistics(images.detach(), norm.eps), norm.group)
+    counted = images.detach() if norm.counts else images.detach()[:0]
+    of_ranks = _gathered(_own_statistics(counted, norm.eps), norm.group)
     channels = images.shape[1]
     means, inverse_stds, counts = of_ranks.split([channels, channels, 1], dim=1)
     with torch.no_grad():
@@ -31,7 +32,7 @@ def normalise(norm: Any, images: Tensor) -> Tensor:
         )
     counts = counts.to(torch.int32)
     normalised: Tensor = _Normalise.apply(
-        images, norm.weight, norm.bias, mean, inverse_std, counts, norm.eps, norm.group
+        images, norm.weight, norm.bias, mean, inverse_std, counts, norm.eps, norm.group, norm.counts
     )
     return normalised
 
@@ -86,8 +87,9 @@ class _Normalise(torch.autograd.Function):
         counts: Tensor,
         eps: float,
         group: dist.ProcessGroup,
+        is_counted: bool,
     ) -> Tensor:
-        context.group = group
+        context.group, context.has_samples = group, is_counted and len(images) > 0
         context.save_for_backward(images, weight, mean, inverse_std, counts)
         if not len(images):
             return torch.empty_like(images)
@@ -96,10 +98,10 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         images, weight, mean, inverse_std, counts = context.saved_tensors
-        if not len(images):
+        if not context.has_samples:
             dist.all_reduce(mean.new_zeros(2 * len(mean)), group=context.group)
             zero = None if weight is None else torch.zeros_like(weight)
-            return torch.empty_like(images), zero, zero, *[None] * 5
+            return torch.zeros_like(images), zero, zero, *[None] * 6
         gradient, learns = _dense(output_gradient), weight is not None
         sums, products, of_weight, of_bias = torch.batch_norm_backward_reduce(
             gradient, images, mean, inverse_std, weight, True, learns, learns
@@ -108,7 +110,7 @@ class _Normalise(torch.autograd.Function):
         dist.all_reduce(total, group=context.group)
         sums, products = total.chunk(2)
         inner = torch.batch_norm_backward_elemt(gradient, images, mean, inverse_std, weight, sums, products, counts)
-        return inner, (of_weight if learns else None), (of_bias if learns else None), *[None] * 5
+        return inner, (of_weight if learns else None), (of_bias if learns else None), *[None] * 6
 
 
 def _dense(images: Tensor) -> Tensor:

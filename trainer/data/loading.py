@@ -45,8 +45,8 @@ class Opened(NamedTuple):
     """The batches of the epoch that the order is set to."""
     test: Callable[[], Batches] | None
     """Opens its part of the test data, for each evaluation again; None where the rank is paced."""
-    first: Callable[[int], Batches]
-    """Opens the batches of that epoch's first updates, so many, without disturbing `train`."""
+    again: Callable[[RankBatches], Batches]
+    """Opens the batches of another order, without disturbing `train`."""
 
 
 _PART_OF_MEMORY = 0.25
@@ -144,7 +144,7 @@ def open_batches(
             if settings.loader == "resident":
                 return _resident(settings, facts, order, device, prepare_ahead(info, device))
             return _workers(settings, facts, order, device)
-    return Opened(BlankBatches(order, facts.shape), None, lambda steps: BlankBatches(order.first(steps), facts.shape))
+    return Opened(BlankBatches(order, facts.shape), None, lambda other: BlankBatches(other, facts.shape))
 
 
 def prepare_ahead(info: RankInfo, device: torch.device) -> resident.Ahead:
@@ -172,7 +172,7 @@ def _resident(
     return Opened(
         resident.ResidentBatches(train, order, *how, ahead),
         lambda: resident.test_batches(test, own_part(facts.test_samples, order), evaluated_at_once(facts, order)),
-        lambda steps: resident.ResidentBatches(train, order.first(steps), *how, resident.in_turn),
+        lambda other: resident.ResidentBatches(train, other, *how, resident.in_turn),
     )
 
 
@@ -185,7 +185,7 @@ def _workers(settings: Settings, facts: DataSet, order: RankBatches, device: tor
         lambda: workers.test_batches(
             test, own_part(facts.test_samples, order), evaluated_at_once(facts, order), processes
         ),
-        lambda steps: workers.train_batches(train, order.first(steps), facts.shape, processes, device),
+        lambda other: workers.train_batches(train, other, facts.shape, processes, device),
     )
 
 

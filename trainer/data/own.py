@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainer.data.batch import cut
 from trainer.data.sample_stream import RankBatches, derive_seed
+from trainer.shared.errors import TrainError
 
 Collate = Callable[[list[Any]], Any]
 
@@ -63,8 +64,12 @@ def undisturbed() -> Iterator[Callable[[int], None]]:
 
 
 def collate_or_none(samples: list[Any], collate: Collate, example: Any) -> Any:
-    """example: a batch, of which no sample is taken where there are none."""
-    return collate(samples) if samples else cut(example, 0, 0)
+    """example: a batch, of which no sample is taken if there are none; None of a batch that cannot be cut."""
+    if samples:
+        return collate(samples)
+    with contextlib.suppress(TrainError):
+        return cut(example, 0, 0)
+    return None
 
 
 class OwnBatches:

@@ -7,8 +7,10 @@ is said here, on every rank, before anything is computed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,8 @@ from trainer.compute.executor import ON_DEVICE, Executor
 from trainer.compute.graphs import Graphs, replayable, why_not
 from trainer.compute.precision import Full, build_precision
 from trainer.compute.timer import Timer, timer_for
-from trainer.data.loading import agree_on_facts
+from trainer.data.loading import Opened, agree_on_facts
+from trainer.data.sample_stream import RankBatches, SampleStream
 from trainer.paced.executor import StandInExecutor
 from trainer.paced.learner import Learner, LearnerExecutor
 from trainer.paced.part import LearningPart, PacedPart
@@ -35,7 +38,7 @@ from trainer.rebalance.rebalancer import Rebalancer
 from trainer.setup.batch_norm import batch_norm_groups
 from trainer.setup.clipping import build_clipping
 from trainer.setup.division import Division, divide
-from trainer.setup.material import Experiment, Material
+from trainer.setup.material import EXAMPLES, Experiment, Material
 from trainer.setup.network import facts_of, network
 from trainer.setup.pipeline import build_pipeline, learning_part, paced_clock, paced_part, real_part
 from trainer.setup.room import room_of
@@ -129,10 +132,17 @@ def prepare(met: Met, material: Material) -> Run:
         micro_batches=division.micro_batches,
         batches=opened.train,
         test_batches=opened.test,
-        first_batches=opened.first,
+        batches_of=opened.again,
+        some_samples=functools.cache(lambda: some_samples(material, opened)),
         last_step=division.last_step,
         learns=learns,
     )
+
+
+def some_samples(material: Material, opened: Opened) -> Any:
+    samples = min(EXAMPLES, material.train_samples)
+    order = RankBatches(SampleStream(material.train_samples, samples, (samples,), seed=0), rank=0, steps=1)
+    return next(iter(opened.again(order)))
 
 
 def do_all_learn(settings: Settings, info: RankInfo) -> bool:

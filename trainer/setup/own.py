@@ -73,7 +73,7 @@ class Own:
         def batches(of: RankBatches) -> OwnBatches:
             return OwnBatches(self._dataset, of, settings.seed, self.collate, settings.num_workers, device)
 
-        return Opened(batches(order), None, lambda steps: batches(order.first(steps)))
+        return Opened(batches(order), None, batches)
 
     def mark(self, settings: Settings) -> str:
         return f"{type(self._dataset).__name__} of {self.train_samples} samples"

@@ -41,7 +41,7 @@ from trainer.compute.timer import Timer
 from trainer.shared.errors import TrainError
 from trainer.shared.settings import Settings
 from trainer.strategies.after_backward import EXCHANGES, AfterBackward
-from trainer.strategies.base import Exchange, Strategy, local_loss, no_loss, weighted
+from trainer.strategies.base import Exchange, Strategy, local_loss, weighted
 from trainer.strategies.batch_norm import synchronise_batch_norm
 from trainer.strategies.compressed import Compressed
 from trainer.strategies.ddp import Ddp
@@ -52,7 +52,7 @@ from trainer.strategies.horovod import Horovod
 from trainer.strategies.parameter_average import ParameterAverage, averaged
 from trainer.strategies.single import Alone
 
-__all__ = ["Exchange", "Strategy", "build_strategy", "local_loss", "no_loss", "weighted"]
+__all__ = ["Exchange", "Strategy", "build_strategy", "local_loss", "weighted"]
 
 FSDP_MIB = 25.0
 """The size of FSDP's pieces where nobody has chosen one."""

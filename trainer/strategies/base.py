@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from trainer.data.batch import mapped, tensors_of
+from trainer.compute.models import trainable
 from trainer.strategies.batch_norm import is_synchronised
+from trainer.strategies.without_samples import no_loss
 
 
 class Exchange(NamedTuple):
@@ -88,6 +89,13 @@ class Strategy(Protocol):
     def updates_alone(self) -> bool:
         """May a rank take updates of its own between two that all make?"""
 
+    @property
+    def meets_in_forward(self) -> bool:
+        """Do the ranks wait for each other in the forward pass, so that a rank without samples has to make one?"""
+
+    def no_loss(self) -> Tensor:
+        """Of a rank without samples, in place of a forward pass: `backward` and `accumulate` make zeros of it."""
+
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
         """Leaves in .grad what the optimiser shall use: the gradient of the mean loss over the whole batch, each
         part of it as its own rank's network sees it, or of a rank's own part where weights are averaged.
@@ -154,6 +162,13 @@ class Base(WholeNetwork):
     def keeps_statistics(self) -> bool:
         return True
 
+    @property
+    def meets_in_forward(self: Strategy) -> bool:
+        return is_synchronised(self.model)
+
+    def no_loss(self: Strategy) -> Tensor:
+        return no_loss(trainable(self.model))
+
     def without_sync(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
 
@@ -180,32 +195,8 @@ class Base(WholeNetwork):
 
 
 def local_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """The sum of the losses of this rank's samples; without samples `no_loss`. A BatchNorm over all ranks can do with
-    no image at all.
-    """
-    if len(labels) or is_synchronised(model):
-        return cross_entropy(model(images), labels, reduction="sum")
-    return no_loss(model, (images, labels))
-
-
-def no_loss(model: nn.Module, batch: Any) -> Tensor:
-    """For a rank without samples, which still takes part in every collective: it sends a sample of zeros through the
-    network and multiplies the result by 0, so that each gradient exists and is 0. In eval mode, to leave BatchNorm's
-    statistics be.
-
-    batch: of no samples; the network sees the first of its parts.
-    """
-    inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
-    model.eval()
-    nothing = added_up(model(mapped(inputs, lambda tensor: tensor.new_zeros((1, *tensor.shape[1:]))))) * 0
-    model.train()
-    return nothing
-
-
-def added_up(outputs: Any) -> Tensor:
-    """All numbers of what a network gives, whatever its form."""
-    sums = [output.sum() for output in tensors_of(outputs)]
-    return sum(sums[1:], sums[0])
+    """The sum of the losses of this rank's samples."""
+    return cross_entropy(model(images), labels, reduction="sum")
 
 
 def weighted(loss_sum: Tensor, batch: int) -> Tensor:

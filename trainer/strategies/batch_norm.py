@@ -2,8 +2,8 @@
 
     synchronise_batch_norm(model, group)        every BatchNorm of the model, in place; its state_dict stays as it was
 
-A rank without samples calls the network with an empty batch: it sends nothing and takes part. In eval mode it is
-torch's own BatchNorm, with statistics that are the same on every rank.
+A rank without samples calls the network with an empty batch, or with somebody's samples that do not count: it sends
+nothing and takes part. In eval mode it is torch's own BatchNorm, with statistics that are the same on every rank.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ class SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):
     """Made by `synchronise_batch_norm`, which gives it its group."""
 
     group: dist.ProcessGroup
+    counts = True
+    """Whether the samples are this rank's own; if not, they are normalised and counted nowhere."""
 
     def _check_input_dim(self, _: Tensor) -> None:
         pass
@@ -31,10 +33,11 @@ class SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):
             return super().forward(images)
         if images.is_cuda:
             return fused_batch_norm.normalise(self, images)
-        count, mean, variance = whole_batch_statistics(images.detach(), self.group)
+        counted = images.detach() if self.counts else images.detach()[:0]
+        count, mean, variance = whole_batch_statistics(counted, self.group)
         self._keep(count, mean, variance)
         normalised: Tensor = _Normalise.apply(
-            images, self.weight, self.bias, mean, variance, count, self.eps, self.group
+            images, self.weight, self.bias, mean, variance, count, self.eps, self.group, self.counts
         )
         return normalised
 
@@ -98,8 +101,9 @@ class _Normalise(torch.autograd.Function):
         count: Tensor,
         eps: float,
         group: dist.ProcessGroup,
+        counts: bool,
     ) -> Tensor:
-        context.group = group
+        context.group, context.counts = group, counts
         context.save_for_backward(images, weight, mean, torch.rsqrt(variance + eps), count)
         if not len(images):
             return torch.empty_like(images)
@@ -116,6 +120,8 @@ class _Normalise(torch.autograd.Function):
         normalised = (_at_least_float32(images) - mean.view(channel)) * inverse_std.view(channel)
         dimensions = _all_but_channels(images)
         own = torch.cat([gradient.sum(dimensions), (gradient * normalised).sum(dimensions)])
+        if not context.counts:
+            own = torch.zeros_like(own)
         total = own.clone()
         dist.all_reduce(total, group=context.group)
         mean_gradient, mean_product = (part.view(channel) for part in (total / count).chunk(2))
@@ -123,8 +129,8 @@ class _Normalise(torch.autograd.Function):
         inner = (gradient - mean_gradient - normalised * mean_product) * scale.view(channel)
         bias_gradient, weight_gradient = own.chunk(2)
         if weight is None:
-            return inner.to(images.dtype), *[None] * 7
-        return inner.to(images.dtype), weight_gradient.to(weight.dtype), bias_gradient.to(weight.dtype), *[None] * 5
+            return inner.to(images.dtype), *[None] * 8
+        return inner.to(images.dtype), weight_gradient.to(weight.dtype), bias_gradient.to(weight.dtype), *[None] * 6
 
 
 def _at_least_float32(values: Tensor) -> Tensor:

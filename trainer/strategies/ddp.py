@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.compute.brake import Brake
-from trainer.compute.models import gradient_bytes
+from trainer.compute.models import gradient_bytes, trainable
 from trainer.compute.timer import Timer
 from trainer.strategies.base import Base, Exchange, weighted
 from trainer.strategies.gradient_sum import GradientSum, fitted_bucket_bytes
+from trainer.strategies.without_samples import no_loss
 
 # The name that newer torch gives to DDP's switch for overwriting buffers at each forward.
 _BUFFER_OPTION = next(
@@ -41,7 +42,7 @@ class Ddp(Base):
         self.bucket_mib = bucket_mib or fitted_bucket_bytes(sums, gradient_bytes(model), device) / 2**20
         keep_own_buffers: dict[str, Any] = {_BUFFER_OPTION: False}
         self.model = DistributedDataParallel(
-            model,
+            _OrNothing(model),
             process_group=sums.group,
             bucket_cap_mb=self.bucket_mib,
             gradient_as_bucket_view=True,
@@ -69,10 +70,34 @@ class Ddp(Base):
         weighted(loss_sum, batch).backward()
         return Exchange(self.computed, tuple(self.collectives))
 
+    def no_loss(self) -> Tensor:
+        """By DDP's own forward, which gets its buckets ready."""
+        self._either.is_called = False
+        try:
+            nothing: Tensor = self.model()
+        finally:
+            self._either.is_called = True
+        return nothing
+
     def without_sync(self) -> AbstractContextManager[object]:
         paused: AbstractContextManager[object] = self.model.no_sync()
         return paused
 
     def whole(self) -> nn.Module:
-        network: nn.Module = self.model.module
-        return network
+        return self._either.network
+
+    @property
+    def _either(self) -> _OrNothing:
+        either: _OrNothing = self.model.module
+        return either
+
+
+class _OrNothing(nn.Module):
+    """The network, or if the rank has no samples a loss of none."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network, self.is_called = network, True
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.network(*inputs, **named) if self.is_called else no_loss(trainable(self.network))

@@ -42,6 +42,13 @@ class ExactFirst(WholeNetwork):
     def updates_alone(self) -> bool:
         return self._current.updates_alone
 
+    @property
+    def meets_in_forward(self) -> bool:
+        return self._current.meets_in_forward
+
+    def no_loss(self) -> Tensor:
+        return self._current.no_loss()
+
     def without_sync(self) -> AbstractContextManager[object]:
         return self._current.without_sync()
 

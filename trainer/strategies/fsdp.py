@@ -72,6 +72,10 @@ class Fsdp(Base):
         self.collectives.append((self.computed, self.timer.mark()))
         return work
 
+    @property
+    def meets_in_forward(self) -> bool:
+        return self.group.size() > 1
+
     def accumulate(self, loss_sum: Tensor, samples: int, batch: int) -> None:
         """fully_shard leaves the mean over the ranks, not the sum."""
         (weighted(loss_sum, batch) * self.group.size()).backward()
@@ -95,11 +99,13 @@ class Fsdp(Base):
     def whole(self) -> nn.Module:
         """A copy that lives as long as its user: every rank holds all weights meanwhile."""
         network = copy.deepcopy(self.hollow, _groups(self.hollow)).to_empty(device=next(self.model.parameters()).device)
-        own = dict([*self.model.named_parameters(), *self.model.named_buffers()])
+        own: dict[str, Any] = dict(self.model.named_parameters())
         with torch.no_grad():
-            for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
-                kept = own[name]
-                tensor.copy_(kept.full_tensor() if hasattr(kept, "full_tensor") else kept)
+            for name, tensor in network.named_parameters():
+                tensor.copy_(own[name].full_tensor())
+            for copied, module in zip(network.modules(), self.model.modules(), strict=True):
+                for name, buffer in module._buffers.items():  # which may be another, and of another size, by now
+                    copied._buffers[name] = None if buffer is None else buffer.clone()
         return network
 
 

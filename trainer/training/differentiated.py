@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 
 from trainer.compute.gradients import drop_gradients
-from trainer.data.batch import pieces
-from trainer.strategies import Strategy, no_loss
-from trainer.strategies.batch_norm import is_synchronised
+from trainer.data.batch import moved, pieces
+from trainer.strategies import Strategy
+from trainer.strategies.without_samples import without_effect
 from trainer.training.progress import Progress
+from trainer.training.random_state import random_state, set_random_state
 from trainer.training.update import Update, kept
 
 if TYPE_CHECKING:
@@ -42,20 +43,25 @@ class Differentiated(Update):
         yield from self._given(last)
 
     def _given(self, part: Any) -> Iterator[Any]:
-        """To the loop's body, or where it is empty to nobody."""
-        if self.sizes[len(self.losses)] or is_synchronised(self.strategy.model):
+        """To the loop's body. If it is empty only if ranks meet in the forward pass, and then with samples that count
+        for nothing.
+        """
+        if self.sizes[len(self.losses)]:
             yield from self._handed(part)
+        elif self.strategy.meets_in_forward:
+            random = random_state()
+            with without_effect(self.run.model):
+                yield from self._handed(moved(self.run.some_samples(), self.run.device))
+            set_random_state(random)
         else:
-            with self.run.precision.autocast():
-                nothing = no_loss(self.strategy.model, part)
-            self._backward(nothing)
+            self._backward(self.strategy.no_loss())
             self.optimise()
 
     def _backward(self, loss_sum: Tensor) -> None:
         size = self.sizes[len(self.losses)]
         if self.run.settings.slow and not self.losses:
             loss_sum.register_hook(self._hold_up)
-        self.losses.append(kept(loss_sum))
+        self.losses.append(kept(loss_sum) if size else 0.0)
         samples, batch = sum(self.sizes), sum(self.shares)
         scaled = self.run.precision.scaled(loss_sum)
         if self._is_last:

@@ -57,7 +57,9 @@ class Run:
     rebalancer: Rebalancer | None
     batches: Batches
     test_batches: Callable[[], Batches] | None
-    first_batches: Callable[[int], Batches]
+    batches_of: Callable[[RankBatches], Batches]
+    some_samples: Callable[[], Any]
+    """A batch of samples that are in the data, for a rank without any."""
     last_step: int
     learns: bool
     """False where a rank is paced."""

@@ -56,6 +56,6 @@ def estimated_again(run: Run, network: nn.Module) -> int:
 
 def training_images(run: Run) -> Iterator[Tensor]:
     """This rank's part of the epoch's first updates, in its micro-batches."""
-    for step, (images, *_) in enumerate(run.first_batches(BATCHES)):
+    for step, (images, *_) in enumerate(run.batches_of(run.order.first(BATCHES))):
         sizes = run.micro_batches.sizes(run.stream.shares_at(step, run.order.epoch), run.order.rank)
         yield from (part for part in images.to(run.device).split(sizes) if len(part))
