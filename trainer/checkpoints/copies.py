@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from trainer.checkpoints.file import forget_older, name_of, reason, updates_of, whole
 from trainer.ranks.agreement import gather_lines
-from trainer.ranks.process_group import TIMEOUT
+from trainer.ranks.process_group import timeout
 
 if TYPE_CHECKING:
     from trainer.training.run import Run
@@ -49,7 +49,7 @@ class Copies:
         if wanted and run.settings.checkpoint_every:
             self._keeper = keeper_of(gather_lines(run.info.node), wanted)
         if self._keeper is not None:
-            made = dist.new_group([0, self._keeper], backend="gloo", timeout=TIMEOUT)
+            made = dist.new_group([0, self._keeper], backend="gloo", timeout=timeout())
             self._group = cast("dist.ProcessGroup", made)
 
     def begin(self, path: Path | None) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from trainer.compute.microbatches import MicroBatches
 from trainer.data.sample_stream import Probes, RankBatches
+from trainer.ranks.process_group import timeout
 from trainer.rebalance.balance import Balance
 from trainer.rebalance.estimate import FRESH, SENT
 from trainer.shared.metrics import MetricsWriter
@@ -56,7 +57,7 @@ class Rebalancer:
         self.balance, self.order, self.micro_batches = balance, order, micro_batches
         self.metrics, self.room, self.say = metrics, room, say
         self.asked_caps = tuple(micro_batches.caps)
-        self.group = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
+        self.group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout()))
         self.times_ms: list[float] = []
         self.to_skip = max(2, warmup_steps)
         self.apart = FRESH

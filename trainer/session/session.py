@@ -29,7 +29,7 @@ from trainer.data.loading import Batch, own_part
 from trainer.data.own import judged_batches
 from trainer.pipeline.strategy import Pipeline
 from trainer.ranks.agreement import gather_lines, sum_over_ranks
-from trainer.ranks.process_group import leave
+from trainer.ranks.process_group import for_all_ranks, leave
 from trainer.session.ending import Ending
 from trainer.session.forward import Forward
 from trainer.session.judging import Judge, summed
@@ -53,7 +53,7 @@ class Session:
 
     def __init__(self, run: Run, ending: Ending | None = None) -> None:
         self.run, self._ending = run, ending
-        self.model = Forward(lambda: run.strategy.model, run.precision, run.settings.amp)
+        self.model = Forward(lambda: run.strategy.model, run.precision, run.settings.amp, self._for_all_ranks)
         self.keeper = CheckpointKeeper(run)
         self.progress = self.keeper.resume()
         self.has_reached_target = False
@@ -136,7 +136,7 @@ class Session:
         run, progress, started_s = self.run, self.progress, time.monotonic()
         kind = Piped if isinstance(run.strategy, Pipeline) else Differentiated
         run.order.epoch, self.loss = progress.epoch, None
-        with StepLog(run, progress) as log, self._left_behind():
+        with self._for_all_ranks(), StepLog(run, progress) as log, self._left_behind():
             begin = log.begin()
             for batch in self._drawn():
                 self._under_way = update = kind(run, batch, progress, begin)
@@ -156,7 +156,8 @@ class Session:
                     begin = log.begin()
                 if step.number + 1 == run.last_step:
                     break
-        self._end_epoch(started_s)
+        with self._for_all_ranks("the end of an epoch"):
+            self._end_epoch(started_s)
 
     @contextlib.contextmanager
     def _left_behind(self) -> Iterator[None]:
@@ -176,16 +177,24 @@ class Session:
         whole batch counts alike on whichever rank it is.
         """
         update = self._current
-        update.take(loss_sum)
-        update.optimise()
+        with self._for_all_ranks():
+            update.take(loss_sum)
+            update.optimise()
 
     def backward(self, loss_sum: Tensor) -> None:
         """The first half of `step`: after an update's last micro-batch gradients are what the optimiser will use."""
-        self._current.take(loss_sum)
+        update = self._current
+        with self._for_all_ranks():
+            update.take(loss_sum)
 
     def update(self) -> None:
         """The second half of `step`: moves the weights, where this was an update's last micro-batch."""
-        self._current.optimise()
+        update = self._current
+        with self._for_all_ranks():
+            update.optimise()
+
+    def _for_all_ranks(self, doing: str = "") -> contextlib.AbstractContextManager[None]:
+        return for_all_ranks(self.run.info, lambda: doing or f"update {self.updates}")
 
     @property
     def _current(self) -> Update:
@@ -246,7 +255,7 @@ class Session:
         samples = samples_of(dataset)
         own, at_once = own_part(samples, run.order), run.order.share or 1
         drawn = judged_batches(dataset, own, at_once, run.material.collate, run.settings.num_workers)
-        with shared_network(run, progress) as network:
+        with self._for_all_ranks("an evaluation"), shared_network(run, progress) as network:
             pairs = ((moved(inputs, run.device), moved(targets, run.device)) for inputs, targets in drawn)
             found = summed(network, run.strategy.outputs(network, pairs), judge, samples)
         of_epoch = {"epoch": progress.epoch, "step": self.updates - 1, "samples": samples}

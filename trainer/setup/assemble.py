@@ -54,6 +54,7 @@ from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.ddp import Ddp
 from trainer.strategies.gradient_sum import DTYPES, GradientSum
 from trainer.strategies.horovod import package
+from trainer.strategies.without_samples import Unused
 from trainer.training.console import Console
 from trainer.training.ema import Ema
 from trainer.training.rates import rates_of
@@ -86,7 +87,7 @@ def meet(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Met:
         metrics.peak_memory_bytes = lambda: torch.cuda.max_memory_allocated(device)
     torch.manual_seed(settings.seed)
     check_bottleneck(settings, info)
-    return Met(settings, info, metrics, device, join(info, settings.backend, device))
+    return Met(settings, info, metrics, device, join(info, settings.backend, device, settings.timeout_s))
 
 
 def prepare(met: Met, material: Material) -> Run:
@@ -124,6 +125,7 @@ def prepare(met: Met, material: Material) -> Run:
         rebalancer=build_rebalancer(settings, info, metrics, console, division, room),
         optimizer=optimizer,
         clipping=build_clipping(settings, material, model, strategy, group),
+        unused=Unused(model, group) if settings.sums_unused else None,
         ema=Ema(model, settings.ema) if settings.ema else None,
         rates=rates_of(settings, optimizer, division.order.stream),
         graphs=build_graphs(model, metrics, console) if settings.cuda_graph == "on" else None,

@@ -29,7 +29,7 @@ from trainer.pipeline.part import Part, part_of
 from trainer.pipeline.stage import StageWork
 from trainer.pipeline.strategy import Pipeline
 from trainer.ranks.agreement import gather_lines, together
-from trainer.ranks.process_group import TIMEOUT
+from trainer.ranks.process_group import timeout
 from trainer.ranks.rank_info import RankInfo
 from trainer.setup.batch_norm import check_batch_norm, check_pairs
 from trainer.setup.learning import Learning, as_sent, chain_like, learning_cut, like_of_all, weights_like
@@ -148,7 +148,7 @@ def build_pipeline(
         for lanes in held if is_local else ():
             if own := _group_of(lanes, group):
                 sums = GradientSum(own, brake=brake, executor=executor)
-    links = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=TIMEOUT))
+    links = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout()))
     return Pipeline(stage, layout, cuts, links, sums, timer, brake, in_flight=settings.in_flight, averages=averages)
 
 
@@ -156,7 +156,7 @@ def _group_of(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGrou
     """Made by all ranks together; None for those that are not of it, and for a single one."""
     if len(ranks) == 1:
         return None
-    made = dist.new_group(sorted(ranks), backend=dist.get_backend(like), timeout=TIMEOUT)
+    made = dist.new_group(sorted(ranks), backend=dist.get_backend(like), timeout=timeout())
     return cast("dist.ProcessGroup", made) if dist.get_rank() in ranks else None
 
 

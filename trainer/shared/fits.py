@@ -107,6 +107,8 @@ def _of_the_rest(of: Settings) -> list[str]:
     if of.strategy == "fsdp":
         asked = [name for name in NOT_WITH_FSDP if getattr(of, name) == "on"]
         mistakes += [f"{name}: strategy fsdp keeps weights in pieces and cannot; use auto or ddp" for name in asked]
+    if of.strategy == "fsdp" and of.unused_parameters != "refuse":
+        mistakes.append("unused_parameters: with strategy fsdp all ranks use all parameters; use ddp")
     if of.profile_s and of.checkpoint_every:
         mistakes.append("checkpoint_every: does nothing with profile_s, which trains nothing; leave one out")
     if of.target_accuracy and not of.eval_every:

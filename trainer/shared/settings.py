@@ -97,6 +97,11 @@ class Settings:
         "What carries gradients; auto is nccl when every rank has a GPU of its own, else gloo.",
         choices=["auto", "nccl", "gloo"],
     )
+    timeout_s: float = setting(
+        "Seconds that a rank waits for another in an exchange before it gives up. What one rank does by itself (an "
+        "evaluation, an upload) has to take less.",
+        at_least=1,
+    )
     strategy: str = setting(
         "How ranks stay together. Gradients: in buckets during backward (ddp; horovod by the package of that name, if "
         "hosts have it), or after it, one call a parameter (allreduce) or all at once (allreduce_flat, "
@@ -185,6 +190,11 @@ class Settings:
     )
     profile_s: float = setting(
         "Seconds in which to measure each rank alone, instead of training; 0 trains.", at_least=0
+    )
+    unused_parameters: str = setting(
+        "What happens if a rank's loss does not depend on some parameters: refuse ends the run and names them; zeros "
+        "counts their gradients as 0, and leaves parameters that no rank uses in an update as they are.",
+        choices=["refuse", "zeros"],
     )
     sync_bn: bool = setting(
         "BatchNorm over the whole batch of all ranks, as one process would have it, not over each rank's own part: "
@@ -296,6 +306,12 @@ class Settings:
     def overlap(self) -> int:
         """Updates that go on while local's weight changes travel."""
         return overlap_of(self.local_steps, self.local_overlap)
+
+    @property
+    def sums_unused(self) -> bool:
+        """Do ranks exchange zeros for parameters that their loss does not depend on?"""
+        exchanges = self.strategy not in ("none", "dp", "tensor", "pipeline") and self.fidelity != "local"
+        return exchanges and self.unused_parameters == "zeros"
 
     def exact_updates(self, updates: int) -> int:
         """Those with which compressed or local begins, of so many of the whole run."""

@@ -22,6 +22,7 @@ from trainer.compute.timer import Timer
 from trainer.shared import gpu_work
 from trainer.strategies.base import Base, Exchange, first_rank, share_initial_state, weighted
 from trainer.strategies.gradient_sum import GradientSum
+from trainer.strategies.without_samples import refuse_unused
 
 Gradients = Sequence[Tensor]
 Swap = Callable[[Gradients, GradientSum], None]
@@ -42,8 +43,11 @@ class AfterBackward(Base):
         weighted(loss_sum, batch).backward()
         self.brake.pause("sync")
         computed = self.timer.mark()
+        gradients = gradients_of(self.model)
+        if any(gradient is None for gradient in gradients):
+            refuse_unused(self.model, loss_sum)
         before_s = self.sums.held_up_s
-        self.exchange(gradients_of(self.model), self.sums)
+        self.exchange(gradients, self.sums)
         return Exchange(computed, held_up_s=self.sums.held_up_s - before_s)
 
     def whole(self) -> nn.Module:

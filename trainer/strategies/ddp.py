@@ -15,7 +15,7 @@ from trainer.compute.models import gradient_bytes, trainable
 from trainer.compute.timer import Timer
 from trainer.strategies.base import Base, Exchange, weighted
 from trainer.strategies.gradient_sum import GradientSum, fitted_bucket_bytes
-from trainer.strategies.without_samples import no_loss
+from trainer.strategies.without_samples import no_loss, refuse_unused
 
 # The name that newer torch gives to DDP's switch for overwriting buffers at each forward.
 _BUFFER_OPTION = next(
@@ -67,7 +67,10 @@ class Ddp(Base):
 
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
         self.collectives.clear()
+        self.computed = None
         weighted(loss_sum, batch).backward()
+        if self.computed is None:  # a bucket is not full, and nothing of it was exchanged
+            refuse_unused(self.whole(), loss_sum)
         return Exchange(self.computed, tuple(self.collectives))
 
     def no_loss(self) -> Tensor:

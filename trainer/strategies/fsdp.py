@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.compute.brake import Brake
-from trainer.compute.models import gradient_bytes
+from trainer.compute.models import gradient_bytes, trainable
 from trainer.compute.timer import Timer
 from trainer.shared.errors import TrainError
 from trainer.strategies.base import Base, Exchange, share_initial_state, weighted
 from trainer.strategies.batch_norm import SynchronisedBatchNorm
+from trainer.strategies.without_samples import refuse_unused
 
 
 class Fsdp(Base):
@@ -83,6 +84,8 @@ class Fsdp(Base):
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
         self.collectives.clear()
         self.accumulate(loss_sum, samples, batch)
+        if any(weight.grad is None for weight in trainable(self.model)):
+            refuse_unused(self.model, loss_sum)
         if not self.collectives:  # one rank alone reduces nothing
             self.brake.pause("sync")
             self.computed = self.timer.mark()

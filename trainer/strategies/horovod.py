@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from trainer.compute.brake import Brake
 from trainer.compute.timer import Timer
 from trainer.ranks.loopback_store import LoopbackStore, served
-from trainer.ranks.process_group import TIMEOUT, before_leaving, store_of_all
+from trainer.ranks.process_group import before_leaving, store_of_all, timeout
 from trainer.shared.errors import TrainError
 from trainer.strategies.base import Base, Exchange, share_initial_state, weighted
+from trainer.strategies.without_samples import refuse_unused
 
 _meetings: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 """Of these ranks, whose addresses of an earlier meeting are still in the store."""
@@ -68,6 +69,8 @@ class Horovod(Base):
 
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
         weighted(loss_sum, batch).backward()
+        if len(self.on_its_way) < len(self.origins):
+            refuse_unused(self.model, loss_sum)
         self.brake.pause("sync")
         computed = self.timer.mark()
         for handle, sent, gradient in self.on_its_way:
@@ -160,6 +163,6 @@ def variables(rank: int, nodes: Sequence[str], server: LoopbackStore) -> dict[st
         "GLOO_RENDEZVOUS_ADDR": server.address,
         "GLOO_RENDEZVOUS_PORT": server.port,
         "GLOO_IFACE": os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0],
-        "GLOO_TIMEOUT_SECONDS": round(TIMEOUT.total_seconds()),
+        "GLOO_TIMEOUT_SECONDS": round(timeout().total_seconds()),
     }
     return {f"HOROVOD_{name}": str(value) for name, value in numbers.items()}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trainer.compute.executor import Executor
 from trainer.compute.flat_buffer import bytes_of
+from trainer.ranks.process_group import timeout
 from trainer.shared import gpu_work
 from trainer.strategies.base import first_rank
 
@@ -150,5 +151,5 @@ def _ranks_of(group: Group) -> list[int]:
 
 def _own_group(of_ranks: Sequence[Sequence[int]]) -> Any:
     """One group for each list, made by all ranks; the one that this rank is in, or None."""
-    made = [dist.new_group(list(ranks), backend="gloo") for ranks in of_ranks]
+    made = [dist.new_group(list(ranks), backend="gloo", timeout=timeout()) for ranks in of_ranks]
     return next((group for group, ranks in zip(made, of_ranks, strict=True) if dist.get_rank() in ranks), None)

@@ -1,4 +1,5 @@
-"""What a rank without samples gives to the others: gradients that are exactly 0, whatever the network.
+"""What a rank without samples gives to the others: gradients that are exactly 0, whatever the network. The same for
+parameters that a loss does not depend on (`unused_parameters`).
 
 loss_sum = no_loss(weights)              without a forward pass: nothing that the network does can be seen in it
 with without_effect(network):            if ranks meet in the forward pass: with samples that count for nothing
@@ -14,11 +15,14 @@ import contextlib
 import copy
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.compute.models import trainable
+from trainer.shared.errors import TrainError
 from trainer.strategies.batch_norm import SynchronisedBatchNorm
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -41,6 +45,72 @@ class _Nothing(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, _: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.zeros_like(weight) for weight in context.weights)
+
+
+SHOWN = 4
+"""Names in a message, at most."""
+
+
+def refuse_unused(network: nn.Module, loss: Tensor) -> NoReturn:
+    """Called when backward of the loss did not leave a gradient for each parameter. Raises TrainError."""
+    weights = [(name, weight) for name, weight in network.named_parameters() if weight.requires_grad]
+    unused = [name for name, weight in weights if weight.grad is None]
+    if not unused:  # an earlier micro-batch has used them
+        used = parameters_of(loss)
+        unused = [name for name, weight in weights if weight not in used]
+    names = ", ".join(unused[:SHOWN]) + (f" and {len(unused) - SHOWN} more" if len(unused) > SHOWN else "")
+    raise TrainError(
+        f"the loss does not depend on {len(unused)} of {len(weights)} parameters ({names}): freeze them "
+        "(requires_grad=False) or leave them out of the network; if updates are to do without some of them, "
+        "unused_parameters=zeros"
+    )
+
+
+def parameters_of(loss: Tensor) -> set[Tensor]:
+    """Those that the loss depends on."""
+    found: set[Tensor] = set()
+    ahead, seen = [loss.grad_fn], set()
+    while ahead:
+        node: Any = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(node.variable)
+        ahead += [following for following, _ in node.next_functions]
+    return found
+
+
+class Unused:
+    """Parameters that a rank's loss does not depend on count as 0. Those that no rank's loss depends on have no
+    gradient after the exchange: the optimiser leaves them alone, as in one process.
+
+    group: of the ranks that exchange gradients.
+    """
+
+    def __init__(self, network: nn.Module, group: dist.ProcessGroup) -> None:
+        self.weights, self.group = trainable(network), group
+        device = self.weights[0].device if dist.get_backend(group) == "nccl" else "cpu"
+        self.used = torch.zeros(len(self.weights), dtype=torch.int32, device=device)
+
+    def note(self, loss: Tensor) -> list[nn.Parameter]:
+        """Of each micro-batch. Gives the parameters that it does not depend on."""
+        found = parameters_of(loss)
+        self.used |= torch.tensor([weight in found for weight in self.weights], dtype=torch.int32).to(self.used.device)
+        return [weight for weight in self.weights if weight not in found]
+
+    def covered(self, loss: Tensor) -> Tensor:
+        """The same for the last micro-batch: a loss that depends on all."""
+        unused = self.note(loss)
+        return loss + no_loss(unused) if unused else loss
+
+    def forget(self) -> None:
+        """After the exchange."""
+        dist.all_reduce(self.used, op=dist.ReduceOp.MAX, group=self.group)
+        for weight, is_used in zip(self.weights, self.used.tolist(), strict=True):
+            if not is_used:
+                weight.grad = None
+        self.used.zero_()
 
 
 @contextlib.contextmanager

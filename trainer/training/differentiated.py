@@ -11,7 +11,8 @@ from torch import Tensor
 
 from trainer.compute.gradients import drop_gradients
 from trainer.data.batch import moved, pieces
-from trainer.strategies import Strategy
+from trainer.shared.errors import TrainError
+from trainer.strategies import Exchange, Strategy
 from trainer.strategies.without_samples import without_effect
 from trainer.training.progress import Progress
 from trainer.training.random_state import random_state, set_random_state
@@ -65,7 +66,11 @@ class Differentiated(Update):
         samples, batch = sum(self.sizes), sum(self.shares)
         scaled = self.run.precision.scaled(loss_sum)
         if self._is_last:
-            exchange = self.strategy.backward(scaled, size if self.alone else samples, batch)
+            if self.run.unused and size:
+                scaled = self.run.unused.covered(scaled)
+            exchange = self._exchanged(scaled, size if self.alone else samples, batch)
+            if self.run.unused:
+                self.run.unused.forget()
             self._make_ready(sum(self.losses[1:], self.losses[0]), exchange)
         elif self.alone:
             self.strategy.backward_alone(scaled, size)
@@ -74,7 +79,18 @@ class Differentiated(Update):
                 self.run.clipping()
             self.is_ready = True
         else:
+            if self.run.unused:
+                self.run.unused.note(scaled)
             self.strategy.accumulate(scaled, samples, batch)
+
+    def _exchanged(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
+        """Raises TrainError, with the rank, for a network whose parameters are not all used."""
+        try:
+            return self.strategy.backward(loss_sum, samples, batch)
+        except TrainError as error:
+            raise TrainError(
+                f"{self.run.info.node}: rank {self.run.info.rank}, update {self.number}: {error}"
+            ) from error
 
     def _end(self) -> None:
         if self._is_last:

@@ -24,6 +24,7 @@ from trainer.rebalance.rebalancer import Rebalancer
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.settings import Settings
 from trainer.strategies import Strategy
+from trainer.strategies.without_samples import Unused
 from trainer.training.clipping import Clipping
 from trainer.training.console import Console
 from trainer.training.ema import Ema
@@ -47,6 +48,7 @@ class Run:
     precision: Full
     optimizer: torch.optim.Optimizer | StandInOptimizer
     clipping: Clipping | None
+    unused: Unused | None
     rates: Rates
     ema: Ema | None
     graphs: Graphs | None

@@ -44,6 +44,8 @@ class Update(ABC):
         """Whether the loss of the micro-batch that the loop's body has is still to come."""
         self._is_whole = True
         """Not in the midst of a backward pass or of moving the weights, nor after one that failed."""
+        self.number = progress.epoch * run.stream.steps + progress.step
+        """In the whole run, from 0 on."""
         self.step: Step | None = None
         """When all is over."""
         self._loaded = timer.mark()
@@ -98,8 +100,8 @@ class Update(ABC):
 
     def _end(self) -> None:
         """When the weights have been moved."""
-        run, timer, at = self.run, self.run.timer, self.at
-        number, counts = at.epoch * run.stream.steps + at.step, run.strategy.counts
+        run, timer, at, number = self.run, self.run.timer, self.at, self.number
+        counts = run.strategy.counts
         if run.ema:
             run.ema.update(number + 1)
         updated = timer.mark()
