@@ -35,7 +35,7 @@ from trainer.setup.own import Own
 from trainer.setup.start_record import start_fields
 from trainer.shared.errors import TrainError
 from trainer.shared.pace import no_pace_for
-from trainer.training.loss_sum import checked
+from trainer.training.loss_sum import Weight, checked
 
 LOADED = 64
 """Samples that larger batches repeat: their loading is no part of what is measured."""
@@ -122,11 +122,11 @@ class Rehearsal:
         drop_gradients(self._optimizer)
         return batch
 
-    def step(self, loss_sum: Tensor) -> None:
-        self.backward(loss_sum)
+    def step(self, loss_sum: Tensor, weight: Weight | None = None) -> None:
+        self.backward(loss_sum, weight)
         self.update()
 
-    def backward(self, loss_sum: Tensor) -> None:
+    def backward(self, loss_sum: Tensor, weight: Weight | None = None) -> None:
         loss = checked(loss_sum)
         if len(self._marks) != 1:
             raise TrainError("step is called once for each batch, in the body of `for ... in batches()`")

@@ -36,7 +36,7 @@ from trainer.session.judging import Judge, summed
 from trainer.setup.own import samples_of
 from trainer.shared.errors import TrainError
 from trainer.training.differentiated import Differentiated
-from trainer.training.loss_sum import report_not_finite
+from trainer.training.loss_sum import Weight, report_not_finite
 from trainer.training.piped import Piped
 from trainer.training.rates import samples_before
 from trainer.training.run import Run
@@ -58,7 +58,9 @@ class Session:
         self.progress = self.keeper.resume()
         self.has_reached_target = False
         self.loss: float | None = None
-        """Mean over the samples of the last epoch, of all ranks; None before its end, and where nobody learns."""
+        """Mean over the samples of the last epoch, of all ranks (with weights the mean of its updates'); None
+        before its end, and where nobody learns.
+        """
         self._under_way: Update | None = None
         self._after_update: list[Callable[[], object]] = []
         self._are_rates_equal = True
@@ -170,22 +172,23 @@ class Session:
         finally:
             self._under_way = None
 
-    def step(self, loss_sum: Tensor) -> None:
+    def step(self, loss_sum: Tensor, weight: Weight | None = None) -> None:
         """Backward, and after the last micro-batch of an update the exchange between ranks and the optimiser.
 
         loss_sum: the SUM of the losses of this micro-batch's samples: it is weighted here, so that each sample of the
-        whole batch counts alike on whichever rank it is.
+        whole batch counts alike on whichever rank it is. weight: what the losses are to be divided by in place of the
+        samples, like this micro-batch's tokens: the gradient is that of the mean over all ranks and micro-batches.
         """
         update = self._current
         with self._for_all_ranks():
-            update.take(loss_sum)
+            update.take(loss_sum, weight)
             update.optimise()
 
-    def backward(self, loss_sum: Tensor) -> None:
+    def backward(self, loss_sum: Tensor, weight: Weight | None = None) -> None:
         """The first half of `step`: after an update's last micro-batch gradients are what the optimiser will use."""
         update = self._current
         with self._for_all_ranks():
-            update.take(loss_sum)
+            update.take(loss_sum, weight)
 
     def update(self) -> None:
         """The second half of `step`: moves the weights, where this was an update's last micro-batch."""

@@ -57,6 +57,7 @@ from trainer.strategies.horovod import package
 from trainer.strategies.without_samples import Unused
 from trainer.training.console import Console
 from trainer.training.ema import Ema
+from trainer.training.loss_sum import Weights
 from trainer.training.rates import rates_of
 from trainer.training.run import Run
 
@@ -125,6 +126,7 @@ def prepare(met: Met, material: Material) -> Run:
         rebalancer=build_rebalancer(settings, info, metrics, console, division, room),
         optimizer=optimizer,
         clipping=build_clipping(settings, material, model, strategy, group),
+        weights=Weights(settings, group, counts=bool(strategy.counts)),
         unused=Unused(model, group) if settings.sums_unused else None,
         ema=Ema(model, settings.ema) if settings.ema else None,
         rates=rates_of(settings, optimizer, division.order.stream),

@@ -50,10 +50,11 @@ class Differentiated(Update):
         if self.sizes[len(self.losses)]:
             yield from self._handed(part)
         elif self.strategy.meets_in_forward:
-            random = random_state()
+            random, self._is_counted = random_state(), False
             with without_effect(self.run.model):
                 yield from self._handed(moved(self.run.some_samples(), self.run.device))
             set_random_state(random)
+            self._is_counted = True
         else:
             self._backward(self.strategy.no_loss())
             self.optimise()

@@ -1,16 +1,25 @@
-"""Losses: what a training loop's body may hand over, and what happens if one is not a finite number.
+"""Losses: what a training loop's body may hand over, what all of them are divided by, and what happens if one is not a
+finite number.
 
 loss_sum = checked(loss_sum)
+factor = Weights(settings, group, counts=True).factor(batch)
 report_not_finite(run, step=24, epoch=2, loss=math.nan)
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from trainer.ranks.agreement import sum_over_ranks
 from trainer.shared.errors import TrainError
+from trainer.shared.settings import Settings
+
+Weight = Tensor | float
 
 if TYPE_CHECKING:
     from trainer.training.run import Run
@@ -46,3 +55,68 @@ def report_not_finite(run: Run, step: int, epoch: int, loss: float, of: Literal[
     if run.settings.not_finite == "stop":
         raise TrainError(f"{words}: the run stops (not_finite=stop)")
     run.console.aside(f"warning: {words}; the run goes on (not_finite=stop ends it)")
+
+
+class Weights:
+    """Losses are divided by the samples of the whole batch, or by the sum of what the script gives with each: then
+    gradients, which are those of the mean over samples, are scaled once more when all is known.
+
+    group: of all ranks. counts: whether this rank's samples are its own.
+    """
+
+    def __init__(self, settings: Settings, group: dist.ProcessGroup, *, counts: bool) -> None:
+        self._group, self._counts = group, counts
+        self._averages = settings.fidelity == "local" or settings.strategy == "parameter_average"
+        self._own: list[Weight | None] = []
+        self._are_given: bool | None = None
+        """Whether the script gives weights, as all ranks have agreed in the first update."""
+
+    def take(self, weight: Weight | None, *, is_counted: bool) -> None:
+        """Of a micro-batch. is_counted: not if its samples are only there to take part. Raises TrainError."""
+        expected = self._own[0] is not None if self._own else self._are_given
+        if expected is not None and expected != (weight is not None):
+            raise TrainError("weight: step(loss_sum, weight=...) is given for some batches only: give it for all")
+        if weight is not None:
+            if self._averages:
+                raise TrainError(
+                    "weight: each rank makes updates of its own, and weights are averaged by samples; use strategy ddp "
+                    "with another fidelity than local"
+                )
+            weight = _checked_weight(weight)
+        self._own.append(weight if is_counted or weight is None else 0.0)
+
+    def factor(self, batch: int) -> Tensor | None:
+        """What gradients and losses of an update with so many samples are multiplied by; None if no weights are given.
+        Waits for all ranks.
+        """
+        given = [weight for weight in self._own if weight is not None]
+        if self._are_given is None:
+            with_weight, without = sum_over_ranks([float(bool(given)), float(len(given) < len(self._own))])
+            if with_weight and without:
+                raise TrainError("weight: step(loss_sum, weight=...) is given on some ranks only: give it on all")
+            self._are_given = with_weight > 0
+        self._own = []
+        if not self._are_given:
+            return None
+        on_gpu = dist.get_backend(self._group) == "nccl"
+        total = torch.zeros((), dtype=torch.float64, device=torch.device("cuda") if on_gpu else "cpu")
+        for weight in given if self._counts else ():
+            total += weight.to(total) if isinstance(weight, Tensor) else weight
+        dist.all_reduce(total, group=self._group)
+        return torch.where(total == 0, 0.0, batch / total)
+
+
+def _checked_weight(weight: Weight) -> Weight:
+    if isinstance(weight, Tensor) and weight.numel() == 1:
+        return weight.detach().reshape(())
+    if isinstance(weight, (int, float)) and 0 <= weight < float("inf"):
+        return weight
+    raise TrainError(f"weight: a number of 0 or more is expected, like the tokens of the batch, not {weight!r:.60}")
+
+
+@torch.no_grad()
+def scale(gradients: Iterable[Any], factor: Tensor) -> None:
+    """In place. Of fsdp's gradients the piece that this rank has."""
+    held = [one.to_local() if hasattr(one, "to_local") else one for one in gradients if one is not None]
+    if held:
+        torch._foreach_mul_(held, factor.to(held[0].device))

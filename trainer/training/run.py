@@ -28,6 +28,7 @@ from trainer.strategies.without_samples import Unused
 from trainer.training.clipping import Clipping
 from trainer.training.console import Console
 from trainer.training.ema import Ema
+from trainer.training.loss_sum import Weights
 from trainer.training.rates import Rates
 
 
@@ -49,6 +50,7 @@ class Run:
     optimizer: torch.optim.Optimizer | StandInOptimizer
     clipping: Clipping | None
     unused: Unused | None
+    weights: Weights
     rates: Rates
     ema: Ema | None
     graphs: Graphs | None

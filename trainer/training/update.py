@@ -22,7 +22,7 @@ from trainer.compute.gradients import drop_gradients
 from trainer.data.batch import moved
 from trainer.shared.errors import TrainError
 from trainer.strategies import Exchange
-from trainer.training.loss_sum import checked
+from trainer.training.loss_sum import Weight, checked, scale
 from trainer.training.progress import Progress
 from trainer.training.step_log import Step
 
@@ -42,6 +42,8 @@ class Update(ABC):
         """Whether gradients are what the optimiser shall use."""
         self._is_due = False
         """Whether the loss of the micro-batch that the loop's body has is still to come."""
+        self._is_counted = True
+        """Whether the samples that the body has are this rank's own."""
         self._is_whole = True
         """Not in the midst of a backward pass or of moving the weights, nor after one that failed."""
         self.number = progress.epoch * run.stream.steps + progress.step
@@ -58,11 +60,12 @@ class Update(ABC):
     def parts(self) -> Iterator[Any]:
         """Raises TrainError where the body has not done its part."""
 
-    def take(self, loss_sum: Tensor) -> None:
+    def take(self, loss_sum: Tensor, weight: Weight | None) -> None:
         """Of the micro-batch that came last. Raises TrainError for a second one, and for what is no sum."""
         if not self._is_due:
             raise TrainError("step was called twice for one batch: add the losses up, and call it with their sum")
         loss_sum = checked(loss_sum)
+        self.run.weights.take(weight, is_counted=self._is_counted)
         self._is_due = self._is_whole = False
         self._backward(loss_sum)
         self._is_whole = True
@@ -91,8 +94,14 @@ class Update(ABC):
     def _make_ready(self, loss_sum: Tensor | float, exchange: Exchange) -> None:
         """loss_sum: of this rank's samples, as `kept` gives it. exchange: what left the whole batch's gradient."""
         run = self.run
-        self._loss_sum, self._exchange = loss_sum, exchange
         run.precision.unscale(run.optimizer)
+        factor = run.weights.factor(sum(self.shares))
+        if factor is not None:
+            scale((weight.grad for weight in run.model.parameters()), factor)
+            loss_sum = loss_sum * (factor.item() if isinstance(loss_sum, float) else factor.to(loss_sum.device))
+            if exchange.said:
+                exchange = exchange._replace(said=(exchange.said[0] * factor, exchange.said[1]))
+        self._loss_sum, self._exchange = loss_sum, exchange
         if run.clipping:
             run.clipping()
         self._summed = run.timer.mark()
