@@ -257,6 +257,21 @@ def test_a_truncated_archive_is_reported_in_one_line(tmp_path: Path, monkeypatch
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"])
+@pytest.mark.parametrize("kept", [0, 10, -1])
+def test_a_truncated_file_is_there_and_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kept: int
+) -> None:
+    raw = tmp_path / "MNIST" / "raw"
+    make_mnist_archives(raw, monkeypatch)
+    settings = settings_for("mnist_lenet", tmp_path)
+    fetch.prepare(settings)
+    whole = (raw / name).read_bytes()
+    (raw / name).write_bytes(whole[:kept])
+    with pytest.raises(TrainError, match=rf"{name} is damaged \(it has \d.* bytes\): delete it and start again"):
+        fetch.prepare(settings)
+
+
 def test_unpacked_files_that_do_not_load_give_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = tmp_path / "MNIST" / "raw"
     make_mnist_archives(raw, monkeypatch)

@@ -95,3 +95,89 @@ ending.let_others_rest = fail
 """
     code, errors, _ = ended(tmp_path, EPOCHS + STEP + fails)
     assert code == 1 and errors == "error: the other ranks have left\n"
+
+
+WORKERS = """
+import multiprocessing, sys, torch, trainer
+from torch import nn
+START
+class Data:
+    epoch = -1
+    def __len__(self):
+        return 8
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+    def __getitem__(self, index):
+        return torch.full((2,), float(self.epoch)), torch.ones(1)
+run, network, data = trainer.join(batch=4, epochs=3, num_workers=1, device="cpu"), nn.Linear(2, 1), Data()
+run = run.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1), data)
+seen = []
+for epoch in run.epochs():
+    data.set_epoch(epoch)
+    for inputs, targets in run.batches():
+        seen.append(int(inputs[0, 0]))
+        run.step((run.model(inputs) - targets).square().sum())
+print("seen", seen)
+"""
+OF_PYTHON_3_14 = """
+context = multiprocessing.context
+multiprocessing._default_context = context._default_context
+context._default_context._default_context = context._concrete_contexts["forkserver"]
+"""
+
+
+def run_file(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """As a file, which a process that begins anew can run once more."""
+    (folder / "script.py").write_text(script)
+    env = environment(folder, PYTHONPATH=str(ROOT))
+    words = [sys.executable, str(folder / "script.py")]
+    return subprocess.run(words, capture_output=True, text=True, env=env, check=False, timeout=100)
+
+
+@pytest.mark.parametrize("start", ["", OF_PYTHON_3_14], ids=["as it is", "forkserver by default"])
+def test_processes_that_load_know_the_epoch_and_run_no_script(tmp_path: Path, start: str) -> None:
+    done = run_file(tmp_path, WORKERS.replace("START", start))
+    assert done.returncode == 0, done.stderr
+    assert "seen [0, 0, 1, 1, 2, 2]" in done.stdout
+
+
+def test_a_script_that_a_loading_process_runs_again_says_so(tmp_path: Path) -> None:
+    done = run_file(tmp_path, WORKERS.replace("START", 'multiprocessing.set_start_method("forkserver", force=True)'))
+    assert done.returncode == 1
+    assert "error: a process that loads samples has run the script once more" in done.stderr
+
+
+COMPILED = """
+import sys, torch, trainer
+from torch import nn
+torch.manual_seed(0)
+network, data = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), [(torch.ones(2), torch.ones(1)) for _ in range(8)]
+HOW
+run = trainer.join(batch=4, epochs=2, steps=STEPS, device="cpu", checkpoint_every=2, checkpoint_dir="FOLDER", RESUME)
+run = run.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9), data)
+for epoch in run.epochs():
+    for inputs, targets in run.batches():
+        run.step((run.model(inputs) - targets).square().sum())
+print("weights", [weight.tolist() for weight in network.parameters()])
+"""
+WHOLE = 'network = torch.compile(network, backend="eager")'
+PART = 'network[0] = torch.compile(network[0], backend="eager")'
+
+
+def trained_in_halves(folder: Path, first: str, then: str, ema: str = "") -> str:
+    """What it ends with."""
+    script = COMPILED.replace("FOLDER", str(folder / "kept"))
+    resume = f'resume="{folder / "kept"}"'
+    for how, steps, more in ((first, "2", ema), (then, "4", ", ".join(filter(None, [ema, resume])))):
+        done = run_file(folder, script.replace("HOW", how).replace("STEPS", steps).replace("RESUME", more))
+        assert done.returncode == 0, done.stderr
+    return done.stdout.split("weights")[1].splitlines()[0]
+
+
+@pytest.mark.timeout(240)
+def test_a_checkpoint_of_a_compiled_network_is_one_of_the_network(tmp_path: Path) -> None:
+    ends = []
+    for number, (first, then, ema) in enumerate([("", "", ""), (WHOLE, "", "ema=0.9"), ("", PART, "ema=0.9")]):
+        (folder := tmp_path / str(number)).mkdir()
+        ends.append(trained_in_halves(folder, first, then, ema))
+    assert len(set(ends)) == 1

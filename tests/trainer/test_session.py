@@ -328,6 +328,10 @@ def test_what_is_no_data_set_or_no_optimiser_of_the_network_is_refused():
         Own(model, optimiser(model, 0.0), Points(0), default_collate)
     with pytest.raises(TrainError, match="not a str"):
         Own("resnet18", optimiser(model, 0.0), Points(3), default_collate)
+    with pytest.raises(TrainError, match=r"a single optimiser.*not a list: give one optimiser groups of parameters"):
+        Own(model, [optimiser(model, 0.0), optimiser(model, 0.0)], Points(3), default_collate)
+    with pytest.warns(FutureWarning), pytest.raises(TrainError, match=r"cannot be copied \(0\.weight was computed"):
+        Own(nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 3))), optimiser(model, 0.0), Points(3), default_collate)
     other = Own(model, optimiser(network(), 0.0), Points(3), default_collate)
     with pytest.raises(TrainError, match="make it of model"):
         other.optimizer(parse_settings("script", {}), model)

@@ -136,7 +136,7 @@ def averaged_and_expected(rank: int, case: Case) -> float:
         for number, (model, optimizer) in enumerate(zip(networks, optimizers, strict=True)):
             own = case.stream.indices(epoch, step, number)
             optimizer.zero_grad()
-            loss = local_loss(model, images[own], labels[own]) if own else no_loss(list(model.parameters()))
+            loss = local_loss(model, images[own], labels[own]) if own else no_loss(model)
             (loss / max(1, len(own))).backward()
             optimizer.step()
             samples[number] += len(own)

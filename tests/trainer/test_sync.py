@@ -315,7 +315,7 @@ def test_a_rank_without_samples_leaves_batch_norm_and_every_gradient_alone(is_ca
                 local_loss(model, torch.full((2, 1, 2, 2), torch.inf), torch.zeros(2, dtype=torch.long)), 5
             ).backward()
     else:
-        loss = no_loss(list(model.parameters()))
+        loss = no_loss(model)
         weighted(loss, 5).backward()
         assert loss.item() == 0
     assert all(torch.equal(parameter.grad, torch.zeros_like(parameter)) for parameter in model.parameters())

@@ -23,6 +23,7 @@ from trainer.data.sample_stream import SampleStream
 from trainer.session.session import Session
 from trainer.setup import assemble
 from trainer.setup.own import Own
+from trainer.shared.errors import TrainError
 
 SAMPLES, BATCH, EPOCHS = 97, 12, 2
 """The last batch of each epoch has one sample, for four ranks."""
@@ -252,3 +253,42 @@ def test_ranks_without_samples_leave_the_update_of_one_process(gang: Gang, kind:
         for *_, one in answers:
             torch.testing.assert_close(one["statistics"], list(alone.buffers()), rtol=1e-12, atol=0)
     assert len(answers) == RANKS
+
+
+class Words:
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.tensor([index % 7, index % 11]), index % 3
+
+
+def of_words(rank: int, case: tuple[bool, dict[str, str]]) -> Tensor | str:
+    is_sparse, asked = case
+    with in_the_gang(rank, batch=str(BATCH), epochs=str(EPOCHS), **asked) as met:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Embedding(12, 6, sparse=is_sparse), nn.Flatten(), nn.Linear(12, 3)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        try:
+            run = Session(assemble.prepare(met, Own(model, optimizer, Words(SAMPLES), default_collate)))
+            for _ in run.epochs():
+                for words, labels in run.batches():
+                    run.step(nn.functional.cross_entropy(run.model(words), labels, reduction="sum"))
+        except TrainError as error:
+            return str(error)
+        return torch.cat([weight.detach().flatten() for weight in run.run.strategy.whole().parameters()])
+
+
+def test_ddp_takes_sparse_gradients_with_ranks_without_samples(gang: Gang) -> None:
+    dense, sparse = (gang.run(of_words, (is_sparse, WAYS["ddp, a share of 0"])) for is_sparse in (False, True))
+    for one, other in zip(dense, sparse, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "allreduce_flat", *(["fsdp"] if NEWEST_FSDP else [])])
+def test_sparse_gradients_are_refused_by_name(gang: Gang, strategy: str) -> None:
+    for answer in gang.run(of_words, (True, {"strategy": strategy})):
+        assert isinstance(answer, str) and "sparse gradients (0.weight) travel with strategy ddp only" in answer

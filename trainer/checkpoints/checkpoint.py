@@ -165,7 +165,7 @@ class CheckpointKeeper:
         of_ranks = self.run.strategy.parts
         if of_ranks is None:
             seen = network.state_dict() if self.run.info.rank == 0 else {}
-            return {name: tensor.detach().cpu().clone() for name, tensor in seen.items()}, state
+            return {_plain(name): tensor.detach().cpu().clone() for name, tensor in seen.items()}, state
         whole = parts.skeleton(self.run)
         own = parts.to_be_kept(self.run, network, of_ranks, whole, state)
         kept = self._gathered(own)
@@ -237,11 +237,11 @@ class CheckpointKeeper:
             parts.take(run.model, of_ranks.held(rank, saved.model, parts.skeleton(run)))
             restore(optimizer, run.model, parts.own_state(run, of_ranks, saved.optimizer))
         else:
-            run.model.load_state_dict(saved.model)
+            run.model.load_state_dict(_named_as(run.model, saved.model))
             restore(optimizer, run.model, saved.optimizer)
         if run.ema:
-            averaged = saved.ema
-            run.ema.restart(of_ranks.held(rank, averaged, parts.skeleton(run)) if of_ranks else averaged)
+            averaged = of_ranks.held(rank, saved.ema, parts.skeleton(run)) if of_ranks else saved.ema
+            run.ema.restart(_named_as(run.model, averaged))
         if saved.scaler and (scaler := _scaler(run)):
             scaler.load_state_dict(saved.scaler)
         same = saved.world_size == run.info.world_size and saved.shares == list(run.stream.shares)
@@ -287,7 +287,7 @@ class CheckpointKeeper:
                 f"the checkpoint is at update {updates}, this run ends at {self.run.last_step}: raise epochs or steps"
             )
         network = parts.skeleton(self.run) if self.run.strategy.parts else self.run.model
-        wanted = {name: tensor.shape for name, tensor in network.state_dict().items()}
+        wanted = _shapes(network.state_dict())
         if wanted != _shapes(saved.model) or (saved.ema and wanted != _shapes(saved.ema)):
             raise TrainError(f"the checkpoint holds another network than {now['model']}: start again without it")
         shapes = [parameter.shape for parameter in network.parameters()]
@@ -304,7 +304,17 @@ class CheckpointKeeper:
 
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in state.items()}
+    return {_plain(name): tensor.shape for name, tensor in state.items()}
+
+
+def _plain(name: str) -> str:
+    """Of a weight, whether or not torch.compile has wrapped the network, or a part of it."""
+    return name.replace("_orig_mod.", "")
+
+
+def _named_as(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    own = {_plain(name): name for name in network.state_dict()}
+    return {own[_plain(name)]: tensor for name, tensor in state.items()}
 
 
 def _name(run: Run) -> str:

@@ -10,6 +10,7 @@ torch.float64
 from __future__ import annotations
 
 import copy
+import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -71,6 +72,13 @@ def cut(batch: Any, begin: int, end: int) -> Any:
         f"a batch is cut into micro-batches, and holds a {type(batch).__name__}: let `collate` give tensors, in "
         "tuples, lists and dictionaries"
     )
+
+
+def start_of(processes: int) -> str | None:
+    """How a DataLoader starts so many: they are forked, as by default before Python 3.14, unless the script has chosen
+    another way, since a process that begins anew runs a script without a guard once more.
+    """
+    return "fork" if processes and multiprocessing.get_start_method(allow_none=True) is None else None
 
 
 def _like(batch: Any, values: list[Any]) -> Any:

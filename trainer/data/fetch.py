@@ -10,8 +10,10 @@ import contextlib
 import fcntl
 import gzip
 import hashlib
+import math
 import os
 import socket
+import struct
 import sys
 import threading
 import urllib.request
@@ -52,6 +54,7 @@ def prepare(settings: Settings) -> None:
         with _alone_in(where):
             if settings.data == "mnist":
                 _unpack_mnist(where / "MNIST" / "raw")
+                _check_mnist(where / "MNIST" / "raw")
             if not _is_unpacked(settings):
                 _fetch(settings)
     except (OSError, RuntimeError, EOFError) as error:
@@ -73,6 +76,24 @@ def _unpack_mnist(raw: Path) -> None:
         temporary = raw / f".{name}.{os.getpid()}"
         temporary.write_bytes(content)
         temporary.replace(unpacked)
+
+
+def _check_mnist(raw: Path) -> None:
+    """Raises TrainError for a file that is shorter than it says itself: torchvision would call it absent."""
+    for path in (raw / name for name in _MNIST_MD5):
+        if not path.exists():
+            continue
+        size, dimensions = path.stat().st_size, 3 if "images" in path.name else 1
+        header = 4 * (1 + dimensions)
+        with path.open("rb") as file:
+            begin = file.read(header)
+        expected = header
+        if len(begin) == header:
+            expected += math.prod(struct.unpack(f">{1 + dimensions}i", begin)[1:])
+        if size < expected:
+            raise TrainError(
+                f"{path} is damaged (it has {size:,} of at least {expected:,} bytes): delete it and start again"
+            )
 
 
 def _is_unpacked(settings: Settings) -> bool:

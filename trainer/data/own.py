@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from trainer.data.batch import cut
+from trainer.data.batch import cut, start_of
 from trainer.data.sample_stream import RankBatches, derive_seed
 from trainer.shared.errors import TrainError
 
@@ -84,7 +84,9 @@ class OwnBatches:
             Named(dataset, seed),
             batch_sampler=order,
             num_workers=processes,
-            persistent_workers=processes > 0,
+            # Those that stay have the data set as it was when they began.
+            persistent_workers=processes > 0 and not hasattr(dataset, "set_epoch"),
+            multiprocessing_context=start_of(processes),
             collate_fn=partial(collate_or_none, collate=collate, example=example),
             pin_memory=device.type == "cuda",
         )
@@ -96,4 +98,5 @@ class OwnBatches:
 def judged_batches(dataset: Any, indices: range, batch: int, collate: Collate, processes: int) -> Iterator[Any]:
     """Samples as they are, so many at a time."""
     names = [list(indices[begin : begin + batch]) for begin in range(0, len(indices), batch)]
-    return iter(DataLoader(dataset, batch_sampler=names, num_workers=processes, collate_fn=collate))
+    started: dict[str, Any] = {"num_workers": processes, "multiprocessing_context": start_of(processes)}
+    return iter(DataLoader(dataset, batch_sampler=names, collate_fn=collate, **started))

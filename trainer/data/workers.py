@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
 from trainer.data.augment import Augmentation
+from trainer.data.batch import start_of
 from trainer.data.resident import in_stream
 from trainer.data.sample_stream import RankBatches
 from trainer.shared.errors import TrainError
@@ -90,6 +91,7 @@ def train_batches(
             batch_sampler=order,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
+            multiprocessing_context=start_of(num_workers),
             collate_fn=partial(collate, shape=shape),
             pin_memory=device.type == "cuda",
         ),
@@ -100,7 +102,8 @@ def train_batches(
 def test_batches(samples: Samples, indices: range, batch: int, num_workers: int) -> WorkerBatches:
     """The samples as they are, `batch` at a time."""
     names = [[(0, index) for index in indices[begin : begin + batch]] for begin in range(0, len(indices), batch)]
-    return WorkerBatches(DataLoader(samples, batch_sampler=names, num_workers=num_workers), torch.device("cpu"))
+    started: dict[str, Any] = {"num_workers": num_workers, "multiprocessing_context": start_of(num_workers)}
+    return WorkerBatches(DataLoader(samples, batch_sampler=names, **started), torch.device("cpu"))
 
 
 def collate(samples: Sequence[tuple[Tensor, int]], shape: tuple[int, ...]) -> Batch:

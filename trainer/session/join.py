@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -38,6 +39,11 @@ def join(**settings: Any) -> Ranks:
     Ends the process with one line where a setting is wrong or the others cannot be met.
     """
     ending = Ending()
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing's own word for it
+        raise TrainError(
+            "a process that loads samples has run the script once more: put what the script does into a function, and "
+            'call it under `if __name__ == "__main__":` (or leave multiprocessing\'s start method at fork)'
+        )
     info = read_rank_info()
     ending.metrics = metrics = MetricsWriter(info.metrics_path)
     try:

@@ -33,7 +33,19 @@ class Own:
             raise TrainError(f"prepare takes the network first, a torch.nn.Module, not a {type(model).__name__}")
         self.name, self.train_samples = type(model).__name__, samples_of(dataset)
         self._model, self._optimizer, self._dataset, self.collate = model, optimizer, dataset, collate
-        self._skeleton = copy.deepcopy(model).to("meta")
+        if not isinstance(optimizer, torch.optim.Optimizer) and not callable(optimizer):
+            raise TrainError(
+                f"prepare takes a single optimiser, or a function that makes it of parameters, not a "
+                f"{type(optimizer).__name__}: give one optimiser groups of parameters with rates of their own"
+            )
+        try:
+            self._skeleton = copy.deepcopy(model).to("meta")
+        except RuntimeError as error:  # torch copies only tensors that nothing was computed for
+            raise TrainError(
+                f"{self.name} cannot be copied ({_computed(model)} was computed, and is no parameter): use "
+                "torch.nn.utils.parametrizations.weight_norm in place of torch.nn.utils.weight_norm, or keep no such "
+                "tensor in the network before prepare"
+            ) from error
         self._names = {id(weight): name for name, weight in model.named_parameters()}
 
     def skeleton(self) -> nn.Module:
@@ -77,6 +89,15 @@ class Own:
 
     def mark(self, settings: Settings) -> str:
         return f"{type(self._dataset).__name__} of {self.train_samples} samples"
+
+
+def _computed(model: nn.Module) -> str:
+    """The name of a tensor that depends on others, as weight_norm leaves it."""
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                return f"{prefix}.{name}".removeprefix(".")
+    return "a tensor in it"
 
 
 def samples_of(dataset: Any) -> int:

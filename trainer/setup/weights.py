@@ -66,7 +66,8 @@ def _state(content: bytes, name: str) -> dict[str, Tensor]:
         raw = raw[key] if isinstance(raw, dict) and isinstance(raw.get(key), dict) else raw
     if not isinstance(raw, dict) or not all(isinstance(tensor, Tensor) for tensor in raw.values()):
         raise TrainError(f"weights: {name} holds no state dict, which is tensors by name")
-    return {str(key).removeprefix("module."): tensor for key, tensor in raw.items()}  # DDP calls them so
+    # DDP and torch.compile call them so
+    return {str(key).removeprefix("module.").replace("_orig_mod.", ""): tensor for key, tensor in raw.items()}
 
 
 def fitting(

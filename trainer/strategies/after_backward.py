@@ -22,7 +22,7 @@ from trainer.compute.timer import Timer
 from trainer.shared import gpu_work
 from trainer.strategies.base import Base, Exchange, first_rank, share_initial_state, weighted
 from trainer.strategies.gradient_sum import GradientSum
-from trainer.strategies.without_samples import refuse_unused
+from trainer.strategies.without_samples import refuse_sparse, refuse_unused
 
 Gradients = Sequence[Tensor]
 Swap = Callable[[Gradients, GradientSum], None]
@@ -46,6 +46,8 @@ class AfterBackward(Base):
         gradients = gradients_of(self.model)
         if any(gradient is None for gradient in gradients):
             refuse_unused(self.model, loss_sum)
+        if any(gradient.is_sparse for gradient in gradients):
+            refuse_sparse(self.model)
         before_s = self.sums.held_up_s
         self.exchange(gradients, self.sums)
         return Exchange(computed, held_up_s=self.sums.held_up_s - before_s)

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from trainer.compute.models import trainable
 from trainer.strategies.batch_norm import is_synchronised
 from trainer.strategies.without_samples import no_loss
 
@@ -167,7 +166,7 @@ class Base(WholeNetwork):
         return is_synchronised(self.model)
 
     def no_loss(self: Strategy) -> Tensor:
-        return no_loss(trainable(self.model))
+        return no_loss(self.model)
 
     def without_sync(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.compute.brake import Brake
-from trainer.compute.models import gradient_bytes, trainable
+from trainer.compute.models import gradient_bytes
 from trainer.compute.timer import Timer
 from trainer.strategies.base import Base, Exchange, weighted
 from trainer.strategies.gradient_sum import GradientSum, fitted_bucket_bytes
@@ -103,4 +103,4 @@ class _OrNothing(nn.Module):
         self.network, self.is_called = network, True
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        return self.network(*inputs, **named) if self.is_called else no_loss(trainable(self.network))
+        return self.network(*inputs, **named) if self.is_called else no_loss(self.network)

@@ -21,7 +21,7 @@ from trainer.compute.timer import Timer
 from trainer.shared.errors import TrainError
 from trainer.strategies.base import Base, Exchange, share_initial_state, weighted
 from trainer.strategies.batch_norm import SynchronisedBatchNorm
-from trainer.strategies.without_samples import refuse_unused
+from trainer.strategies.without_samples import refuse_sparse, refuse_unused, sparse_of
 
 
 class Fsdp(Base):
@@ -36,6 +36,8 @@ class Fsdp(Base):
         self, model: nn.Module, group: dist.ProcessGroup, timer: Timer, brake: Brake, piece_mib: float
     ) -> None:
         make_mesh, fully_shard = _newest_fsdp()
+        if sparse_of(model):
+            refuse_sparse(model)
         self.model = model
         self.group = group
         self.timer = timer

@@ -1,7 +1,7 @@
 """What a rank without samples gives to the others: gradients that are exactly 0, whatever the network. The same for
 parameters that a loss does not depend on (`unused_parameters`).
 
-loss_sum = no_loss(weights)              without a forward pass: nothing that the network does can be seen in it
+loss_sum = no_loss(network)              without a forward pass: nothing that the network does can be seen in it
 with without_effect(network):            if ranks meet in the forward pass: with samples that count for nothing
     loss_sum = ...
     strategy.backward(loss_sum, 0, batch)
@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -30,21 +30,35 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-def no_loss(weights: Sequence[Tensor]) -> Tensor:
-    """0, whose gradient is exactly 0 for each of these weights."""
-    loss: Tensor = _Nothing.apply(*weights)
+def no_loss(network: nn.Module, weights: Sequence[Tensor] | None = None) -> Tensor:
+    """0, whose gradient is exactly 0 for each of these weights of the network; without any for all that it trains."""
+    loss: Tensor = _Nothing.apply(sparse_of(network), *(trainable(network) if weights is None else weights))
     return loss
 
 
 class _Nothing(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, *weights: Tensor) -> Tensor:
-        context.weights = weights
+    def forward(context: Any, sparse: Mapping[int, str], *weights: Tensor) -> Tensor:
+        context.sparse, context.weights = sparse, weights
         return weights[0].new_zeros(())
 
     @staticmethod
-    def backward(context: Any, _: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.zeros_like(weight) for weight in context.weights)
+    def backward(context: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(_zeros_of(weight, is_sparse=id(weight) in context.sparse) for weight in context.weights)
+
+
+def _zeros_of(weight: Tensor, *, is_sparse: bool) -> Tensor:
+    """As the weight's layer would give them: DDP asks for that."""
+    if not is_sparse:
+        return torch.zeros_like(weight)
+    rows = torch.empty((1, 0), dtype=torch.long, device=weight.device)
+    return torch.sparse_coo_tensor(rows, weight.new_empty((0, *weight.shape[1:])), weight.shape, check_invariants=False)
+
+
+def sparse_of(network: nn.Module) -> dict[int, str]:
+    """Names of the weights whose gradients are sparse (`nn.Embedding(..., sparse=True)`)."""
+    modules = [(name, module) for name, module in network.named_modules() if getattr(module, "sparse", False) is True]
+    return {id(module.weight): f"{name}.weight".removeprefix(".") for name, module in modules}
 
 
 SHOWN = 4
@@ -64,6 +78,13 @@ def refuse_unused(network: nn.Module, loss: Tensor) -> NoReturn:
         "(requires_grad=False) or leave them out of the network; if updates are to do without some of them, "
         "unused_parameters=zeros"
     )
+
+
+def refuse_sparse(network: nn.Module) -> NoReturn:
+    """Raises TrainError."""
+    found = [name for name, weight in network.named_parameters() if weight.grad is not None and weight.grad.is_sparse]
+    names = ", ".join(found or sparse_of(network).values())
+    raise TrainError(f"sparse gradients ({names}) travel with strategy ddp only: use it, or sparse=False in the layer")
 
 
 def parameters_of(loss: Tensor) -> set[Tensor]:
@@ -89,7 +110,7 @@ class Unused:
     """
 
     def __init__(self, network: nn.Module, group: dist.ProcessGroup) -> None:
-        self.weights, self.group = trainable(network), group
+        self.network, self.weights, self.group = network, trainable(network), group
         device = self.weights[0].device if dist.get_backend(group) == "nccl" else "cpu"
         self.used = torch.zeros(len(self.weights), dtype=torch.int32, device=device)
 
@@ -102,7 +123,7 @@ class Unused:
     def covered(self, loss: Tensor) -> Tensor:
         """The same for the last micro-batch: a loss that depends on all."""
         unused = self.note(loss)
-        return loss + no_loss(unused) if unused else loss
+        return loss + no_loss(self.network, unused) if unused else loss
 
     def forget(self) -> None:
         """After the exchange."""
