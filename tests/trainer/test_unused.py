@@ -138,7 +138,7 @@ def never(rank: int, strategy: str) -> tuple[str, bool]:
 @pytest.mark.parametrize("strategy", EXCHANGING)
 def test_a_parameter_that_no_loss_depends_on_is_named_by_all_ranks(gang: Gang, strategy: str) -> None:
     for rank, (said, moved) in enumerate(gang.run(never, strategy)):
-        who = f"node{rank}: rank {rank}, update 0: the loss does not depend on 2 of 4 parameters"
+        who = f"rank {rank} on node{rank}, update 1: the loss does not depend on 2 of 4 parameters"
         assert said.startswith(f"{who} (left.weight, left.bias)") and not moved
         assert "unused_parameters=zeros" in said
 
@@ -211,7 +211,7 @@ def test_a_parameter_that_one_update_misses_ends_all_ranks(tmp_path: Path, strat
     """In one line that names it, in the last update of the run, too; the same if only one rank misses it."""
     last = both == "run.updates < 7"
     for rank, (code, _, errors) in enumerate(outcomes(tmp_path, SCRIPT.replace("BOTH", both), strategy=strategy)):
-        who = f"node{rank}: rank {rank}, update 7" if last else "node1: rank 1, update 4"
+        who = f"rank {rank} on node{rank}, update 8" if last else "rank 1 on node1, update 5"
         assert code == 1
         assert errors.startswith(f"error: {who}: the loss does not depend on 1 of 3 parameters (some.weight): ")
         assert errors.count("\n") == 1
@@ -232,4 +232,6 @@ def test_a_rank_for_which_nobody_comes_in_time_says_what_to_do(tmp_path: Path) -
     ranks = outcomes(tmp_path, script, strategy="allreduce_flat", timeout_s="10")
     for code, _, errors in ranks:
         assert code == 1 and errors.count("\n") == 1
-        assert errors.startswith("error: node1: rank 1 waited 10 s for another rank in update 3: what one rank does by")
+        assert errors.startswith(
+            "error: rank 1 on node1 waited 10 s for another rank in update 4: what one rank does by"
+        )

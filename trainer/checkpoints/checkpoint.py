@@ -110,7 +110,7 @@ class CheckpointKeeper:
     def _not_finite(self, content: Checkpoint) -> str | None:
         """Why this is no checkpoint to resume from; it would take the place of a good one."""
         network = parts.skeleton(self.run) if self.run.strategy.parts else self.run.model
-        for name, _ in network.named_parameters():
+        for name in (_plain(name) for name, _ in network.named_parameters()):
             if not content.model[name].isfinite().all():
                 return f"{name} holds NaN or infinity; the last finite one is kept"
         return None

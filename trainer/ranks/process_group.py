@@ -83,8 +83,8 @@ def for_all_ranks(info: RankInfo, doing: Callable[[], str]) -> Iterator[None]:
             raise
         waited_s = timeout().total_seconds()
         line = (
-            f"{info.node}: rank {info.rank} waited {waited_s:g} s for another rank in {doing()}: what one rank does by "
-            "itself (an evaluation, an upload) has to take less than timeout_s; set a larger one, or do it on all "
+            f"rank {info.rank} on {info.node} waited {waited_s:g} s for another rank in {doing()}: what one rank does "
+            "by itself (an evaluation, an upload) has to take less than timeout_s; set a larger one, or do it on all "
             "ranks, like run.evaluate"
         )
         with contextlib.suppress(RuntimeError):

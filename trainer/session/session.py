@@ -197,7 +197,7 @@ class Session:
             update.optimise()
 
     def _for_all_ranks(self, doing: str = "") -> contextlib.AbstractContextManager[None]:
-        return for_all_ranks(self.run.info, lambda: doing or f"update {self.updates}")
+        return for_all_ranks(self.run.info, lambda: doing or f"update {self.updates + 1}")
 
     @property
     def _current(self) -> Update:

@@ -89,9 +89,8 @@ class Differentiated(Update):
         try:
             return self.strategy.backward(loss_sum, samples, batch)
         except TrainError as error:
-            raise TrainError(
-                f"{self.run.info.node}: rank {self.run.info.rank}, update {self.number}: {error}"
-            ) from error
+            info = self.run.info
+            raise TrainError(f"rank {info.rank} on {info.node}, update {self.number + 1}: {error}") from error
 
     def _end(self) -> None:
         if self._is_last:
