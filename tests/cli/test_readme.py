@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,9 @@ def test_a_scheduler_and_an_average_of_the_docs_are_stepped_on_every_rank(orch):
     blocks = re.findall(r"```python\n((?:scheduler|average) = .*?)```", page, re.DOTALL)
     before, prepare, after = script_of_the_docs("mine.py").partition("Points(4_000))  # <--\n")
     assert len(blocks) == 2 and prepare
-    orch.folder.joinpath("mine", "scheduled.py").write_text(before + prepare + "".join(blocks) + after)
+    orch.folder.joinpath("mine", "scheduled.py").write_text(
+        before + prepare + textwrap.indent("".join(blocks), "    ") + after
+    )
     orch("run", "--set", "shares=one=1,two=0", "mine/scheduled.py")
     summary = json.loads(orch("collect", "--job", "latest", "--json"))
     assert summary["state"] == "succeeded" and summary["accuracy"] > 0.8

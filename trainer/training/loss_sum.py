@@ -9,7 +9,7 @@ report_not_finite(run, step=24, epoch=2, loss=math.nan)
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,8 @@ from trainer.shared.settings import Settings
 
 Weight = Tensor | float
 
-if TYPE_CHECKING:
-    from trainer.training.run import Run
+Run = Any
+"""A `trainer.training.run.Run`, whose file imports this one."""
 
 
 def checked(loss_sum: Tensor) -> Tensor:
