@@ -17,7 +17,8 @@ from torch.nn.functional import cross_entropy
 
 from orchestrator.planning.measurement import Measurement
 from tests.support.gloo_ranks import RANKS, Gang, group_of
-from trainer.measure.visited import Visited, work_of
+from trainer.compute.meta_pass import work_of
+from trainer.measure.visited import Visited
 from trainer.ranks.rank_info import RankInfo
 from trainer.session import rehearsal
 from trainer.session.join import Ranks

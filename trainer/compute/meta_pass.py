@@ -18,6 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.compute.models import storage_of
+
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
 
 @dataclass(frozen=True)
 class Visit:
@@ -30,7 +34,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Taken:
-    output: Tensor
+    output: Any
     visits: tuple[Visit, ...]
     kept: Mapping[int, Tensor]
     """What is held until backward, by its storage."""
@@ -40,16 +44,14 @@ def meta_pass(module: nn.Module, inputs: Tensor, held: Collection[int] = ()) -> 
     """held: storages that somebody else holds, which are not counted; nor are weights and buffers."""
     visits: list[Visit] = []
     kept: dict[int, Tensor] = {}
-    elsewhere = {_storage(tensor) for tensor in [*module.parameters(), *module.buffers()]}.union(held)
+    elsewhere = {storage_of(tensor) for tensor in [*module.parameters(), *module.buffers()]}.union(held)
 
-    def visit(layer: nn.Module, _: Any, output: Tensor) -> None:
-        own = tuple(layer.parameters(recurse=False))
-        largest = max(parameter.numel() for parameter in own)
-        visits.append(Visit(own, largest * output.numel() / output.shape[1]))
+    def visit(layer: nn.Module, inputs: Any, output: Any) -> None:
+        visits.append(Visit(tuple(layer.parameters(recurse=False)), work_of(layer, numbers(inputs), numbers(output))))
 
     def keep(tensor: Tensor) -> Tensor:
-        if _storage(tensor) not in elsewhere:
-            kept[_storage(tensor)] = tensor  # the tensor itself, so that no later storage takes the same address
+        if storage_of(tensor) not in elsewhere:
+            kept[storage_of(tensor)] = tensor  # the tensor itself, so that no later storage takes the same address
         return tensor
 
     layers = [one for one in module.modules() if next(one.parameters(recurse=False), None) is not None]
@@ -58,8 +60,23 @@ def meta_pass(module: nn.Module, inputs: Tensor, held: Collection[int] = ()) -> 
         output = module(inputs)
     for hook in hooks:
         hook.remove()
-    return Taken(output.detach(), tuple(visits), kept)
+    return Taken(output, tuple(visits), kept)
 
 
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def numbers(values: Any) -> int:
+    """In the first tensor of all: recurrent layers and attention give several."""
+    if isinstance(values, Tensor):
+        return values.numel()
+    parts = values.values() if isinstance(values, Mapping) else values if isinstance(values, (tuple, list)) else ()
+    return next((found for found in map(numbers, parts) if found), 0)
+
+
+def work_of(layer: nn.Module, inputs: int, outputs: int) -> float:
+    """Multiplications forward: its largest weight, times the positions at which it is applied.
+
+    inputs, outputs: how many numbers go in and come out.
+    """
+    weight = max(layer.parameters(recurse=False), key=torch.numel)
+    if weight.dim() < 2 or isinstance(layer, (nn.Embedding, nn.LayerNorm)):
+        return float(outputs)
+    return weight.numel() * (inputs if isinstance(layer, _TRANSPOSED) else outputs) / weight.shape[0]

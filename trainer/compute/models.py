@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -76,30 +77,145 @@ def without_numbers(build: Callable[[], nn.Module]) -> nn.Module:
             return build().to("meta")
 
 
+def meta_copy(model: nn.Module) -> nn.Module:
+    """A copy on torch's meta device, in which weights that share memory still share it: `to("meta")` separates them."""
+    memo: dict[int, Any] = {}
+    places: dict[tuple[int, torch.dtype], Tensor] = {}
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+            if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
+                memo[id(tensor)] = _without_numbers(tensor, places)
+    return copy.deepcopy(model, memo).to("meta")
+
+
+def _without_numbers(tensor: Tensor, places: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
+    """places: what takes the place of each storage so far."""
+    key = storage_of(tensor), tensor.dtype
+    if key not in places:
+        numbers = tensor.untyped_storage().nbytes() // tensor.element_size()
+        places[key] = torch.empty(numbers, dtype=tensor.dtype, device="meta")
+    found = places[key].as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+
+
 def stages_of(model: nn.Module) -> list[nn.Module]:
-    """Modules whose chain is the model's forward pass, none of which changes its input; [] of an unknown network."""
+    """Modules whose chain is the model's forward pass, no two of which share a weight; [] if `why_whole` has a reason
+    against it.
+    """
+    return [] if why_whole(model) else _untied(_chain_of(model))
+
+
+def why_whole(model: nn.Module) -> str:
+    """Why the model cannot be taken apart, to follow its name; empty if it can."""
+    known = _known(model)
+    if known is None:
+        return "is no chain of blocks that could be cut"
+    for name in ("forward", "_forward_impl", "__call__"):
+        if hasattr(known, name) and _method(model, name) is not getattr(known, name):
+            return "has a forward pass of its own, which its blocks alone would not make"
+    if has_hooks(model):
+        return "has hooks of its own, which no block would call"
+    held = {id(tensor) for block in _chain_of(model) for tensor in (*block.parameters(), *block.buffers())}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in held:
+            return f"cannot be cut: {name} is of no block"
+    return ""
+
+
+def _known(model: nn.Module) -> type[nn.Module] | None:
+    """The class whose forward pass is known to be a chain."""
+    if isinstance(model, (LeNet, nn.Sequential)):
+        return LeNet if isinstance(model, LeNet) else nn.Sequential
+    from torchvision.models import ResNet
+
+    return ResNet if isinstance(model, ResNet) else None
+
+
+def _method(model: nn.Module, name: str) -> Any:
+    """The function that the model calls by this name."""
+    if name == "forward" and "plain_forward" in vars(model):  # that of a network which replays CUDA graphs
+        return model.plain_forward
+    return vars(model).get(name, getattr(type(model), name, None))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Is anything called before or after the module's own forward or backward pass?"""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind, None) for kind in kinds)
+
+
+def _chain_of(model: Any) -> list[nn.Module]:
+    """The blocks of a network that is known."""
     if isinstance(model, LeNet):
         return [model.features, model.classifier]
     if isinstance(model, nn.Sequential):
-        return _joined(list(_flat(model)))
-    from torchvision.models import ResNet
-
-    if not isinstance(model, ResNet):
-        return []
-    layers = [block for layer in (model.layer1, model.layer2, model.layer3, model.layer4) for block in layer]
+        return _joined([module for child in model for module in _flat(child)])
+    layers = [block for layer in (model.layer1, model.layer2, model.layer3, model.layer4) for block in _opened(layer)]
     stem = nn.Sequential(model.conv1, model.bn1, model.relu, model.maxpool)
     return [stem, *layers, nn.Sequential(model.avgpool, nn.Flatten(), model.fc)]
 
 
-def _flat(model: nn.Sequential) -> Iterator[nn.Module]:
-    for module in model:
-        if type(module) is nn.Sequential:
-            yield from _flat(module)
-        else:
-            yield module
+def _opened(module: nn.Module) -> list[nn.Module]:
+    """The modules of a plain nn.Sequential; any other stays whole, with its hooks and its forward pass."""
+    is_plain = type(module) is nn.Sequential and "forward" not in vars(module) and not has_hooks(module)
+    return list(cast(nn.Sequential, module)) if is_plain else [module]
 
 
-def _joined(modules: list[nn.Module]) -> list[nn.Module]:
+def _flat(module: nn.Module) -> Iterator[nn.Module]:
+    inner = _opened(module)
+    if inner == [module]:
+        yield module
+    else:
+        for one in inner:
+            yield from _flat(one)
+
+
+def _untied(blocks: list[nn.Module]) -> list[nn.Module]:
+    """With all from a weight's first block to its last in a single one: its gradients then add up on one rank."""
+    last = {key: number for number, block in enumerate(blocks) for key, _ in _weights_of(block)}
+    groups: list[list[nn.Module]] = []
+    reach = -1
+    for number, block in enumerate(blocks):
+        if number > reach:
+            groups.append([])
+        groups[-1].append(block)
+        reach = max([reach, *(last[key] for key, _ in _weights_of(block))])
+    return [
+        group[0] if len(group) == 1 else nn.Sequential(*(one for block in group for one in _flat(block)))
+        for group in groups
+    ]
+
+
+def _weights_of(module: nn.Module) -> Iterator[tuple[int, str]]:
+    """What belongs to one rank only, by its place in memory, and its name: weights, and the modules that have buffers.
+    A buffer that two modules share is not among them: most are constants, such as masks.
+    """
+    for prefix, one in module.named_modules(remove_duplicate=False):
+        before = f"{prefix}." if prefix else ""
+        for name, weight in one.named_parameters(recurse=False):
+            yield storage_of(weight), before + name
+        if buffer := next(one.named_buffers(recurse=False), None):
+            yield id(one), before + buffer[0]
+
+
+def ties_of(model: nn.Module) -> str:
+    """Names a weight that blocks had to be joined for; empty if there is none."""
+    first: dict[int, str] = {}
+    if len(chain := _chain_of(model)) == len(_untied(chain)):
+        return ""
+    for key, name in _weights_of(model):
+        if first.setdefault(key, name) != name:
+            again = name.rpartition(".")[0]
+            return f"{first[key]} is used again in {again}, and all from its first use to its last is one block"
+    return ""
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The same for tensors that share memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _joined(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """What has weights begins a block; others (activations, which may change their input) go with what is before."""
     blocks: list[list[nn.Module]] = []
     for module in modules:

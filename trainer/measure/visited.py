@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from trainer.compute.meta_pass import numbers, work_of
 from trainer.compute.models import skeleton_of, stages_of
-from trainer.data.batch import tensors_of
 from trainer.shared.metrics import LINE_LIMIT
-
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 LARGEST = LINE_LIMIT // 3
 """Characters of all blocks in JSON: the rest of a line is for the blocks' times, and what else a profile says."""
@@ -42,11 +40,11 @@ def blocks_on_paper(name: str, shape: tuple[int, int, int], classes: int) -> lis
 
 class Visited:
     """From now until the end of the network's first forward pass. Blocks are those between which it may be cut: a
-    network that is no chain of blocks is a single one.
+    network that cannot be cut (may_cut: False if something else forbids it) is a single one.
     """
 
-    def __init__(self, network: nn.Module) -> None:
-        self._network, self._chain = network, stages_of(network) or [network]
+    def __init__(self, network: nn.Module, *, may_cut: bool = True) -> None:
+        self._network, self._chain = network, (stages_of(network) if may_cut else []) or [network]
         self._layers: list[tuple[nn.Module, float]] = []
         """Those with weights of their own in the order of forward, and each one's work for all samples."""
         self._outputs: dict[int, int] = {}
@@ -59,16 +57,16 @@ class Visited:
                 yield layer.register_forward_hook(self._visit)
         called = {id(module) for module in self._network.modules()}
         for number, block in enumerate(self._chain):
-            last = block if id(block) in called else list(block.children())[-1]
+            last = block if id(block) in called else list(cast(nn.Sequential, block))[-1]
             yield last.register_forward_hook(self._leave(number))
         yield self._network.register_forward_hook(self._end)
 
     def _visit(self, layer: nn.Module, inputs: Any, outputs: Any) -> None:
-        self._layers.append((layer, work_of(layer, _numbers(inputs), _numbers(outputs))))
+        self._layers.append((layer, work_of(layer, numbers(inputs), numbers(outputs))))
 
     def _leave(self, number: int) -> Callable[[nn.Module, Any, Any], None]:
         def left(block: nn.Module, inputs: Any, outputs: Any) -> None:
-            self._outputs[number] = _numbers(outputs)
+            self._outputs[number] = numbers(outputs)
 
         return left
 
@@ -107,20 +105,3 @@ def _fresh(weights: Iterator[nn.Parameter], seen: set[int]) -> list[list[int]]:
     found = [weight for weight in weights if weight.requires_grad and id(weight) not in seen]
     seen.update(map(id, found))
     return [list(weight.shape) for weight in found]
-
-
-def _numbers(values: Any) -> int:
-    """In the first tensor of all."""
-    tensors: list[Tensor] = tensors_of(values)
-    return tensors[0].numel() if tensors else 0
-
-
-def work_of(layer: nn.Module, inputs: int, outputs: int) -> float:
-    """Multiplications forward: its largest weight, times the positions at which it is applied.
-
-    inputs, outputs: how many numbers go in and come out.
-    """
-    weight = max(layer.parameters(recurse=False), key=torch.numel)
-    if weight.dim() < 2 or isinstance(layer, (nn.Embedding, nn.LayerNorm)):
-        return float(outputs)
-    return weight.numel() * (inputs if isinstance(layer, _TRANSPOSED) else outputs) / weight.shape[0]

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.compute.flat_buffer import bytes_of
 from trainer.compute.meta_pass import Taken, meta_pass
-from trainer.compute.models import skeleton_of, stages_of
+from trainer.compute.models import skeleton_of, stages_of, trainable, why_whole
 from trainer.shared.errors import TrainError
 from trainer.shared.stages import Pipelines, Stage
 
@@ -45,16 +46,26 @@ def survey(name: str, shape: tuple[int, int, int], classes: int) -> list[Block]:
 
 
 def survey_of(model: nn.Module, activations: Tensor, name: str) -> list[Block]:
-    """Of any network on the meta device, called with two samples. Raises TrainError as `survey` does."""
-    blocks = stages_of(model)
-    if not blocks:
-        raise TrainError(f"strategy pipeline: {name} is no chain of blocks that could be cut; use ddp")
+    """Of any network on the meta device, called with two samples. Raises TrainError if it cannot be cut into blocks
+    that train as the whole does.
+    """
+    if why := why_whole(model):
+        raise TrainError(f"strategy pipeline: {name} {why}; use ddp")
+    blocks, shared = stages_of(model), _shared_buffers(model)
     counted: list[Block] = []
     before: Mapping[int, Tensor] = {}
-    for block in blocks:
-        taken = meta_pass(block, activations, before)
+    learns = False
+    for number, block in enumerate(blocks):
+        taken = _passed(number, block, activations, before)
+        if number + 1 < len(blocks):
+            _check_output(number, block, activations if learns else None, taken.output, next(model.parameters()).dtype)
+        learns = learns or bool(trainable(block))
         counted.append(_block(block, taken))
-        activations, before = taken.output, taken.kept
+        if number + 1 < len(blocks):
+            activations, before = taken.output.detach().requires_grad_(), taken.kept
+    for at, buffer, version in shared:
+        if buffer._version != version:
+            raise TrainError(f"strategy pipeline: two blocks of {name} share {at} and change it; use ddp")
     work, kernels = sum(one.work for one in counted), sum(one.kernels for one in counted)
     return [
         Block(one.behind, one.work / work, one.kernels / kernels, one.state_bytes, one.activation_bytes)
@@ -62,11 +73,71 @@ def survey_of(model: nn.Module, activations: Tensor, name: str) -> list[Block]:
     ]
 
 
+def _passed(number: int, block: nn.Module, inputs: Tensor, before: Mapping[int, Tensor]) -> Taken:
+    """Raises TrainError for a block that cannot begin a stage, or cannot be looked at without numbers."""
+    try:
+        return meta_pass(block, inputs, before)
+    except Exception as error:  # whatever the block itself, or torch's meta device, raises
+        first = (str(error).splitlines() or [""])[0]
+        why = f"it fails without numbers, on torch's meta device ({type(error).__name__}: {first[:200]})"
+        if "a leaf Variable that requires grad" in first:
+            why = "it changes its input in place, which is another host's: write x = x + y, not x += y"
+        raise TrainError(f"strategy pipeline: {_called(number, block)}: {why}; use ddp") from error
+
+
+def _check_output(number: int, block: nn.Module, inputs: Tensor | None, output: Any, dtype: torch.dtype) -> None:
+    """inputs: if weights before the block learn. dtype: of the network's weights.
+
+    Raises TrainError unless the output can cross a cut: one tensor, the samples along its first dimension.
+    """
+    why = ""
+    if not isinstance(output, Tensor):
+        why = f"returns a {type(output).__name__}, and only one tensor can cross a cut: make it and the next one module"
+    elif output.shape[:1] != (_SAMPLES,):
+        why = f"returns a tensor of {tuple(output.shape)} for {_SAMPLES} samples, which belong in the first dimension"
+    elif output.dtype != dtype:
+        why = f"returns {output.dtype}, and the network's weights are {dtype}: give all blocks one type"
+    elif inputs is not None and not _leads_to(output, inputs):
+        why = "gives no gradient to the blocks before it: freeze their weights (requires_grad_(False))"
+    if why:
+        raise TrainError(f"strategy pipeline: {_called(number, block)} {why}; or use ddp")
+
+
+def _called(number: int, block: nn.Module) -> str:
+    """By its number and the class of its first layer."""
+    first = next(block.children(), block) if type(block) is nn.Sequential else block
+    return f"block {number} ({type(first).__name__})"
+
+
+def _leads_to(output: Tensor, leaf: Tensor) -> bool:
+    """Would a backward pass from the output come to the leaf?"""
+    left, seen = [output.grad_fn], set[Any]()
+    while left:
+        step = left.pop()
+        if step is None or step in seen:
+            continue
+        if getattr(step, "variable", None) is leaf:
+            return True
+        seen.add(step)
+        left += [before for before, _ in step.next_functions]
+    return False
+
+
+def _shared_buffers(model: nn.Module) -> list[tuple[str, Tensor, int]]:
+    """Those of several modules, which each stage gets a copy of: name, buffer, and how often it has been changed."""
+    found: dict[int, str] = {}
+    shared: dict[int, tuple[str, Tensor, int]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if found.setdefault(id(buffer), name) != name:
+            shared[id(buffer)] = (found[id(buffer)], buffer, buffer._version)
+    return list(shared.values())
+
+
 def _block(block: nn.Module, taken: Taken) -> Block:
     """work and kernels: not yet as parts of the network's."""
     weights, buffers = list(block.parameters()), list(block.buffers())
     return Block(
-        behind=tuple(taken.output.shape[1:]),
+        behind=tuple(taken.output.shape[1:]) if isinstance(taken.output, Tensor) else (),
         work=sum(visit.work for visit in taken.visits),
         kernels=len(taken.visits),
         state_bytes=3 * bytes_of(*weights) + bytes_of(*buffers),

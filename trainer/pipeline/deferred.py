@@ -46,10 +46,21 @@ class Later:
 def split_backward(network: nn.Module, later: Later) -> None:
     """From now on backward leaves the weights' gradients of its convolutions and linear layers to `later`."""
     for module in network.modules():
+        if not _is_plain(module):
+            continue
         if type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str):
             module.forward = partial(_convolved, module, later)  # type: ignore[method-assign]
         elif type(module) is nn.Linear:
             module.forward = partial(_linear, module, later)  # type: ignore[method-assign]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Is its weight its own, with nothing called when its gradient is there, and the forward pass that of its class?"""
+    weight = module._parameters.get("weight")  # not there if a hook computes it, as that of spectral_norm does
+    if weight is None or weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+        return False
+    forward = vars(module).get("forward")  # of another stage perhaps, which was split before
+    return forward is None or getattr(forward, "func", None) in (_convolved, _linear)
 
 
 def _convolved(module: nn.Conv2d, later: Later, images: Tensor) -> Tensor:
@@ -107,16 +118,18 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
         images, weight = context.saved_tensors
-        parameter, has_bias, module = context.weight, context.bias is not None, context.module
-        sizes = list(context.bias.shape) if has_bias else None
+        parameter, module = context.weight, context.module
+        sizes = None if context.bias is None else list(context.bias.shape)
         shape = (module.stride, module.padding, module.dilation, False, (0, 0), module.groups)
 
         def derived(mask: list[bool]) -> tuple[Any, ...]:
             found: tuple[Any, ...] = torch.ops.aten.convolution_backward(gradient, images, weight, sizes, *shape, mask)
             return found
 
-        context.later.add(lambda: added(parameter, derived([False, True, False])[1]))
-        of_images, _, of_bias = derived([context.needs_input_grad[0], False, has_bias])
+        of_images, of_weight, of_bias = context.needs_input_grad[:3]
+        if of_weight:
+            context.later.add(lambda: added(parameter, derived([False, True, False])[1]))
+        of_images, _, of_bias = derived([of_images, False, of_bias])
         return of_images, None, of_bias, None, None
 
 
@@ -125,7 +138,7 @@ class _Product(torch.autograd.Function):
     def forward(context: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, later: Later) -> Tensor:
         cast_inputs, cast_weight, cast_bias = _cast(inputs, weight, bias)
         context.save_for_backward(cast_inputs, cast_weight)
-        context.weight, context.bias, context.later = weight, bias, later
+        context.weight, context.later = weight, later
         return nn.functional.linear(cast_inputs, cast_weight, cast_bias)
 
     @staticmethod
@@ -136,7 +149,8 @@ class _Product(torch.autograd.Function):
         def of_weight() -> None:
             added(parameter, gradient.flatten(0, -2).t() @ inputs.flatten(0, -2))
 
-        context.later.add(of_weight)
+        if context.needs_input_grad[1]:
+            context.later.add(of_weight)
         of_inputs = gradient @ weight if context.needs_input_grad[0] else None
-        of_bias = gradient.flatten(0, -2).sum(0) if context.bias is not None else None
+        of_bias = gradient.flatten(0, -2).sum(0) if context.needs_input_grad[2] else None
         return of_inputs, None, of_bias, None

@@ -39,7 +39,7 @@ def outputs(
         if following is None:
             yield output, batch.labels
             continue
-        number = torch.tensor([len(output), batch.reader])
+        number = torch.tensor([len(of.cuts.check_output(output, len(batch.inputs))), batch.reader])
         dist.send(number, following, group=of.group, tag=_HEADER)
         of.to_next[following].send(output)
     if following is not None:
@@ -55,6 +55,7 @@ def pass_on(of: Any, part: Callable[[Tensor], Any], batches: Iterable[Tensor]) -
     for inputs in (batch.to(of.device) for batch in batches) if of.is_first else _passed(of):
         output: Any = part(inputs)
         if following is not None:
+            of.cuts.check_output(output, len(inputs))
             dist.send(torch.tensor([len(output)]), following, group=of.group, tag=_PASSED)
             dist.send(output.cpu().contiguous(), following, group=of.group, tag=_PASSED)
     if following is not None:
@@ -77,7 +78,7 @@ def _passed(of: Any) -> Iterator[Tensor]:
 def _read(of: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[_Batch]:
     for images, labels in batches:
         if of.to_last:
-            of.to_last[of.judge(of.rank)].send(labels)
+            of.to_last[of.judge(of.rank)].send(of.cuts.check_labels(labels, len(images)))
         yield _Batch(images.to(of.device), labels.to(of.device), of.rank)
 
 
@@ -93,6 +94,6 @@ def _received(of: Any, dtype: torch.dtype) -> Iterator[_Batch]:
             of.inputs[source].expect((samples, *shape), dtype)
             labels = torch.empty(0, dtype=torch.int64)
             if of.labels:
-                of.labels[reader].expect((samples,), torch.int64)
+                of.labels[reader].expect((samples, *of.cuts.labels.shape), of.cuts.labels.dtype)
                 labels = of.labels[reader].wait()
             yield _Batch(of.inputs[source].wait(), labels, reader)

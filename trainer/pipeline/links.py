@@ -67,12 +67,17 @@ class Sender:
                     if event:
                         event.synchronize()
                     begin_s = time.perf_counter()
-                    dist.send(tensor, self.to, group=self.group, tag=self.tag)
+                    dist.send(_bytes(tensor), self.to, group=self.group, tag=self.tag)
                     self._spans.append((begin_s, time.perf_counter()))
             except RuntimeError as error:  # a rank that has gone
                 self._error = error
             finally:
                 self._left.task_done()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory: Gloo knows some types only, and labels may be of any (bool)."""
+    return tensor.view(torch.uint8)
 
 
 def _staged(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -135,7 +140,8 @@ class Receiver:
             self._room.acquire()
             tensor = torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)
             try:
-                self._posted.put((tensor, dist.irecv(tensor, self.source, group=self.group, tag=self.tag)))
+                coming = dist.irecv(_bytes(tensor), self.source, group=self.group, tag=self.tag)
+                self._posted.put((tensor, coming))
             except RuntimeError as error:
                 self._fail(error)
                 return

@@ -22,7 +22,7 @@ class Part(nn.Module):
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module]) -> None:
         super().__init__()
-        for name, child in model.named_children():
+        for name, child in model._modules.items():  # all of them: a module that is used twice has two names
             self.add_module(name, child)
         self._blocks = tuple(blocks)  # modules of these children, and so not listed twice
 
@@ -47,7 +47,7 @@ def part_of(model: nn.Module, stage: Stage) -> Part:
 def own_names(model: nn.Module, stage: Stage) -> list[str]:
     """Of the weights and buffers of a stage, in the order of the whole network's state."""
     own = _modules_of(model, stage)
-    holders = {name for name, module in model.named_modules() if id(module) in own}
+    holders = {name for name, module in model.named_modules(remove_duplicate=False) if id(module) in own}
     return [name for name in model.state_dict() if name.rpartition(".")[0] in holders]
 
 

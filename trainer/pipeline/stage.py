@@ -49,9 +49,9 @@ class StageWork:
 
     def enter(self, inputs: Tensor) -> Tensor:
         """Of the history of these nothing is known here, and so they begin a new one."""
-        if self.dtype and inputs.is_floating_point():
-            inputs = inputs.to(self.dtype)  # where they travelled in 16 bits
-        return inputs.detach() if self.reads else inputs.detach().requires_grad_()
+        if self.reads:
+            return inputs.detach()
+        return (inputs.to(self.dtype) if self.dtype else inputs).detach().requires_grad_()  # some travel in 16 bits
 
     def forward(self, inputs: Tensor, there_s: float) -> Tensor:
         """there_s: when the inputs came, by time.perf_counter. The result has no history."""
@@ -68,14 +68,18 @@ class StageWork:
         return loss_sum.detach()
 
     def backward(self, gradient: Tensor | None, batch: int, there_s: float) -> Tensor | None:
-        """gradient: of the output; None where that is a loss. batch: samples of the whole update."""
+        """gradient: of the output; None where that is a loss. batch: samples of the whole update. Gives that of the
+        inputs, which the stage before waits for: zeros if frozen blocks have none.
+        """
         done = self._passes.popleft()
         if gradient is None:
             weighted(self.precision.scaled(done.output), batch).backward()
-        else:
+        elif done.output.requires_grad:  # not that of frozen weights alone
             torch.autograd.backward(done.output, gradient.to(done.output.dtype))
         if self.splits:
             self._put_off.append(self.later.cut())
+        if done.inputs.grad is None and not self.reads:
+            return torch.zeros_like(done.inputs)
         return done.inputs.grad
 
     def weights(self) -> None:

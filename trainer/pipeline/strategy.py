@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.compute.brake import Brake
-from trainer.compute.models import fill_gradients, gradients_of, has_batch_norm
+from trainer.compute.models import fill_gradients, gradients_of, has_batch_norm, trainable
 from trainer.compute.running_statistics import REMEMBERED, average_running_statistics, estimating
 from trainer.compute.timer import CpuTimer, Timer, covered_ms
 from trainer.pipeline.cuts import Cuts
@@ -149,7 +149,7 @@ class Pipeline(Base):
             if self.cuts.behind is not None:
                 self.gradients[one.ranks[self.number + 1]].expect((one.size, *self.cuts.behind), self.cuts.dtype)
             if self.labels:
-                self.labels[one.ranks[0]].expect((one.size,), torch.int64)
+                self.labels[one.ranks[0]].expect((one.size, *self.cuts.labels.shape), self.cuts.labels.dtype)
         for receiver in self.losses.values():
             receiver.expect((2,), torch.float64)
         self.ahead.append(Announced(own, sum(map(sum, sizes.values()))))
@@ -176,7 +176,7 @@ class Pipeline(Base):
             self.averages.pause_before_call()
         computed = self.timer.mark()
         held_up_s = 0.0
-        if self.sums:
+        if self.sums and trainable(self.model):
             before_s = self.sums.held_up_s
             fill_gradients(self.model)  # of a short batch one lane may have got no micro-batch
             allreduce_flat(gradients_of(self.model), self.sums)

@@ -106,7 +106,7 @@ class PipelineUpdate:
         if of.is_first:
             inputs, labels = self.parts[index]
             if of.to_last:
-                of.to_last[one.ranks[-1]].send(labels)
+                of.to_last[one.ranks[-1]].send(of.cuts.check_labels(labels, one.size))
         else:
             incoming = of.inputs[one.ranks[of.number - 1]]
             there_s, inputs = incoming.arrived_s, incoming.take()
@@ -122,7 +122,7 @@ class PipelineUpdate:
                 of.tell(self.loss_sum)
         else:
             sent = of.timer.mark()
-            of.to_next[one.ranks[of.number + 1]].send(output.to(of.cuts.dtype))
+            of.to_next[one.ranks[of.number + 1]].send(of.cuts.check_output(output, one.size).to(of.cuts.dtype))
         return one.number, there_s or None, sent
 
     def _backward(self, one: MicroBatch) -> tuple[int, float | None, Any]:

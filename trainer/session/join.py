@@ -98,7 +98,7 @@ class Ranks:
         """A run over all ranks, which begin with the weights of rank 0. Where the command line asks how fast this host
         is alone, a loop like it that only measures.
 
-        model: any network; strategy=pipeline cuts an nn.Sequential, or torchvision's ResNets. optimizer: for its
+        model: any network; strategy=pipeline cuts an nn.Sequential or torchvision's ResNets. optimizer: for its
         weights, or a function that makes one of them. dataset: has len(dataset) and dataset[index]. collate: makes a
         batch of a list of samples; tensors have the samples along their first dimension.
         """

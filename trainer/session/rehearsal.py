@@ -25,7 +25,7 @@ from trainer.measure.passes import record_blocks
 from trainer.measure.profiling import OF_BLOCKS, at_rest, held_beside
 from trainer.measure.updates import NoMemory, Times, Trainee
 from trainer.measure.visited import Visited
-from trainer.pipeline.chain import survey_of
+from trainer.pipeline.chain import Block, survey_of
 from trainer.ranks.agreement import together
 from trainer.ranks.process_group import leave
 from trainer.session.forward import Forward
@@ -64,7 +64,8 @@ class Rehearsal:
         met.metrics.write("start", **start, batch_per_rank=None, batch_norm_groups=None, work=None, steps=0)
         self.model = Forward(lambda: network, self._precision, settings.amp)
         self._met, self._settings, self._own, self._timer = met, settings, own, timer_for(device)
-        self._network, self._samples, self._visited = network, own.first(LOADED), Visited(network)
+        self._network, self._samples, self._cut = network, own.first(LOADED), _blocks_of(own)
+        self._visited = Visited(network, may_cut=self._cut is not None)
         self._held = held_beside(network, device)
         self._marks: list[Mark] = []
         self._peaks: dict[int, int] = {}
@@ -99,13 +100,11 @@ class Rehearsal:
         raise SystemExit(0)
 
     def _blocks(self, ladder: Ladder, budget_s: float) -> Measuring[dict[str, Any] | None]:
-        """What its blocks take one by one. None of a network that a pipeline would not cut."""
-        try:
-            blocks = survey_of(self._own.skeleton(), self._own.example(), self._own.name)
-        except (TrainError, RuntimeError):  # of a network that cannot do without numbers
+        """What its blocks take one by one. None of a network that a pipeline would refuse."""
+        if self._cut is None:
             return None
         network = ByBlocks(self._network, self._optimizer, self._precision, self._met.device, self._timer, self._batch)
-        return (yield from record_blocks(network, blocks, ladder, self._settings.batch, budget_s))
+        return (yield from record_blocks(network, self._cut, ladder, self._settings.batch, budget_s))
 
     def _batch(self, samples: int) -> Any:
         chosen = [self._samples[index % len(self._samples)] for index in range(samples)]
@@ -172,6 +171,14 @@ class Rehearsal:
 
     def end(self) -> None:
         """Nothing is left to do."""
+
+
+def _blocks_of(own: Own) -> list[Block] | None:
+    try:
+        own.labels()
+        return survey_of(own.skeleton(), own.example(), own.name)
+    except TrainError:
+        return None
 
 
 class ByBlocks(Trainee):

@@ -14,6 +14,7 @@ from trainer.data.loading import Opened, choose_loader, open_batches
 from trainer.data.sample_stream import RankBatches
 from trainer.data.sets import find_facts
 from trainer.paced.standin import StandInOptimizer
+from trainer.pipeline.cuts import Form
 from trainer.ranks.rank_info import RankInfo
 from trainer.setup.optimizer import build_optimizer
 from trainer.shared.experiments import DataSet
@@ -35,6 +36,9 @@ class Material(Protocol):
 
     def example(self) -> Tensor:
         """What the network is called with, of EXAMPLES samples, on the meta device."""
+
+    def labels(self) -> Form:
+        """What a pipeline's first stage sends its last one. Raises TrainError if batches are no inputs and labels."""
 
     def network(self) -> nn.Module:
         """With its first weights."""
@@ -68,6 +72,9 @@ class Experiment:
 
     def example(self) -> Tensor:
         return torch.zeros(EXAMPLES, *self.facts.shape, device="meta")
+
+    def labels(self) -> Form:
+        return Form()
 
     def network(self) -> nn.Module:
         model = self._fresh()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainer.compute.models import meta_copy
 from trainer.data.batch import tensors_of
 from trainer.data.loading import Opened, loader_processes
 from trainer.data.own import Collate, OwnBatches
 from trainer.data.sample_stream import RankBatches
 from trainer.paced.standin import StandInOptimizer
+from trainer.pipeline.cuts import Form
 from trainer.ranks.rank_info import RankInfo
 from trainer.setup.material import EXAMPLES
 from trainer.shared.errors import TrainError
@@ -39,7 +41,7 @@ class Own:
                 f"{type(optimizer).__name__}: give one optimiser groups of parameters with rates of their own"
             )
         try:
-            self._skeleton = copy.deepcopy(model).to("meta")
+            self._skeleton = meta_copy(model)
         except RuntimeError as error:  # torch copies only tensors that nothing was computed for
             raise TrainError(
                 f"{self.name} cannot be copied ({_computed(model)} was computed, and is no parameter): use "
@@ -49,10 +51,27 @@ class Own:
         self._names = {id(weight): name for name, weight in model.named_parameters()}
 
     def skeleton(self) -> nn.Module:
-        return copy.deepcopy(self._skeleton)
+        return meta_copy(self._skeleton)
+
+    def labels(self) -> Form:
+        batch = self._example
+        parts = list(batch) if isinstance(batch, (tuple, list)) else []
+        if len(parts) != 2 or not all(isinstance(one, Tensor) and one.shape[:1] == (EXAMPLES,) for one in parts):
+            found = f"a {type(batch).__name__}" + (
+                f" of {', '.join(type(one).__name__ for one in parts)}" if parts else ""
+            )
+            raise TrainError(
+                "strategy pipeline: it takes batches of inputs and labels, one tensor of each with the samples along "
+                f"its first dimension, and `collate` gives {found}; use ddp"
+            )
+        return Form(tuple(parts[1].shape[1:]), parts[1].dtype)
+
+    @functools.cached_property
+    def _example(self) -> Any:
+        return self.collate(self.first(EXAMPLES))
 
     def example(self) -> Tensor:
-        batch = self.collate(self.first(EXAMPLES))
+        batch = self._example
         inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
         if len(tensors_of(inputs)) != 1:
             raise TrainError(f"{self.name} takes several tensors a sample, and only a single one is cut into stages")

@@ -14,6 +14,7 @@ from torch import nn
 from trainer.compute.brake import Brake
 from trainer.compute.executor import Executor
 from trainer.compute.microbatches import MicroBatches
+from trainer.compute.models import stages_of, ties_of, trainable
 from trainer.compute.precision import DTYPES as COMPUTED_IN
 from trainer.compute.precision import Full
 from trainer.compute.timer import Timer
@@ -22,7 +23,7 @@ from trainer.paced.memory import out_of_memory
 from trainer.paced.part import LearningPart, PacedPart
 from trainer.paced.stage_clock import StageClock
 from trainer.pipeline.chain import Block, balanced, survey_of
-from trainer.pipeline.cuts import Cuts
+from trainer.pipeline.cuts import Cuts, Form
 from trainer.pipeline.layout import Layout
 from trainer.pipeline.paced import LearningStage, PacedStage
 from trainer.pipeline.part import Part, part_of
@@ -56,6 +57,7 @@ class PipelinePlan:
     layout: Layout
     dtype: torch.dtype
     """Of the network's weights."""
+    labels: Form
     learning: Learning | None = None
     """The run's network, where chain and layout are of another one, whose time is kept."""
 
@@ -84,7 +86,7 @@ def plan_pipeline(
     """speeds: of each rank, where known. Waits for all ranks. Raises TrainError where stages and ranks do not fit."""
     nodes, like = gather_lines(info.node), like_of_all(info)
     with together(info.node):
-        skeleton = material.skeleton()
+        skeleton, labels = material.skeleton(), material.labels()
         own = survey_of(skeleton, material.example(), material.name)
         chain = chain_like(like) if like else own
         try:
@@ -92,11 +94,21 @@ def plan_pipeline(
             if settings.fidelity == "local" and len(pipelines) == 1:
                 raise ValueError(ALONE)
             layout = Layout.of(pipelines, nodes, len(chain))
+            if settings.fidelity == "local" and not like:
+                _check_averaged(stages_of(skeleton), pipelines[0])
             learning = learning_cut(like, own, chain, layout) if like else None
-            return PipelinePlan(tuple(chain), layout, next(skeleton.parameters()).dtype, learning)
+            return PipelinePlan(tuple(chain), layout, next(skeleton.parameters()).dtype, labels, learning)
         except ValueError as error:
-            raise TrainError(f"stages: {error}") from error
+            tied = ties_of(skeleton) if len(chain) < len(set(stage_names(nodes))) and not like else ""
+            raise TrainError(f"stages: {error}" + (f"; {tied}" if tied else "")) from error
     raise AssertionError  # `together` has raised
+
+
+def _check_averaged(blocks: Sequence[nn.Module], stages: Sequence[Stage]) -> None:
+    """Raises ValueError for a stage that has nothing to average."""
+    for stage in stages:
+        if not any(trainable(block) for block in blocks[stage.first : stage.last + 1]):
+            raise ValueError(f"{stage.node!r} would hold frozen blocks only, and fidelity=local averages weights")
 
 
 def _speeds_of_stages(nodes: Sequence[str], speeds: Sequence[Speed | None]) -> dict[str, float]:
@@ -173,7 +185,9 @@ def cuts_of(settings: Settings, plan: PipelinePlan, rank: int) -> Cuts:
     sent = SENT_IN[settings.sent_as] or COMPUTED_IN.get(settings.amp, plan.dtype)
     before = plan.chain[own.first - 1].behind if own.first else None
     behind = plan.chain[own.last].behind if own.last < last else None
-    return Cuts(as_sent(before), as_sent(behind), sent) if plan.learning else Cuts(before, behind, sent)
+    if plan.learning:
+        before, behind = as_sent(before), as_sent(behind)
+    return Cuts(before, behind, sent, plan.labels)
 
 
 def own_sizes(plan: PipelinePlan, micro_batches: MicroBatches, shares: Sequence[int], rank: int) -> list[int]:

@@ -6,6 +6,7 @@ that they stay alike with nothing exchanged.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.compute.models import skeleton_of
+from trainer.compute.models import has_hooks, skeleton_of, storage_of
+from trainer.shared.errors import TrainError
 from trainer.tensor.slices import Slices, cut_channels
 
 
@@ -32,8 +34,29 @@ class Layer:
 
 
 def is_cut(module: nn.Module) -> bool:
-    """Not subclasses: some (of attention) are never called, others read their weights."""
+    """Not subclasses: some (of attention) are never called, others read their weights. Nor what would be lost with the
+    layer that a slice takes the place of: its hooks, those of its weights, a forward pass of its own.
+    """
+    if has_hooks(module) or "forward" in vars(module):
+        return False
+    weights = [module._parameters.get(name) for name in ("weight", "bias")]
+    if weights[0] is None or any(weight is not None and weight._backward_hooks for weight in weights):
+        return False  # without a weight: a hook computes it from others
     return type(module) is nn.Linear or (type(module) is nn.Conv2d and module.padding_mode == "zeros")
+
+
+def _names_of_cut(model: nn.Module) -> set[str]:
+    """Of the layers that are cut. Those whose weights others use as well stay whole, on every rank."""
+    used = Counter(storage_of(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    read = {id(layer) for encoder in encoders for layer in encoder.children()}
+    return {
+        name
+        for name, module in model.named_modules()
+        if is_cut(module)
+        and id(module) not in read  # as its fast path does in evaluations, without a call
+        and all(used[storage_of(weight)] == 1 for weight in module.parameters(recurse=False))
+    }
 
 
 def survey(name: str, shape: tuple[int, int, int], classes: int, shares: Sequence[int]) -> tuple[Layer, ...]:
@@ -44,12 +67,18 @@ def survey(name: str, shape: tuple[int, int, int], classes: int, shares: Sequenc
 def layers_of(model: nn.Module, images: Tensor, shares: Sequence[int]) -> tuple[Layer, ...]:
     """images: two at least. Both on torch's meta device."""
     visits: list[tuple[str, nn.Module, Tensor, Tensor]] = []
+    names = _names_of_cut(model)
     hooks = [
-        module.register_forward_hook(_remember(name, visits))
-        for name, module in model.named_modules()
-        if is_cut(module)
+        module.register_forward_hook(_remember(name, visits)) for name, module in model.named_modules() if name in names
     ]
-    model(images)
+    try:
+        model(images)
+    except Exception as error:  # whatever the network itself, or torch's meta device, raises
+        first = (str(error).splitlines() or [""])[0][:200]
+        raise TrainError(
+            f"strategy tensor: {type(model).__name__} fails without numbers, on torch's meta device "
+            f"({type(error).__name__}: {first}); use ddp"
+        ) from error
     for hook in hooks:
         hook.remove()
     works = [_work(module, output) for _, module, _, output in visits]

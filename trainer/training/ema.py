@@ -31,6 +31,8 @@ class Ema:
     @torch.no_grad()
     def update(self, updates: int) -> None:
         """updates: of the whole run, this one among them."""
+        if not self.means:  # all frozen, as a stage of a pipeline may be
+            return
         decay = min(self.decay, (1 + updates) / (10 + updates))
         torch._foreach_mul_(self.means, decay)
         torch._foreach_add_(self.means, self.weights, alpha=1 - decay)
