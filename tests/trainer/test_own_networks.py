@@ -586,3 +586,116 @@ def test_a_network_that_would_train_as_another_is_refused(gang: Gang, name: str)
     answers = gang.run(trained, (name, {"strategy": "pipeline", **asked}, nodes), timeout_s=60)
     _, expected = REFUSED[name]
     assert all(isinstance(answer, str) and expected in answer and "\n" not in answer for answer in answers), answers
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modes and buffers
+
+
+class Remembering(nn.Module):
+    """BatchNorm, a causal mask, and what some networks keep in buffers: a queue of what was seen, and how much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+        self.register_buffer("allowed", torch.ones(3, 3, dtype=torch.bool).tril())
+        self.register_buffer("queue", torch.zeros(4, 6))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training and len(inputs):
+            self.queue = torch.cat([inputs.detach(), self.queue])[:4]
+            self.seen = self.seen + len(inputs)
+        else:
+            self.seen = self.seen + 1000  # an evaluation leaves no trace
+        scores = self.layer(self.norm(inputs))
+        weights = (scores[:, :, None] * scores[:, None, :] + self.mask).softmax(dim=-1)
+        return scores + (weights * self.allowed).sum(dim=-1) + self.queue.mean()
+
+
+def fine_tuned() -> nn.Sequential:
+    """BatchNorm stays as it was trained, and so does Dropout."""
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 8), nn.Linear(8, 3)
+    )
+    model[1].running_mean += 0.3
+    for module in (model[1], model[3]):
+        module.eval()
+    return model
+
+
+NETWORKS |= {
+    "fine-tuned": (fine_tuned, plain_of(), entropy),
+    "remembering": (Remembering, plain_of(), entropy),
+}
+KEEP_MODES: dict[str, dict[str, str]] = {
+    "ddp": {},
+    "lone samples": {"shares": "a=4,b=4,c=1,d=1", "strategy": "allreduce_flat"},
+    "micro-batches": {"accumulate": "2"},
+    "averaged": {"ema": "0.9"},
+    "pipeline": {"strategy": "pipeline", "accumulate": "10", "stages": "a:0,b:1,c:2,d:3"},
+    "tensor": {"strategy": "tensor", "accumulate": "2"},
+    "local": {"fidelity": "local", "local_steps": "1", "local_overlap": "0"},
+}
+
+
+@pytest.mark.parametrize("way", KEEP_MODES)
+def test_modules_in_eval_mode_stay_in_it(gang: Gang, way: str) -> None:
+    asked = KEEP_MODES[way]
+    first, last = one_process("fine-tuned", 1, momentum=0.0 if "fidelity" in asked else 0.9)
+    answers = gang.run(trained, ("fine-tuned", asked, ("a", "b", "c", "d")), timeout_s=60)
+    assert not [answer for answer in answers if isinstance(answer, str)], answers
+    if way == "tensor":
+        answers = [{name: joined([answer[name] for answer in answers], last[name]) for name in last}]
+    plain_names = [{name.removeprefix("module."): tensor for name, tensor in answer.items()} for answer in answers]
+    assert max(off(first, last, found) for found in plain_names) <= CLOSE
+
+
+def test_a_lone_sample_is_refused_if_batch_norm_would_normalise_by_it(gang: Gang) -> None:
+    asked = KEEP_MODES["lone samples"]
+    assert all("BatchNorm needs two" in answer for answer in gang.run(trained, ("remembering", asked, tuple("abcd"))))
+
+
+def remembered(rank: int, asked: dict[str, str]) -> tuple[dict[str, Tensor], list[float]]:
+    """The state of this rank at the end, and what the evaluations gave."""
+    with in_the_gang(rank, ("a", "b", "c", "d"), **asked) as met:
+        model, data, loss = built("remembering")
+        run = Session(assemble.prepare(met, Own(model, optimiser(model), data, default_collate)))
+        found = []
+        for _ in run.epochs():
+            for inputs, targets in run.batches():
+                run.step(loss(run.model(inputs), targets))
+            found.append(run.evaluate(lambda outputs, targets: {"loss": loss(outputs, targets)}, data)["loss"])
+        run.end()
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}, found
+
+
+def test_buffers_that_are_no_statistics_are_left_alone(gang: Gang, tmp_path: Path) -> None:
+    shares = {"strategy": "allreduce_flat", "shares": "a=4,b=3,c=3,d=0"}
+    kept = {**shares, "checkpoint_dir": str(tmp_path), "checkpoint_every": "2"}
+    whole = gang.run(remembered, {**kept, "checkpoint_dir": str(tmp_path / "whole")})
+    mask = torch.full((3, 3), -math.inf).triu(1)
+    for state, found in whole:
+        assert torch.equal(state["mask"], mask)
+        assert all(map(math.isfinite, found))
+    assert [int(state["seen"]) % 1000 for state, _ in whole][:3] == [22, 18, 18]
+    saved = torch.load(tmp_path / "whole" / "step-000000006.pt", weights_only=True)
+    assert torch.equal(saved["model"]["mask"], mask)
+    assert torch.equal(saved["model"]["queue"], whole[0][0]["queue"])
+    gang.run(remembered, {**kept, "steps": "2"})
+    for (state, found), (again, found_again) in zip(
+        whole, gang.run(remembered, {**kept, "resume": str(tmp_path)}), strict=True
+    ):
+        assert found_again == found
+        assert not [name for name in state if not torch.equal(state[name], again[name])]
+    (tmp_path / "step-000000006.pt").unlink()
+    (tmp_path / "step-000000004.pt").unlink()
+
+
+def test_other_ranks_begin_with_the_first_ones_buffers(gang: Gang, tmp_path: Path) -> None:
+    kept = {"strategy": "allreduce_flat", "checkpoint_dir": str(tmp_path), "checkpoint_every": "2"}
+    written = gang.run(remembered, {**kept, "steps": "2", "shares": "a=4,b=3,c=3,d=0"})
+    more = {**kept, "resume": str(tmp_path), "steps": "2", "shares": "a=3,b=3,c=2,d=2"}
+    for state, _ in gang.run(remembered, more):
+        assert all(torch.equal(state[name], written[0][0][name]) for name in ("mask", "allowed", "queue", "seen"))

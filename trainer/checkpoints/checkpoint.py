@@ -5,12 +5,12 @@
     keeper.save(progress)                          on every rank, after an update
 
 With the world size, the shares and the settings of before, what follows is what would have followed, bit for bit on a
-CPU: the samples come from the stream's position, the ranks' own BatchNorm statistics and random states come back to
-them, and, in the middle of a round of local updates, their own weights, loss scale, where the round began, and the
-average that travels. (ddp over three ranks or more sums its first update in another order.) Other ranks, or other
-shares, go on with the same samples, from the mean of the weights, in the same round; BatchNorm then begins with the
-mean of the ranks' statistics, each counted by its samples. Another way to synchronise finds what it has in common with
-the one before, and begins the rest from scratch.
+CPU: the samples come from the stream's position, the ranks' own buffers and random states come back to them, and, in
+the middle of a round of local updates, their own weights, loss scale, where the round began, and the average that
+travels. (ddp over three ranks or more sums its first update in another order.) Other ranks, or other shares, go on with
+the same samples, from the mean of the weights, in the same round; BatchNorm then begins with the mean of the ranks'
+statistics, each counted by its samples, and all other buffers (masks, queues) are rank 0's. Another way to synchronise
+finds what it has in common with the one before, and begins the rest from scratch.
 
 `model` is what an evaluation sees: the mean of the weights, and the statistics that belong to it. To write a checkpoint
 changes nothing of the run.
@@ -19,6 +19,8 @@ changes nothing of the run.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -33,6 +35,7 @@ from trainer.checkpoints import parts
 from trainer.checkpoints.between_ranks import apart, broadcast, describe, described_as, flat_bytes, gather
 from trainer.checkpoints.copies import Copies
 from trainer.checkpoints.file import (
+    BUFFERS,
     SCHEMA,
     Checkpoint,
     forget_older,
@@ -120,7 +123,7 @@ class CheckpointKeeper:
         run = self.run
         names = gather_lines(_name(run))
         sums = gather(torch.tensor([progress.loss_sum, progress.samples, progress.recent], dtype=torch.float64))
-        own = self._gathered(self._own_tensors())
+        own = self._gathered(self._own_tensors() | self._buffers_unlike_those_kept())
         state = random_state()
         random, kept = gather(state.torch), gather(self.kept.packed(state.others))
         with trained_network(run, progress, own_weights=True) as network:
@@ -194,6 +197,30 @@ class CheckpointKeeper:
                 own |= numbered(f"optimizer.{kind}", [tensor for tensor in tensors if tensor is not None])
         return {name: tensor for name, tensor in own.items() if tensor.numel()}
 
+    def _own_buffers(self) -> dict[str, Tensor]:
+        """Buffers that are never averaged (queues, codebooks, counters, masks): each rank has its own."""
+        run = self.run
+        averaged = set(map(id, running_statistics(run.model)))
+        state = run.model.state_dict(keep_vars=True)
+        return {
+            BUFFERS + name: state[name]
+            for name, buffer in run.model.named_buffers(remove_duplicate=False)
+            if name in state and id(buffer) not in averaged and buffer.numel()
+        }
+
+    def _buffers_unlike_those_kept(self) -> dict[str, Tensor]:
+        """Those of this rank that `model` in the checkpoint, which has rank 0's or those of a part's first rank, does
+        not have: most are constants, and the same everywhere.
+        """
+        run, own = self.run, self._own_buffers()
+        digests = {name: hashlib.sha256(flat_bytes([one]).numpy().tobytes()).hexdigest() for name, one in own.items()}
+        kept: dict[str, str] = json.loads(broadcast(json.dumps(digests).encode() if run.info.rank == 0 else b""))
+        if of_ranks := run.strategy.parts:
+            named = {name.removeprefix(BUFFERS): one for name, one in own.items()}
+            of_rank = of_ranks.kept(run.info.rank, named, parts.skeleton(run))
+            kept |= {name: digests[name] for name in own if name.removeprefix(BUFFERS) in of_rank}
+        return {name: one for name, one in own.items() if kept.get(name) != digests[name]}
+
     # ---- going on ---------------------------------------------------------------------------------------------
 
     def resume(self) -> Progress:
@@ -250,7 +277,7 @@ class CheckpointKeeper:
         if of_ranks and not same_parts:
             own = {}  # of a whole network, or of other parts of one
         run.strategy.expect(own)
-        change = fill(self._own_tensors(), own)
+        change = fill(self._own_tensors() | self._own_buffers(), own)
         run.precision.take_scale(own)
         if not same_parts:
             run.strategy.regroup(run.stream.shares[rank] / run.stream.batch)

@@ -28,6 +28,8 @@ from trainer.shared.errors import TrainError
 SCHEMA = 3
 KEPT = 2
 """The newest so many stay: should the disk damage one, there is another."""
+BUFFERS = "buffers."
+"""How names of a rank's own buffers begin: those that are not as in `model`, which may be of any type."""
 _SET_ASIDE = ".damaged"
 _NAME = re.compile(r"step-(\d{9})\.pt")
 _ZIP = b"PK\x03\x04"
@@ -210,10 +212,13 @@ def _check_form(saved: Checkpoint) -> None:
             raise ValueError("the ranks' parts do not fit their number")
     if any(len(sums) != 3 or not all(isinstance(one, float) for one in sums) for sums in saved.sums):
         raise ValueError("a rank's sums are incomplete")
-    if not all(isinstance(one, Tensor) and one.is_floating_point() for own in saved.own for one in own.values()):
+    if not all(isinstance(one, Tensor) for own in saved.own for one in own.values()):
+        raise TypeError("a rank's own state is not a tensor")
+    like = [{name: one for name, one in own.items() if not name.startswith(BUFFERS)} for own in saved.own]
+    if not all(one.is_floating_point() for own in like for one in own.values()):
         raise TypeError("a rank's own state is not a tensor of floating point")
     have_parts = bool(saved.settings.get("stages"))
-    if not have_parts and any(_shapes(own) != _shapes(saved.own[0]) for own in saved.own):
+    if not have_parts and any(_shapes(own) != _shapes(like[0]) for own in like):
         raise ValueError("the ranks' own states differ in name or shape")
     if not all(isinstance(tensor, Tensor) for tensor in [*saved.model.values(), *saved.ema.values()]):
         raise TypeError("a weight is not a tensor")

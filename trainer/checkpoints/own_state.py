@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from trainer.checkpoints.file import Checkpoint
+from trainer.checkpoints.file import BUFFERS, Checkpoint
 
-_IN_THE_MEAN = {"statistics", "optimizer", "weights", "round", "travelling", "scale"}
-"""What ranks have for themselves in a round of local updates: who begins without it, begins with the mean of it, or
-with rank 0's loss scale."""
+_IN_THE_MEAN = {"statistics", "optimizer", "weights", "round", "travelling", "scale", "buffers"}
+"""What ranks have for themselves: other ranks begin with the mean of it, or with rank 0's loss scale and buffers."""
 
 
 def by_others(saved: Checkpoint) -> str:
@@ -46,7 +45,7 @@ def for_other_ranks(saved: Checkpoint, world_size: int) -> dict[str, Tensor]:
     samples = torch.tensor([of_rank[2] for of_rank in saved.sums])
     parts = samples / samples.sum() if samples.sum() > 0 else torch.eye(saved.world_size)[0]
     found = {}
-    for name in saved.own[0]:
+    for name in [name for name in saved.own[0] if not name.startswith(BUFFERS)]:  # they begin with those in `model`
         of_ranks = torch.stack([own[name] for own in saved.own])
         kind = name.partition(".")[0]
         if kind in ("round", "travelling"):  # the same on all, or of no use to others
@@ -54,7 +53,8 @@ def for_other_ranks(saved: Checkpoint, world_size: int) -> dict[str, Tensor]:
         elif kind == "scale":  # the one with which none of them overflowed
             found[name] = of_ranks.amin(0)
         elif kind == "statistics":
-            found[name] = torch.tensordot(parts.to(of_ranks.dtype), of_ranks, dims=1)
+            counted = parts > 0  # not 0 times what others have: that may be infinite
+            found[name] = torch.tensordot(parts[counted].to(of_ranks.dtype), of_ranks[counted], dims=1)
         elif kind != "weights":
             found[name] = of_ranks.sum(0) / (world_size if kind == "memory" else saved.world_size)
     return found

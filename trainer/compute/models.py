@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -250,10 +251,34 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+def batch_norms(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+
+
 def has_batch_norm(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    return bool(batch_norms(model))
+
+
+def needs_pairs_of_samples(model: nn.Module) -> bool:
+    """Does any BatchNorm normalise by its batch? Not in eval mode, as in fine-tuning, if it has running statistics."""
+    return any(norm.training or norm._buffers.get("running_mean") is None for norm in batch_norms(model))
 
 
 def running_statistics(model: nn.Module) -> list[torch.Tensor]:
-    """The buffers that training moves by averaging: BatchNorm's means and variances."""
-    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    """The buffers that training moves by averaging: BatchNorm's means and variances. Of other modules' buffers (masks,
+    queues, codebooks) nothing is known: they stay each rank's own.
+    """
+    found = [norm._buffers.get(name) for norm in batch_norms(model) for name in ("running_mean", "running_var")]
+    return [statistic for statistic in found if statistic is not None]
+
+
+@contextlib.contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """In eval mode; afterwards each module is in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.compute.flat_buffer import flatten, unflatten
-from trainer.compute.models import running_statistics
+from trainer.compute.models import batch_norms, running_statistics
 
 REMEMBERED = 0.9
 """What torch's BatchNorm keeps of its running statistics at an update by default."""
@@ -45,7 +45,7 @@ def average_running_statistics(model: nn.Module, group: dist.ProcessGroup, sampl
     dist.all_reduce(total, group=group)
     if total.item() == 0:
         return
-    flat = flatten(statistics) * (samples / total.item())
+    flat = flatten(statistics) * (samples / total.item()) if samples else torch.zeros_like(flatten(statistics))
     dist.all_reduce(flat, group=group)
     unflatten(flat, statistics)
 
@@ -77,8 +77,8 @@ class Seen:
 
 @contextlib.contextmanager
 def estimating(model: nn.Module) -> Iterator[Seen]:
-    """The same for whoever passes the batches on by himself."""
-    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    """The same for whoever passes the batches on by himself. Statistics of modules in eval mode stay as they are."""
+    norms = [norm for norm in batch_norms(model) if norm.training]
     kept = [
         (norm, norm.momentum, tracked, tracked.clone())
         for norm in norms
@@ -86,7 +86,6 @@ def estimating(model: nn.Module) -> Iterator[Seen]:
     ]
     for norm, *_ in kept:
         norm.reset_running_stats()
-    model.train()
     yield Seen(model, [norm for norm, *_ in kept])
     for norm, momentum, tracked, updates in kept:
         norm.momentum = momentum

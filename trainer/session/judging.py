@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.compute.models import evaluated
 from trainer.ranks.agreement import gather_lines, sum_over_ranks
 
 Judge = Callable[[Any, Any], Mapping[str, Tensor | float]]
@@ -21,11 +22,10 @@ def summed(network: nn.Module, outputs: Iterable[tuple[Any, Any]], judge: Judge,
     judge, which may be nothing. Waits for all ranks.
     """
     sums: dict[str, Tensor | float] = {}
-    network.eval()
-    for output, targets in outputs:
-        for name, value in judge(output, targets).items():
-            sums[name] = sums.get(name, 0.0) + value
-    network.train()
+    with evaluated(network):
+        for output, targets in outputs:
+            for name, value in judge(output, targets).items():
+                sums[name] = sums.get(name, 0.0) + value
     names = names_of_all(list(sums))
     totals = sum_over_ranks([float(sums.get(name, 0.0)) for name in names]) if names else []
     return {name: total / samples for name, total in zip(names, totals, strict=True)}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from trainer.compute.microbatches import MicroBatches
-from trainer.compute.models import has_batch_norm
+from trainer.compute.models import needs_pairs_of_samples
 from trainer.data.sample_stream import SampleStream
 from trainer.shared.errors import TrainError
 from trainer.shared.settings import Settings
@@ -23,7 +23,7 @@ def check_batch_norm(model: nn.Module, stream: SampleStream, whole_batch: bool =
     for step in {0, stream.steps - 1}:
         split = stream.shares_at(step) if stream.batch_at(step) < stream.batch else stream.shares
         groups = (stream.batch_at(step),) if whole_batch else split
-        if has_batch_norm(model) and 1 in groups:
+        if needs_pairs_of_samples(model) and 1 in groups:
             raise TrainError(
                 f"batch: of {stream.batch_at(step)} samples one rank gets a single one, and BatchNorm needs two; "
                 f"choose another batch than {stream.batch}{or_sync}"
@@ -34,9 +34,9 @@ def batch_norm_groups(
     model: nn.Module, settings: Settings, shares: Sequence[int], own: Sequence[int]
 ) -> list[tuple[int, int]] | None:
     """(samples, how many groups of so many) that this rank's BatchNorm sees in an update with a full batch; None
-    without one, and for `dp`, which cuts the batch by itself.
+    without one in training mode, and for `dp`, which cuts the batch by itself.
     """
-    if not has_batch_norm(model) or settings.strategy == "dp":
+    if not needs_pairs_of_samples(model) or settings.strategy == "dp":
         return None
     sizes = [sum(shares)] if settings.sync_bn else own
     return sorted(Counter(size for size in sizes if size).items(), reverse=True)
@@ -45,7 +45,7 @@ def batch_norm_groups(
 def check_pairs(model: nn.Module, micro_batches: MicroBatches, shares: Sequence[int]) -> None:
     """The same for what a rank takes at once."""
     sizes = {size for rank in range(len(shares)) for size in micro_batches.sizes(shares, rank)}
-    if has_batch_norm(model) and 1 in sizes:
+    if needs_pairs_of_samples(model) and 1 in sizes:
         raise TrainError("a micro-batch has a single sample, and BatchNorm needs two: local_batch=2, or more memory")
 
 

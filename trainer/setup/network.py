@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from trainer.compute.microbatches import MicroBatches
-from trainer.compute.models import has_batch_norm
+from trainer.compute.models import needs_pairs_of_samples
 from trainer.data.sample_stream import SampleStream
 from trainer.paced.anatomy import Anatomy, dissect
 from trainer.paced.learner import Learner
@@ -47,7 +47,7 @@ def network(
 
 def needs_pairs(settings: Settings, material: Material) -> bool:
     """Would a rank with a single sample be refused? Paced ranks, which have no network, must say the same."""
-    return not settings.sync_bn and has_batch_norm(material.skeleton())
+    return not settings.sync_bn and needs_pairs_of_samples(material.skeleton())
 
 
 def facts_of(material: Material) -> DataSet:

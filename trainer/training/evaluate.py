@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from trainer.compute.models import evaluated
 from trainer.ranks.agreement import sum_over_ranks
 
 
@@ -36,13 +37,12 @@ def judged(
     """
     counts = torch.zeros((2, classes), dtype=torch.float64, device=device)  # of each class: right, samples
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    model.eval()
-    for output, labels in outputs:
-        labels = labels.to(device)
-        loss += cross_entropy(output, labels, reduction="sum")
-        right = (output.argmax(dim=1) == labels).double()
-        counts.index_add_(1, labels, torch.stack([right, torch.ones_like(right)]))
-    model.train()
+    with evaluated(model):
+        for output, labels in outputs:
+            labels = labels.to(device)
+            loss += cross_entropy(output, labels, reduction="sum")
+            right = (output.argmax(dim=1) == labels).double()
+            counts.index_add_(1, labels, torch.stack([right, torch.ones_like(right)]))
     totals = sum_over_ranks([loss.item(), *counts.flatten().tolist()])
     right_of, samples_of = totals[1 : 1 + classes], totals[1 + classes :]
     samples = sum(samples_of)

@@ -34,7 +34,11 @@ def shared_network(run: Run, progress: Progress) -> Iterator[nn.Module]:
 def trained_network(run: Run, progress: Progress, *, own_weights: bool = False) -> Iterator[nn.Module]:
     """The same with the weights that training has now. own_weights: even if there is an average of them."""
     random, network, again = random_state(), run.strategy.whole(), bool(run.ema) and not own_weights
-    own = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    own = [
+        (module, name, buffer, buffer.clone())
+        for module in network.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     try:
         if run.strategy.parts:
             run.strategy.average_statistics(network, training_images(run), again=again)
@@ -44,7 +48,8 @@ def trained_network(run: Run, progress: Progress, *, own_weights: bool = False) 
             average_running_statistics(network, run.group, samples)
         yield network
     finally:
-        for buffer, kept in own:
+        for module, name, buffer, kept in own:
+            module._buffers[name] = buffer  # some passes put another tensor in its place
             buffer.copy_(kept)
         set_random_state(random)
 
