@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
 from tests.support.gloo_ranks import RANKS, Gang, group_of
@@ -142,6 +143,21 @@ class Counting(nn.Linear):
     def forward(self, inputs: Tensor) -> Tensor:
         self.counter += 1
         return super().forward(inputs) * self.counter
+
+
+class Checkpointed(nn.Module):
+    """A block that is used twice and computed again in backward."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.inner, self.last, self.reentrant = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3), reentrant
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for _ in range(2):
+            hidden = checkpoint(self.inner, hidden, use_reentrant=self.reentrant).tanh()
+        found: Tensor = self.last(hidden)
+        return found
 
 
 class Masked(nn.Linear):
@@ -628,6 +644,8 @@ def fine_tuned() -> nn.Sequential:
 NETWORKS |= {
     "fine-tuned": (fine_tuned, plain_of(), entropy),
     "remembering": (Remembering, plain_of(), entropy),
+    "checkpointed": (lambda: Checkpointed(reentrant=False), plain_of(), entropy),
+    "checkpointed, reentrant": (lambda: Checkpointed(reentrant=True), plain_of(), entropy),
 }
 KEEP_MODES: dict[str, dict[str, str]] = {
     "ddp": {},
@@ -699,3 +717,31 @@ def test_other_ranks_begin_with_the_first_ones_buffers(gang: Gang, tmp_path: Pat
     more = {**kept, "resume": str(tmp_path), "steps": "2", "shares": "a=3,b=3,c=2,d=2"}
     for state, _ in gang.run(remembered, more):
         assert all(torch.equal(state[name], written[0][0][name]) for name in ("mask", "allowed", "queue", "seen"))
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [("checkpointed", "ddp"), ("checkpointed, reentrant", "allreduce_flat"), ("checkpointed", "tensor")],
+)
+def test_a_checkpointed_block_that_is_used_twice_is_trained(gang: Gang, name: str, strategy: str) -> None:
+    first, last = one_process(name, 1)
+    answers = gang.run(trained, (name, {"strategy": strategy}, ("a", "b", "c", "d")), timeout_s=60)
+    named = [{key.removeprefix("module."): tensor for key, tensor in answer.items()} for answer in answers]
+    whole = {key: joined([answer[key] for answer in named], last[key]) for key in last}
+    assert off(first, last, whole) <= CLOSE
+
+
+def told(rank: int, name: str) -> str:
+    with in_the_gang(rank, ("a", "b", "c", "d"), strategy="ddp") as met:
+        model, data, loss = built(name)
+        run = Session(assemble.prepare(met, Own(model, optimiser(model), data, default_collate)))
+        try:
+            for inputs, targets in run.batches():
+                run.step(loss(run.model(inputs), targets))
+        except TrainError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_what_ddp_cannot_train_is_said_in_a_line(gang: Gang) -> None:
+    assert all("use_reentrant=False" in answer for answer in gang.run(told, "checkpointed, reentrant"))

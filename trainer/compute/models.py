@@ -79,12 +79,14 @@ def without_numbers(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy on torch's meta device, in which weights that share memory still share it: `to("meta")` separates them."""
+    """A copy on torch's meta device, in which weights that share memory still share it: `to("meta")` separates them.
+    Raises RuntimeError as copy.deepcopy does.
+    """
     memo: dict[int, Any] = {}
     places: dict[tuple[int, torch.dtype], Tensor] = {}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
-            if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
+            if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.grad_fn is None:
                 memo[id(tensor)] = _without_numbers(tensor, places)
     return copy.deepcopy(model, memo).to("meta")
 

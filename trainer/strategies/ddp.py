@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.compute.brake import Brake
 from trainer.compute.models import gradient_bytes
 from trainer.compute.timer import Timer
+from trainer.shared.errors import TrainError
 from trainer.strategies.base import Base, Exchange, weighted
 from trainer.strategies.gradient_sum import GradientSum, fitted_bucket_bytes
 from trainer.strategies.without_samples import no_loss, refuse_unused
@@ -68,7 +69,15 @@ class Ddp(Base):
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
         self.collectives.clear()
         self.computed = None
-        weighted(loss_sum, batch).backward()
+        try:
+            weighted(loss_sum, batch).backward()
+        except RuntimeError as error:
+            if "mark a variable ready only once" not in str(error):
+                raise
+            raise TrainError(
+                "strategy ddp: a weight's gradient came twice in one update, as that of a checkpointed block that is "
+                "used twice: call torch.utils.checkpoint with use_reentrant=False, or use strategy=allreduce_flat"
+            ) from error
         if self.computed is None:  # a bucket is not full, and nothing of it was exchanged
             refuse_unused(self.whole(), loss_sum)
         return Exchange(self.computed, tuple(self.collectives))
