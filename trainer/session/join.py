@@ -104,5 +104,5 @@ class Ranks:
         """
         own = Own(model, optimizer, dataset, collate)
         if self.settings.profile_s:
-            return Rehearsal(self._met, own)
+            return Rehearsal(self._met, own, self._ending)
         return Session(prepare(self._met, own), self._ending)

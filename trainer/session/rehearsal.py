@@ -28,6 +28,7 @@ from trainer.measure.visited import Visited
 from trainer.pipeline.chain import Block, survey_of
 from trainer.ranks.agreement import together
 from trainer.ranks.process_group import leave
+from trainer.session.ending import Ending
 from trainer.session.forward import Forward
 from trainer.session.judging import Judge
 from trainer.setup.assemble import Met
@@ -49,7 +50,8 @@ class Rehearsal:
     loss: float | None = None
     updates, is_over = 0, False
 
-    def __init__(self, met: Met, own: Own) -> None:
+    def __init__(self, met: Met, own: Own, ending: Ending | None = None) -> None:
+        self._ending = ending
         info, device = met.info, met.device
         everyone = devices_of_all_ranks(device)
         with together(info.node):
@@ -97,6 +99,8 @@ class Rehearsal:
         self._met.metrics.write("profile", **record_of(ladder), **more, **of_script)
         leave()
         self._met.metrics.end("succeeded")
+        if self._ending:
+            self._ending.complete = self.end
         raise SystemExit(0)
 
     def _blocks(self, ladder: Ladder, budget_s: float) -> Measuring[dict[str, Any] | None]:
