@@ -13,7 +13,6 @@ from orchestrator.cli import main
 from orchestrator.controller import Controller
 from orchestrator.errors import UsageError
 from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.inventory_file import load_inventory
 from orchestrator.jobs.resume import settings_of
 from orchestrator.measuring.profiling import Profiling
 from orchestrator.paths import Home, RunFolder
@@ -24,6 +23,7 @@ from orchestrator.planning.profiles import Kind, Profile, kinds_of, tf32_of
 from orchestrator.planning.request import Words, read_wish
 from orchestrator.results.analyse import analyse
 from orchestrator.store import Store
+from tests.support.local_cluster import bring_up
 from tests.support.quick_python import quick_python
 from trainer.shared.shares import fastest_shares, format_speeds, parse_speeds
 
@@ -54,9 +54,7 @@ def cluster_home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cluster")
     home = Home(folder / "home")
     with Connections(home) as connections:
-        Controller(Store(home), connections).clusters.up(
-            load_inventory(inventory(folder, ["a2000a", "a2000b", "v100a"]))
-        )
+        bring_up(Controller(Store(home), connections), inventory(folder, ["a2000a", "a2000b", "v100a"]))
     return home.root
 
 

@@ -13,7 +13,6 @@ import pytest
 from orchestrator.controller import Controller
 from orchestrator.errors import HostError, HostsError, OrchError, UsageError
 from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.inventory_file import load_inventory
 from orchestrator.measuring.sweep import Sweep
 from orchestrator.paths import Home
 from orchestrator.store import Store
@@ -21,6 +20,7 @@ from orchestrator.studies import figures, ledger, tables
 from orchestrator.studies.rows import Study, StudyRow
 from orchestrator.studies.tables import STUDIES
 from orchestrator.views import documents, study_table
+from tests.support.local_cluster import bring_up
 from tests.support.plans import study_node
 from tests.support.quick_python import quick_python
 from trainer.shared.config import parse_settings
@@ -51,7 +51,7 @@ def come_up(folder, python, ranks=1):
     file.write_text(f"cluster: t\ndefaults: {{{defaults}}}\nnodes:\n{nodes}")
     home = Home(folder / "home")
     with Connections(home) as connections:
-        Controller(Store(home), connections).clusters.up(load_inventory(file))
+        bring_up(Controller(Store(home), connections), file)
     return home
 
 

@@ -7,6 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from orchestrator.controller import Controller
+from orchestrator.hosts.consent import allow, not_allowed
+from orchestrator.hosts.inventory_file import load_inventory
 from tests.support import forks
 from tests.support.quick_python import quick_python
 
@@ -18,6 +21,13 @@ nodes:
   - {name: b, host: localhost, workdir: FOLDER/b}
 """
 SCRIPT = "import os, sys\nprint('given', *sys.argv[1:], os.environ.get('LR'))\n"
+
+
+def bring_up(controller: Controller, file: Path) -> None:
+    """As `orch up --allow-local`."""
+    inventory, home = load_inventory(file), controller.store.home
+    allow(home, not_allowed(home, controller.clusters.nodes_of(inventory)))
+    controller.clusters.up(inventory)
 
 
 class Place:
