@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.hosts.connections import Connections
@@ -21,7 +21,7 @@ from orchestrator.hosts.network_answers import MAX_PEERS
 from orchestrator.hosts.parse_facts import parse_facts
 from orchestrator.hosts.parse_health import parse_health
 from orchestrator.transport.ask import ConnectedHost, ask
-from orchestrator.transport.fanout import values
+from orchestrator.transport.fanout import for_each, values
 
 # Kept back from the time for the way there and back, so that a slow fact costs itself and not the whole answer.
 SPARE_S = 5.0
@@ -48,13 +48,15 @@ def shared_folders(
     connections: Connections, nodes: Sequence[Node], facts: Mapping[str, NodeFacts]
 ) -> tuple[tuple[str, ...], ...]:
     """Groups of hosts that share one work folder: what the first of them leaves there, the others see. Only hosts are
-    asked whose folders have one path and one inode, as cloned hosts have, too.
+    asked whose folders have one path and one inode, as cloned hosts have, too; of several nodes that are one machine
+    the first.
     """
-    alike = dict[tuple[object, ...], list[Node]]()
+    alike = dict[tuple[object, ...], dict[str, Node]]()
     for node in nodes:
         if (known := facts.get(node.name)) and not known.workdir_error and known.workdir_inode is not None:
-            alike.setdefault((known.workdir, known.workdir_inode, known.uid), []).append(node)
-    found, waiting = [], [group for group in alike.values() if len(group) > 1]
+            place = known.workdir, known.workdir_inode, known.uid
+            alike.setdefault(place, {}).setdefault(known.boot_id, node)
+    found, waiting = [], [[*machines.values()] for machines in alike.values() if len(machines) > 1]
     while waiting:
         first, *others = waiting.pop()
         seen = _who_sees(connections, first, others)
@@ -66,24 +68,25 @@ def shared_folders(
 
 
 def _who_sees(connections: Connections, first: Node, others: Sequence[Node]) -> list[Node]:
-    """Hosts that do not answer see nothing."""
+    """Over the connections that are open. Hosts that do not answer see nothing."""
     token = secrets.token_hex(8)
 
-    def asks(action: str, made: Any = ()) -> Callable[[ConnectedHost], dict[str, Any]]:
-        def act(host: ConnectedHost) -> dict[str, Any]:
+    def each(nodes: Sequence[Node], action: str, made: Any = ()) -> dict[str, dict[str, Any]]:
+        def act(name: str) -> dict[str, Any]:
+            host = connections.current(name)
             request = {"action": action, "workdir": host.workdir, "token": token, "made": made}
             return ask(host, "same_folder", request, timeout_s=SAME_FOLDER_S)
 
-        return act
+        return values(for_each({node.name: node.name for node in nodes}, act, deadline_s=SAME_FOLDER_S))
 
-    left = values(connections.each([first], asks("leave"), deadline_s=SAME_FOLDER_S))
+    left = each([first], "leave")
     if first.name not in left:
         return []
     try:
-        looked = values(connections.each(others, asks("look"), deadline_s=SAME_FOLDER_S))
+        looked = each(others, "look")
         return [node for node in others if looked.get(node.name, {}).get("there") is True]
     finally:
-        connections.each([first], asks("remove", left[first.name].get("made", [])), deadline_s=SAME_FOLDER_S)
+        each([first], "remove", left[first.name].get("made", []))
 
 
 def _asked(

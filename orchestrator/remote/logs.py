@@ -18,6 +18,7 @@ _SECONDARY = re.compile(
     r"connectFullMesh failed|remote process exit|ncclRemoteError|socket (closed|timeout)|failed to recv|"
     r"connection (refused|timed out)|application timeout caused pair|watchdog caught collective|"
     r"timed out waiting|wait timeout|no route to host|"
+    r"another rank ended the run|"
     r"aborting process on rank|collective operation timed out|timeout watchdog detected operation",
     re.IGNORECASE,
 )

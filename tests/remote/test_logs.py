@@ -6,6 +6,7 @@ import time
 import pytest
 
 from orchestrator.remote.logs import LINE_CHARS, TAIL_BYTES, advice, is_secondary, log_tail, telling_line
+from trainer.ranks.process_group import BY_ANOTHER
 
 NCCL = [
     "[rank0]: Traceback (most recent call last):",
@@ -136,3 +137,7 @@ def test_a_log_of_long_lines_is_read_in_no_time(tmp_path, word, lines):
 def test_what_a_script_puts_in_the_place_of_its_log_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "stderr.log")
     assert log_tail(tmp_path / "stderr.log") == []
+
+
+def test_a_rank_that_another_one_ended_names_it_and_is_no_cause() -> None:
+    assert is_secondary([f"error: {BY_ANOTHER}: rank 1 on lb, update 8: the loss does not depend on w"])

@@ -503,7 +503,7 @@ def trained(rank: int, case: tuple[str, dict[str, str], tuple[str, ...]]) -> dic
                 run.step(loss(run.model(inputs), targets))
             run.evaluate(lambda outputs, targets: {"loss": loss(outputs, targets)}, data)
         run.end()
-        return {name: tensor.clone() for name, tensor in run.run.strategy.model.state_dict().items()}
+        return {name: tensor.clone() for name, tensor in run.run.model.state_dict().items()}
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from tests.support.sums import AFTER_BACKWARD, NEWEST_FSDP
 from tests.support.trainer_ranks import ROOT, environment
 from tests.trainer.test_session import BATCH, EPOCHS, SAMPLES, Points, in_the_gang
 from trainer.data.sample_stream import SampleStream
+from trainer.ranks.process_group import BY_ANOTHER
 from trainer.session.session import Session
 from trainer.setup import assemble
 from trainer.setup.own import Own
@@ -212,6 +213,7 @@ def test_a_parameter_that_one_update_misses_ends_all_ranks(tmp_path: Path, strat
     last = both == "run.updates < 7"
     for rank, (code, _, errors) in enumerate(outcomes(tmp_path, SCRIPT.replace("BOTH", both), strategy=strategy)):
         who = f"rank {rank} on node{rank}, update 8" if last else "rank 1 on node1, update 5"
+        who = who if last or rank == 1 else f"{BY_ANOTHER}: {who}"
         assert code == 1
         assert errors.startswith(f"error: {who}: the loss does not depend on 1 of 3 parameters (some.weight): ")
         assert errors.count("\n") == 1
@@ -230,8 +232,8 @@ def test_a_rank_for_which_nobody_comes_in_time_says_what_to_do(tmp_path: Path) -
         "        run.step(", "        if run.updates == 3 and ranks.rank == 0: time.sleep(14)\n        run.step("
     )
     ranks = outcomes(tmp_path, script, strategy="allreduce_flat", timeout_s="10")
-    for code, _, errors in ranks:
+    for rank, (code, _, errors) in enumerate(ranks):
         assert code == 1 and errors.count("\n") == 1
-        assert errors.startswith(
-            "error: rank 1 on node1 waited 10 s for another rank in update 4: what one rank does by"
+        assert errors.removeprefix(f"error: {BY_ANOTHER}: " if rank == 0 else "error: ").startswith(
+            "rank 1 on node1 waited 10 s for another rank in update 4: what one rank does by"
         )

@@ -25,6 +25,8 @@ from trainer.shared.errors import TrainError
 
 _timeouts = [timedelta(minutes=10)]
 _REASON = "orch/reason"
+BY_ANOTHER = "another rank ended the run"
+"""How the reason of another rank begins: `orchestrator/remote/logs.py` takes no such rank for the first cause."""
 _TIMED_OUT = ("Timed out waiting", "Timeout waiting", "timed out after")
 """What Gloo, torch's store and NCCL say when nobody came in time."""
 _partings: dict[str, Callable[[], object]] = {}
@@ -67,7 +69,7 @@ def timeout() -> timedelta:
 
 @contextlib.contextmanager
 def for_all_ranks(info: RankInfo, doing: Callable[[], str]) -> Iterator[None]:
-    """A TrainError of one rank is left for the others, which get no more than a closed connection: they raise it, too.
+    """A TrainError of one rank is left for the others, which get no more than a closed connection: they name it.
     doing: for a rank for which nobody came in time.
     """
     try:
@@ -78,7 +80,7 @@ def for_all_ranks(info: RankInfo, doing: Callable[[], str]) -> Iterator[None]:
         raise
     except RuntimeError as error:
         if reason := _reason_of_others():
-            raise TrainError(reason) from error
+            raise TrainError(f"{BY_ANOTHER}: {reason}") from error
         if not any(words in str(error) for words in _TIMED_OUT):
             raise
         waited_s = timeout().total_seconds()
