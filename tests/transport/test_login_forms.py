@@ -90,11 +90,11 @@ def agent(*keys: Path) -> Iterator[str]:
     path = f"/tmp/orch-test-agent-{os.getpid()}-{len(keys)}-{ME}"
     process = subprocess.Popen(["ssh-agent", "-D", "-a", path], stdout=subprocess.DEVNULL)
     try:
-        wait_for(lambda: os.path.exists(path), "the agent's socket")
+        environment = {**os.environ, "SSH_AUTH_SOCK": path}
+        lists = ["ssh-add", "-l"]  # exits 2 if it reaches no agent: a socket is there before anybody listens at it
+        wait_for(lambda: subprocess.run(lists, env=environment, capture_output=True).returncode != 2, "the agent")
         for key in keys:
-            subprocess.run(
-                ["ssh-add", "-q", key], check=True, env={**os.environ, "SSH_AUTH_SOCK": path}, capture_output=True
-            )
+            subprocess.run(["ssh-add", "-q", key], check=True, env=environment, capture_output=True)
         yield path
     finally:
         process.kill()
