@@ -77,9 +77,9 @@ def one_process() -> nn.Module:
     return model
 
 
-def trained(rank: int, asked: dict[str, str]) -> dict[str, Tensor] | str:
+def trained(rank: int, asked: dict[str, str], kind: type[Branches] = Branches) -> dict[str, Tensor] | str:
     with in_the_gang(rank, **asked) as met:
-        model = Branches().double()
+        model = kind().double()
         run = Session(assemble.prepare(met, Own(model, optimiser(model), Rare(SAMPLES), default_collate)))
         try:
             for _ in run.epochs():
@@ -109,6 +109,39 @@ def test_zeros_make_the_update_of_one_process(gang: Gang, strategy: str, shares:
         assert isinstance(answer, dict), answer
         for name, tensor in answer.items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-10, atol=1e-13)
+        assert torch.equal(answer["of_label.3.weight"], begun["of_label.3.weight"])
+
+
+class Normalised(Branches):
+    """With a BatchNorm, for which all ranks meet in the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(self.first, nn.BatchNorm1d(8))
+
+
+def of_few(rank: int, asked: dict[str, str]) -> dict[str, Tensor] | str:
+    return trained(rank, asked, Normalised)
+
+
+def test_zeros_with_samples_that_count_for_nothing(gang: Gang) -> None:
+    """The last rank has no samples, and those it is given do not use all parameters."""
+    shares = {"equal": "node0=4,node1=4,node2=4,node3=4", "none": "node0=6,node1=6,node2=4,node3=0"}
+    asked = {"unused_parameters": "zeros", "sync_bn": "true"}
+    answers = {name: gang.run(of_few, {**asked, "shares": of}) for name, of in shares.items()}
+    begun = Normalised().double().state_dict()
+    for answer in (one for of in answers.values() for one in of):
+        assert isinstance(answer, dict), answer
+        assert torch.equal(answer["of_label.3.weight"], begun["of_label.3.weight"])
+        for name, tensor in answers["none"][0].items():
+            torch.testing.assert_close(answer[name], tensor, rtol=1e-8, atol=1e-11)
+
+
+def test_zeros_in_the_exact_updates_before_local_ones(gang: Gang) -> None:
+    asked = {"fidelity": "local", "local_after": "3", "local_steps": "2", "unused_parameters": "zeros"}
+    begun = Branches().double().state_dict()
+    for answer in gang.run(trained, asked):
+        assert isinstance(answer, dict), answer
         assert torch.equal(answer["of_label.3.weight"], begun["of_label.3.weight"])
 
 

@@ -310,8 +310,9 @@ class Settings:
     @property
     def sums_unused(self) -> bool:
         """Do ranks exchange zeros for parameters that their loss does not depend on?"""
-        exchanges = self.strategy not in ("none", "dp", "tensor", "pipeline") and self.fidelity != "local"
-        return exchanges and self.unused_parameters == "zeros"
+        exchanges = self.strategy not in ("none", "dp", "tensor", "pipeline")
+        is_local = self.fidelity == "local" and not self.local_after
+        return exchanges and not is_local and self.unused_parameters == "zeros"
 
     def exact_updates(self, updates: int) -> int:
         """Those with which compressed or local begins, of so many of the whole run."""

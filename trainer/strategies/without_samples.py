@@ -114,15 +114,16 @@ class Unused:
         device = self.weights[0].device if dist.get_backend(group) == "nccl" else "cpu"
         self.used = torch.zeros(len(self.weights), dtype=torch.int32, device=device)
 
-    def note(self, loss: Tensor) -> list[nn.Parameter]:
-        """Of each micro-batch. Gives the parameters that it does not depend on."""
-        found = parameters_of(loss)
+    def note(self, found: set[Tensor]) -> None:
+        """Those that the loss of a micro-batch depends on."""
         self.used |= torch.tensor([weight in found for weight in self.weights], dtype=torch.int32).to(self.used.device)
-        return [weight for weight in self.weights if weight not in found]
 
-    def covered(self, loss: Tensor) -> Tensor:
-        """The same for the last micro-batch: a loss that depends on all."""
-        unused = self.note(loss)
+    def covered(self, loss: Tensor, *, is_counted: bool) -> Tensor:
+        """The last micro-batch's, as one that depends on all. is_counted: whether its samples are this rank's own."""
+        found = parameters_of(loss)
+        if is_counted:
+            self.note(found)
+        unused = [weight for weight in self.weights if weight not in found]
         return loss + no_loss(self.network, unused) if unused else loss
 
     def forget(self) -> None:

@@ -13,7 +13,7 @@ from trainer.compute.gradients import drop_gradients
 from trainer.data.batch import moved, pieces
 from trainer.shared.errors import TrainError
 from trainer.strategies import Exchange, Strategy
-from trainer.strategies.without_samples import without_effect
+from trainer.strategies.without_samples import parameters_of, without_effect
 from trainer.training.progress import Progress
 from trainer.training.random_state import random_state, set_random_state
 from trainer.training.update import Update, kept
@@ -33,6 +33,8 @@ class Differentiated(Update):
         self.sizes = run.micro_batches.sizes(self.shares, run.order.rank)
         self.alone = run.settings.local_batch > 0 and self.strategy.updates_alone
         self.losses: list[Tensor | float] = []
+        averages = run.settings.fidelity == "local" and self.strategy.updates_alone
+        self.unused = None if averages else run.unused
 
     def parts(self) -> Iterator[Any]:
         *others, last = pieces(self.batch, self.sizes)
@@ -67,11 +69,11 @@ class Differentiated(Update):
         samples, batch = sum(self.sizes), sum(self.shares)
         scaled = self.run.precision.scaled(loss_sum)
         if self._is_last:
-            if self.run.unused and size:
-                scaled = self.run.unused.covered(scaled)
+            if self.unused:
+                scaled = self.unused.covered(scaled, is_counted=size > 0)
             exchange = self._exchanged(scaled, size if self.alone else samples, batch)
-            if self.run.unused:
-                self.run.unused.forget()
+            if self.unused:
+                self.unused.forget()
             self._make_ready(sum(self.losses[1:], self.losses[0]), exchange)
         elif self.alone:
             self.strategy.backward_alone(scaled, size)
@@ -80,8 +82,8 @@ class Differentiated(Update):
                 self.run.clipping()
             self.is_ready = True
         else:
-            if self.run.unused:
-                self.run.unused.note(scaled)
+            if self.unused and size:
+                self.unused.note(parameters_of(scaled))
             self.strategy.accumulate(scaled, samples, batch)
 
     def _exchanged(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
