@@ -69,6 +69,7 @@ else:
         scheduler.step()
         average.update_parameters(network)
         counter.updates += 1
+        assert counter.updates == run.updates
 
     if asked.get("in the body"):
         run.keep(counter=counter)
@@ -179,3 +180,58 @@ trainer.join().prepare(network, torch.optim.SGD(network.parameters(), lr=1), [to
     done = subprocess.run([sys.executable, "-c", script], env=env, text=True, capture_output=True, check=False)
     assert done.returncode == 1 and done.stderr.startswith(f"error: run.keep(mine=...): {words}"), done.stderr
     assert os.listdir(tmp_path) == ["0.jsonl"]
+
+
+OLDER = """
+import dataclasses, sys
+from pathlib import Path
+import torch, trainer
+from torch import nn
+from trainer.checkpoints.file import read_file, write_file
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([1.0, 0.0, 1.0, 1.0]))
+        self.norm, self.last = nn.BatchNorm1d(4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.last(self.norm(x * self.mask))
+
+
+network, folder = Masked(), Path(sys.argv[1])
+optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 9)
+asked = {"resume": str(folder)} if any(folder.iterdir()) else {"checkpoint_every": 2, "steps": 2}
+run = trainer.join(batch=4, checkpoint_dir=str(folder), device="cpu", **asked)
+run = run.prepare(network, optimizer, [torch.rand(4) + 3 for _ in range(16)])
+if "resume" in asked:
+    run.keep(scheduler=scheduler)
+    print("now", network.state_dict())
+    run.end()
+    raise SystemExit
+for _ in run.epochs():
+    for x in run.batches():
+        run.step(run.model(x).square().sum())
+print("now", network.state_dict())
+saved, _, _ = read_file(folder)
+numbers = [buffer for buffer in network.buffers() if buffer.is_floating_point()]
+older = {f"statistics.{number}": buffer for number, buffer in enumerate(numbers)}
+write_file(folder / "step-000000002.pt", dataclasses.replace(saved, kept=[], own=[older]))
+"""
+
+
+def test_an_older_checkpoint_counts_all_buffers_among_the_statistics(tmp_path: Path) -> None:
+    """And has nothing that a script keeps, which is reported."""
+    (tmp_path / "checkpoints").mkdir()
+    printed = []
+    for _ in range(2):
+        env = environment(tmp_path, PYTHONPATH=str(ROOT))
+        command = [sys.executable, "-c", OLDER, str(tmp_path / "checkpoints")]
+        done = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    before, after = (text.partition("now ")[2].partition("})")[0].partition("done")[0] for text in printed)
+    assert "running_var" in before and after == before
+    assert "scheduler: not in the checkpoint, started fresh" in printed[1]

@@ -270,3 +270,11 @@ def test_a_rank_for_which_nobody_comes_in_time_says_what_to_do(tmp_path: Path) -
         assert errors.removeprefix(f"error: {BY_ANOTHER}: " if rank == 0 else "error: ").startswith(
             "rank 1 on node1 waited 10 s for another rank in update 4: what one rank does by"
         )
+
+
+def test_what_one_rank_cannot_keep_is_the_reason_on_all(tmp_path: Path) -> None:
+    script = SCRIPT.replace("BOTH", "True").replace(
+        "for _ in run.epochs", "if ranks.rank:\n    run.keep(mine=object())\nfor _ in run.epochs"
+    )
+    for code, _, errors in outcomes(tmp_path, script):
+        assert code == 1 and errors.startswith("error: run.keep(mine=...): a object lacks state_dict"), errors

@@ -203,7 +203,7 @@ class CheckpointKeeper:
         averaged = set(map(id, running_statistics(run.model)))
         state = run.model.state_dict(keep_vars=True)
         return {
-            BUFFERS + name: state[name]
+            BUFFERS + _plain(name): state[name]
             for name, buffer in run.model.named_buffers(remove_duplicate=False)
             if name in state and id(buffer) not in averaged and buffer.numel()
         }
@@ -277,12 +277,15 @@ class CheckpointKeeper:
         if of_ranks and not same_parts:
             own = {}  # of a whole network, or of other parts of one
         run.strategy.expect(own)
-        change = fill(self._own_tensors() | self._own_buffers(), own)
+        tensors = self._own_tensors() | self._own_buffers()
+        if not saved.kept:  # an older file, which has all buffers of floating point among the statistics
+            tensors |= numbered("statistics", [buffer for buffer in run.model.buffers() if buffer.is_floating_point()])
+        change = fill(tensors, own)
         run.precision.take_scale(own)
         if not same_parts:
             run.strategy.regroup(run.stream.shares[rank] / run.stream.batch)
         how = "" if same else by_others(saved)
-        others = self.kept.unpack(saved.kept[rank if same_parts else 0]) if saved.kept else {}
+        others = self.kept.unpack(saved.kept[rank if same_parts else 0] if saved.kept else None)
         if run.ema and not saved.ema:
             how += "; ema: not in the checkpoint, started fresh"
         run.console.say(f"going on from {source} after {self._updates(saved)} updates{how}{change}")

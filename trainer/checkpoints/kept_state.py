@@ -57,8 +57,11 @@ class Kept:
         states = {name: _state_of(thing) for name, thing in self._things.items()}
         return _packed({"things": states, "generators": dict(generators)})
 
-    def unpack(self, packed: Tensor) -> dict[str, Any]:
-        """The generators; `add` takes the rest. Raises TrainError."""
+    def unpack(self, packed: Tensor | None) -> dict[str, Any]:
+        """The generators; `add` takes the rest. packed: None of an older checkpoint. Raises TrainError."""
+        if packed is None:
+            self._resumed = {}
+            return {}
         content = read_plain(packed.numpy().tobytes(), "what the script keeps in the checkpoint")
         self._resumed = content["things"]
         generators: dict[str, Any] = content["generators"]

@@ -91,7 +91,9 @@ class Session:
 
         Raises TrainError for what cannot be stored, or does not fit what the checkpoint has by that name.
         """
-        for name in self.keeper.kept.add(things):
+        with self._for_all_ranks():
+            missing = self.keeper.kept.add(things)
+        for name in missing:
             self.run.console.say(f"{name}: not in the checkpoint, started fresh")
 
     @property
@@ -145,11 +147,11 @@ class Session:
                 yield from update.parts()
                 step = update.step
                 assert step  # noqa: S101 - for the type checker
-                for function in self._after_update:
-                    function()
                 begin = step.end  # what follows counts as loading of the next step, so that they add up to the epoch
                 progress.advance(step.samples)
                 log.add(step)
+                for function in self._after_update:
+                    function()
                 if run.settings.is_own and step.number + 1 in RATES_COMPARED:
                     self._compare_rates()
                 if self.keeper.is_due(step.number + 1):
