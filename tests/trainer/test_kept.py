@@ -235,3 +235,38 @@ def test_an_older_checkpoint_counts_all_buffers_among_the_statistics(tmp_path: P
     before, after = (text.partition("now ")[2].partition("})")[0].partition("done")[0] for text in printed)
     assert "running_var" in before and after == before
     assert "scheduler: not in the checkpoint, started fresh" in printed[1]
+
+
+COMPILED = """
+import sys
+import torch, trainer
+from torch import nn
+
+folder, compiled, resumes = sys.argv[1], sys.argv[2] == "compiled", sys.argv[3] == "resumes"
+torch.manual_seed(0)
+network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+network = torch.compile(network, backend="eager") if compiled else network
+optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+data = [(torch.ones(4) * number, number % 3) for number in range(16)]
+asked = {"resume": folder} if resumes else {"checkpoint_every": 2, "steps": 2}
+run = trainer.join(batch=4, strategy="tensor", checkpoint_dir=folder, device="cpu", **asked)
+run = run.prepare(network, optimizer, data)
+for _ in run.epochs() if not resumes else ():
+    for inputs, targets in run.batches():
+        run.step(nn.functional.cross_entropy(run.model(inputs), targets, reduction="sum"))
+print("now", [weight.tolist() for weight in run.run.model.parameters()], "then")
+run.end()
+"""
+
+
+@pytest.mark.parametrize("first", ["compiled", "plain"])
+def test_a_compiled_network_in_slices_is_kept(tmp_path: Path, first: str) -> None:
+    """With the names of the plain one, as which it can be resumed, and the other way round."""
+    printed = []
+    for how in ([first, "begins"], ["compiled", "resumes"], ["plain", "resumes"]):
+        command = [sys.executable, "-c", COMPILED, str(tmp_path / "checkpoints"), *how]
+        env = environment(tmp_path, PYTHONPATH=str(ROOT))
+        done = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout.partition("now ")[2].partition(" then")[0])
+    assert printed[0] and printed[1:] == [printed[0]] * 2

@@ -172,7 +172,10 @@ class CheckpointKeeper:
         whole = parts.skeleton(self.run)
         own = parts.to_be_kept(self.run, network, of_ranks, whole, state)
         kept = self._gathered(own)
-        return parts.joined(kept, of_ranks, whole) if self.run.info.rank == 0 else ({}, {})
+        if self.run.info.rank:
+            return {}, {}
+        model, remembered = parts.joined(kept, of_ranks, whole)
+        return {_plain(name): tensor for name, tensor in model.items()}, remembered
 
     def _gathered(self, own: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """Every rank's tensors on rank 0, which may differ in name and shape; [] on the others."""
@@ -261,13 +264,14 @@ class CheckpointKeeper:
         run, rank, optimizer = self.run, self.run.info.rank, self.run.optimizer
         assert isinstance(optimizer, torch.optim.Optimizer)  # noqa: S101 - `check_kind` has seen to it
         if of_ranks := run.strategy.parts:
-            parts.take(run.model, of_ranks.held(rank, saved.model, parts.skeleton(run)))
+            whole = parts.skeleton(run)
+            parts.take(run.model, of_ranks.held(rank, _named_as(whole, saved.model), whole))
             restore(optimizer, run.model, parts.own_state(run, of_ranks, saved.optimizer))
         else:
             run.model.load_state_dict(_named_as(run.model, saved.model))
             restore(optimizer, run.model, saved.optimizer)
         if run.ema:
-            averaged = of_ranks.held(rank, saved.ema, parts.skeleton(run)) if of_ranks else saved.ema
+            averaged = of_ranks.held(rank, _named_as(whole, saved.ema), whole) if of_ranks else saved.ema
             run.ema.restart(_named_as(run.model, averaged))
         if saved.scaler and (scaler := _scaler(run)):
             scaler.load_state_dict(saved.scaler)
