@@ -12,6 +12,8 @@ from orchestrator.record import SCHEMA, Record, Words
 from orchestrator.text import message, one_line
 
 JobState = Literal["starting", "running", "succeeded", "failed", "cancelled", "lost"]
+_LARGEST = 1 << 53
+"""What a host counts stays below: a larger number has no exact float."""
 
 ENDED: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 """Known to have ended. A lost job may be found again."""
@@ -50,9 +52,9 @@ class NotFinite(Record):
 
     node: Words
     rank: int = Field(ge=0)
-    step: int = Field(ge=0)
+    step: int = Field(ge=0, lt=_LARGEST)
     """The update, from 0."""
-    epoch: int = Field(ge=0)
+    epoch: int = Field(ge=0, lt=_LARGEST)
     loss: Literal["nan", "inf", "-inf"]
     of: Literal["loss", "test loss"] = "loss"
 

@@ -88,9 +88,11 @@ def test_the_earliest_mark_counts_and_what_a_host_invents_does_not() -> None:
     }
     found = first_not_finite(PLAN, records, None)
     assert found == NotFinite(node=PLAN.nodes[1].name, rank=1, step=7, epoch=0, loss="nan")
-    for odd in (of(-1), of(2, loss="\x1b[2J"), of("1e99x"), {"not_finite": [1]}, [], "x"):
+    large = (of(10**400), of(2, epoch=10**400))  # no number of a run, and no float
+    for odd in (of(-1), of(2, loss="\x1b[2J"), of("1e99x"), {"not_finite": [1]}, [], "x", *large):
         broken = {PLAN.nodes[0].name: {"ranks": {"0": odd}}, PLAN.nodes[1].name: {"ranks": [odd]}}
         assert first_not_finite(PLAN, broken, found) == found
+        assert first_not_finite(PLAN, broken, None) is None
 
 
 def test_both_sides_know_the_mark_by_one_name() -> None:
