@@ -209,7 +209,7 @@ class Clusters:
 
         probed = self.connections.each(nodes, see, deadline_s=PROBE_S + SLOW_TORCH_S + 10)
         facts, problems = {name: host.facts for name, host in values(probed).items()}, errors_by_node(probed)
-        shared = shared_folders(self.connections, nodes, facts)
+        shared = shared_folders(self.connections, facts)
         seen = Seen(tuple(values(probed).values()), errors_by_node(probed), shared_folders=shared)
         findings = judge(seen, AT_UP).findings
         for node in nodes:

@@ -72,7 +72,7 @@ def look(
         unreached={**errors_by_node(examined), **lost, **fell_out},
         mesh=conductor.found() if len(hosts) > 1 else None,
         master=_master(hosts, master),
-        shared_folders=shared_folders(connections, nodes, {host.name: host.facts for host in hosts}),
+        shared_folders=shared_folders(connections, {host.name: host.facts for host in hosts}),
     )
 
 

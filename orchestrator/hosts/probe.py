@@ -16,7 +16,6 @@ from typing import Any
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.health import Health
-from orchestrator.hosts.inventory import Node
 from orchestrator.hosts.network_answers import MAX_PEERS
 from orchestrator.hosts.parse_facts import parse_facts
 from orchestrator.hosts.parse_health import parse_health
@@ -44,49 +43,56 @@ def look(host: ConnectedHost, peers: Sequence[str], *, torch: bool, timeout_s: f
     return facts, parse_health(host.node, answer)
 
 
-def shared_folders(
-    connections: Connections, nodes: Sequence[Node], facts: Mapping[str, NodeFacts]
-) -> tuple[tuple[str, ...], ...]:
-    """Groups of hosts that share one work folder: what the first of them leaves there, the others see. Only hosts are
-    asked whose folders have one path and one inode, as cloned hosts have, too; of several nodes that are one machine
-    the first.
+def shared_folders(connections: Connections, facts: Mapping[str, NodeFacts]) -> tuple[tuple[str, ...], ...]:
+    """Groups of hosts that share one work folder: each leaves a trial file there and looks for those of the others.
+
+    Only hosts are asked whose folders have one path and one inode, as cloned hosts have, too; of several nodes that are
+    one machine the first. All at once, over the connections that are open. A host that does not answer shares nothing.
     """
-    alike = dict[tuple[object, ...], dict[str, Node]]()
-    for node in nodes:
-        if (known := facts.get(node.name)) and not known.workdir_error and known.workdir_inode is not None:
+    alike = dict[tuple[object, ...], dict[str, str]]()
+    for name, known in facts.items():
+        if not known.workdir_error and known.workdir_inode is not None:
             place = known.workdir, known.workdir_inode, known.uid
-            alike.setdefault(place, {}).setdefault(known.boot_id, node)
-    found, waiting = [], [[*machines.values()] for machines in alike.values() if len(machines) > 1]
-    while waiting:
-        first, *others = waiting.pop()
-        seen = _who_sees(connections, first, others)
-        if seen:
-            found.append((first.name, *(node.name for node in seen)))
-        if len(rest := [node for node in others if node not in seen]) > 1:
-            waiting.append(rest)
-    return tuple(found)
+            alike.setdefault(place, {}).setdefault(known.boot_id, name)
+    groups = [[*machines.values()] for machines in alike.values() if len(machines) > 1]
+    return _shared(connections, groups) if groups else ()
 
 
-def _who_sees(connections: Connections, first: Node, others: Sequence[Node]) -> list[Node]:
-    """Over the connections that are open. Hosts that do not answer see nothing."""
-    token = secrets.token_hex(8)
+def _shared(connections: Connections, groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    tokens = {name: secrets.token_hex(8) for names in groups for name in names}
 
-    def each(nodes: Sequence[Node], action: str, made: Any = ()) -> dict[str, dict[str, Any]]:
+    def asked(action: str, more: Callable[[str], Mapping[str, Any]] = lambda name: {}) -> dict[str, dict[str, Any]]:
         def act(name: str) -> dict[str, Any]:
             host = connections.current(name)
-            request = {"action": action, "workdir": host.workdir, "token": token, "made": made}
+            request = {"action": action, "workdir": host.workdir, "token": tokens[name], **more(name)}
             return ask(host, "same_folder", request, timeout_s=SAME_FOLDER_S)
 
-        return values(for_each({node.name: node.name for node in nodes}, act, deadline_s=SAME_FOLDER_S))
+        return values(for_each({name: name for name in tokens}, act, deadline_s=SAME_FOLDER_S + 1))
 
-    left = each([first], "leave")
-    if first.name not in left:
-        return []
+    left, together = asked("leave"), list[tuple[str, ...]]()
     try:
-        looked = each(others, "look")
-        return [node for node in others if looked.get(node.name, {}).get("there") is True]
+        looked = asked("look", lambda name: {"tokens": list(tokens.values())})
+        for names in groups:
+            rest = list(names)
+            while rest:
+                first = rest[0]
+                sees = {name for name in rest if tokens[first] in _texts(looked, name, "seen")}
+                together.append(tuple(name for name in rest if name == first or name in sees))
+                rest = [name for name in rest if name not in together[-1]]
     finally:
-        each([first], "remove", left[first.name].get("made", []))
+        # The last host to remove its own can remove the folder that another one made for all.
+        group_of = {name: names for names in together for name in names}
+        asked(
+            "remove",
+            lambda name: {"made": [path for one in group_of.get(name, (name,)) for path in _texts(left, one, "made")]},
+        )
+    return tuple(names for names in together if len(names) > 1)
+
+
+def _texts(answers: Mapping[str, Mapping[str, Any]], name: str, key: str) -> list[str]:
+    """Of a host that is not trusted to have answered this, or at all."""
+    found = answers.get(name, {}).get(key)
+    return [text for text in found if isinstance(text, str)] if isinstance(found, list) else []
 
 
 def _asked(

@@ -1,7 +1,8 @@
-"""Whether hosts share a work folder: one leaves a trial file there, the others look for it.
+"""Whether hosts share a work folder: each leaves a trial file there and looks for those of the others.
 
-Requests, by `action`, each with {"workdir", "token"}: `leave`, `look` ({"there": bool}) and `remove`. The file is named
-as a probe's own trial is, so that what a broken link leaves goes with the next probe (`workfolder`).
+Requests, by `action`, each with {"workdir", "token"}: `leave` ({"made": folders}), `look` (with "tokens"; {"seen":
+tokens}) and `remove` (with "made"). The file is named as a probe's own trial is, so that what a broken link leaves goes
+with the next probe (`workfolder`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from .answer import reply
+
+TRIAL = ".probe-"
 
 
 def main(request: dict[str, Any]) -> None:
@@ -28,21 +31,25 @@ def leave(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def look(request: dict[str, Any]) -> dict[str, Any]:
-    trial = _trial(request)
+    root = _trial(request).parent
     with contextlib.suppress(OSError):
-        return {"there": trial.name in os.listdir(trial.parent)}  # listed: NFS may still have that a name is not there
-    return {"there": False}
+        names = set(os.listdir(root))  # listed: NFS may still have that a name is not there
+        return {"seen": [token for token in request["tokens"] if f"{TRIAL}{token}" in names]}
+    return {"seen": []}
 
 
 def remove(request: dict[str, Any]) -> dict[str, Any]:
+    trial = _trial(request)
     with contextlib.suppress(OSError):
-        _trial(request).unlink()
-        for folder in map(Path, request["made"]):
-            folder.rmdir()  # only an empty one goes
+        trial.unlink()
+    for folder in (trial.parent, *trial.parent.parents):
+        if str(folder) in request["made"]:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # only an empty one goes
     return {}
 
 
 def _trial(request: dict[str, Any]) -> Path:
     if not re.fullmatch(r"[0-9a-f]{16}", request["token"]):
         raise ValueError("no token")
-    return Path(request["workdir"]).expanduser() / f".probe-{request['token']}"
+    return Path(request["workdir"]).expanduser() / f"{TRIAL}{request['token']}"

@@ -12,14 +12,18 @@ import pytest
 from orchestrator.errors import ConnectError, HostError, ProbeError
 from orchestrator.hosts import checks
 from orchestrator.hosts import probe as probing
+from orchestrator.hosts.connections import Connections
+from orchestrator.hosts.inventory import Node
 from orchestrator.hosts.parse_facts import parse_facts
 from orchestrator.hosts.probe import probe as probe_host
 from orchestrator.remote import commands, hardware, probe
+from orchestrator.paths import Home
 from orchestrator.transport.ask import ConnectedHost, ask
-from orchestrator.transport.fanout import for_each
+from orchestrator.transport.fanout import for_each, values
 from orchestrator.transport.local import LocalTransport
 from tests.support.probed_hosts import node
 from tests.support.quick_python import quick_python
+from tests.support.sshd import needs_sshd, running_sshd
 
 REQUEST = {"workdir": "~/.orch", "peers": [], "torch": False}
 LOADER = Path(probe.__file__).with_name("loader.py").read_text()
@@ -323,3 +327,32 @@ def test_a_torch_that_loads_slowly_is_given_more_time_and_never_called_absent(tm
     monkeypatch.setattr(probing, "SLOW_TORCH_S", 60.0)
     facts, _ = probing.look(slow, [], torch=True, timeout_s=30)
     assert "came late" in facts.torch_error and "no torch" in checks.unusable(node(), facts).message
+
+
+# ---- one work folder of several hosts ---------------------------------------------------------------------------
+
+
+@needs_sshd
+def test_alike_hosts_are_tried_over_the_connections_that_are_open(tmp_path):
+    """Hosts of one image have folders of one path and one inode each, and a fleet of them is not logged in to again."""
+    folders = {"g1": "one", "g2": "other", "g3": "one", "g4": "third"}
+    with running_sshd(tmp_path) as server, Connections(Home(tmp_path / "home")) as connections:
+        there = server.target()
+        address = {"host": there.host, "port": there.port, "user": there.user, "host_key": server.host_key()}
+        nodes = [
+            Node(name=name, workdir=f"{tmp_path}/{at}", key_file=there.key_file, python=sys.executable, **address)
+            for name, at in folders.items()
+        ]
+        facts = values(
+            connections.each(nodes, lambda host: probe_host(host, [], torch=False, timeout_s=60), deadline_s=60)
+        )
+        logins = server.logins()
+        alike = {
+            name: known.model_copy(update={"workdir": "/srv/orch", "workdir_inode": 7}) for name, known in facts.items()
+        }
+        assert probing.shared_folders(connections, alike) == (("g1", "g3"),)
+        assert server.logins() == logins
+        assert probing.shared_folders(connections, facts) == (("g1", "g3"),)
+        alone = {name: alike[name] for name in ("g2", "g4")}
+        assert probing.shared_folders(connections, alone) == ()
+    assert [path for path in map(tmp_path.joinpath, folders.values()) if path.exists()] == []
