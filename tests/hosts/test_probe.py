@@ -16,8 +16,8 @@ from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import Node
 from orchestrator.hosts.parse_facts import parse_facts
 from orchestrator.hosts.probe import probe as probe_host
-from orchestrator.remote import commands, hardware, probe
 from orchestrator.paths import Home
+from orchestrator.remote import commands, hardware, probe
 from orchestrator.transport.ask import ConnectedHost, ask
 from orchestrator.transport.fanout import for_each, values
 from orchestrator.transport.local import LocalTransport
