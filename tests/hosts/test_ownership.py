@@ -135,8 +135,9 @@ def test_down_ends_and_removes_the_jobs_of_its_own_home_alone(homes, two_jobs):
     mine, others = two_jobs
     before = [hashes(others.folder(node)) for node in "ab"]
     answers = ada.down(ada.store.cluster())
+    # The host that is asked first ends the job on the other one, too, perhaps before that is asked.
+    assert {job for answer in answers.values() for job in answer.ended} == {mine.plan.job}
     for node, answer in answers.items():
-        assert answer.ended == (mine.plan.job,)
         assert set(answer.jobs) == {mine.plan.job}
         assert [(there.job, there.owner, there.alive) for there in answer.left] == [
             (others.plan.job, read_owner(bob.store.home).name, True)
