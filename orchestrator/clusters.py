@@ -295,10 +295,14 @@ class Clusters:
         """What starts and ends that were cut short left of ours on these nodes; `end` puts it in order."""
         return self._on_each(cluster, partial(belongings.mend, end=end), nodes)
 
-    def down(self, cluster: Cluster) -> dict[str, Cleared | HostError]:
-        """Ends and removes what is this cluster's, and ours, on each node."""
+    def down(self, cluster: Cluster, spared: Mapping[str, HostError] | None = None) -> dict[str, Cleared | HostError]:
+        """Ends and removes what is this cluster's, and ours, on each node. spared: nodes to leave as they are, and why;
+        the answers have these errors for them.
+        """
         bare = cluster.with_venvs({})  # no environment is asked to remove itself
-        answers = self._on_each(bare, belongings.down)
+        spared = spared or {}
+        nodes = [node for node in bare.nodes if node.name not in spared]
+        answers = {**self._on_each(bare, belongings.down, nodes), **spared}
         cleared = set(values(answers))
         with suppress(StateError):  # removed or damaged meanwhile: then no environment is remembered either
             self.store.change_cluster(cluster.name, lambda known: known.with_venvs(all_but(known.venvs, cleared)))

@@ -212,11 +212,11 @@ class Controller:
 
     # ---- cleaning up ------------------------------------------------------------------------------------------
 
-    def down(self, cluster: Cluster) -> dict[str, Cleared | HostError]:
+    def down(self, cluster: Cluster, spared: Mapping[str, HostError] | None = None) -> dict[str, Cleared | HostError]:
         """Ends this cluster's jobs and removes what is ours from its hosts; remembers how they ended, and that their
-        files are gone.
+        files are gone. spared: see `Clusters.down`.
         """
-        answers = self.clusters.down(cluster)
+        answers = self.clusters.down(cluster, spared)
         cleared, now = values(answers), now_utc()
         for wanted in {job_id for answer in cleared.values() for job_id in answer.jobs} & {*self.store.job_ids()}:
             with suppress(OrchError):  # its plan is damaged

@@ -79,7 +79,8 @@ def down(yes: bool, pull_first: bool, discard: bool, out: Path, cluster: str | N
 
     It removes only what was started with this $ORCH_HOME on this cluster and what nobody else needs. Jobs of other
     clusters and people, and files that orch did not make, are named and left alone. Files that a job wrote and nobody
-    pulled are deleted only with your consent to just that.
+    pulled are deleted only with your consent to just that; a host that does not answer what its jobs wrote is left as
+    it is.
 
     \b
     orch down --yes
@@ -100,6 +101,9 @@ def down(yes: bool, pull_first: bool, discard: bool, out: Path, cluster: str | N
             lost = unpulled(controller.store, controller.connections, known)
         for line in _unpulled_words(lost):
             console.warn(line)
+        spared = {} if discard else lost.errors
+        if spared:
+            console.warn(f"nothing is removed on {some(list(spared), SHOWN_NAMES)}; --discard removes it unseen")
         if lost.files and not discard:
             _settle_unpulled(controller, lost, out, pull_first=pull_first, may_ask=not yes)
         if not yes:
@@ -107,9 +111,9 @@ def down(yes: bool, pull_first: bool, discard: bool, out: Path, cluster: str | N
                 surveys = controller.clusters.look(known)
             console.fail_each(seen for seen in surveys.values() if isinstance(seen, HostError))
             _say_what_goes(known, [seen for seen in surveys.values() if not isinstance(seen, HostError)])
-            insist(f"Do this on {counted(len(known.nodes), 'host')}?")
+            insist(f"Do this on {counted(len(known.nodes) - len(spared), 'host')}?")
         with busy(f"clearing {counted(len(known.nodes), 'host')}"):
-            answers = controller.down(known)
+            answers = controller.down(known, spared)
     _show_answers(answers, _cleared_words, as_json)
 
 

@@ -144,6 +144,28 @@ def test_what_was_never_pulled_comes_home_first(tmp_path, how):
     assert (files / "checkpoints/best.pt").stat().st_size == 5000
 
 
+NO_LISTING = """#!/bin/sh
+case "$*" in *orch-outputs*) exit 1;; esac
+exec "$0-real" "$@"
+"""
+
+
+def test_where_nobody_could_ask_what_jobs_wrote_nothing_is_removed(tmp_path):
+    person = a_person(tmp_path)
+    job = person.runs()
+    person.waits(job)
+    python = tmp_path / "quick" / "bin" / "python"
+    python.rename(f"{python}-real")
+    python.write_text(NO_LISTING)
+    python.chmod(0o755)
+    refused = person.types("down", "--yes", exit_code=3).stderr
+    assert "not asked what its jobs wrote: a: " in refused and "error: a: " in refused
+    assert "nothing is removed on a; --discard removes it unseen" in refused
+    assert (tmp_path / "work-a" / "jobs" / job / "src" / "snapshot.pt").exists()
+    assert person.types("jobs", "--json").stdout.count(job) == 1
+    assert "removed 1 job" in person.types("down", "--yes", "--discard").stdout
+
+
 # ---- after ----------------------------------------------------------------------------------------------------
 
 
