@@ -17,6 +17,7 @@ from orchestrator.text import some
 from orchestrator.units import counted
 
 SHOWN_JOBS, SHOWN_FILES, SHOWN_NAMES = 5, 3, 10
+KEEP_OR_DELETE = "`orch down --yes --pull` pulls them first; --discard deletes them"
 _CODE = re.compile(r".*/code/[0-9a-f]{64}")
 
 if TYPE_CHECKING:
@@ -125,9 +126,9 @@ def _settle_unpulled(controller: Controller, lost: Unpulled, out: Path, *, pull_
     if not pull_first and not may_ask:
         raise UsageError(
             f"files that were never pulled would be deleted ({some(list(lost.files), SHOWN_NAMES)})",
-            "`orch down --yes --pull` pulls them first; --discard deletes them",
+            KEEP_OR_DELETE,
         )
-    if not pull_first and not answered(f"Pull these files into {out} first?", default=True):
+    if not pull_first and not answered(f"Pull these files into {out} first?", default=True, remedy=KEEP_OR_DELETE):
         return insist("Delete them?")
     for job, files in lost.files.items():
         chosen: dict[str, list[Output]] = {}

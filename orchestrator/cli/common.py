@@ -102,7 +102,7 @@ def insist(question: str) -> None:
         raise click.Abort
 
 
-def answered(question: str, *, default: bool) -> bool:
+def answered(question: str, *, default: bool, remedy: str = "add --yes to agree") -> bool:
     """Raises UsageError if nobody is there to ask."""
     try:
         return click.confirm(question, default=default, err=True)
@@ -110,7 +110,7 @@ def answered(question: str, *, default: bool) -> bool:
         if sys.stdin is not None and sys.stdin.isatty():  # Ctrl-C
             raise
         words = "nothing was done: there is no terminal to ask on, and no answer on standard input"
-        raise UsageError(words, "add --yes to agree") from None
+        raise UsageError(words, remedy) from None
 
 
 def agrees(question: str) -> bool:

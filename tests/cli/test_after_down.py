@@ -118,7 +118,8 @@ def test_down_names_what_was_never_pulled_and_asks(before):
     assert said in refused.stderr
     assert f"never pulled of {before.kept}" not in refused.stderr
     unasked = before.types("down", answer="", exit_code=2)
-    assert "nothing was done: there is no terminal to ask on" in unasked.stderr and "--yes" in unasked.stderr
+    assert "nothing was done: there is no terminal to ask on" in unasked.stderr
+    assert "`orch down --yes --pull` pulls them first; --discard deletes them" in unasked.stderr
     assert before.types("pull", before.lost, "--list").stdout.count("KiB") == 2  # nothing is gone
 
 
