@@ -117,12 +117,15 @@ def _resolved(
             left_out.append((name, "no file"))
             continue
         leads_to = os.path.relpath(os.path.realpath(path), top)
-        inside = {name: leads_to} if leads_to in kept else {
-            f"{name}/{each.removeprefix(f'{leads_to}/')}": each for each in kept if each.startswith(f"{leads_to}/")
-        }  # fmt: skip
+        outside = leads_to == "." or leads_to.split("/")[0] == ".." or not os.path.exists(path)
+        inside = dict[str, str]()
+        if leads_to in kept:
+            inside = {name: leads_to}
+        elif not outside and os.path.isdir(path):  # only then: all files are looked through
+            below = (each for each in kept if each.startswith(f"{leads_to}/"))
+            inside = {f"{name}/{each.removeprefix(f'{leads_to}/')}": each for each in below}
         links |= inside
         if not inside:
-            outside = leads_to == "." or leads_to.split("/")[0] == ".." or not os.path.exists(path)
             left_out.append((name, "link that leads outside or nowhere" if outside else "link to what is left out"))
     return links, left_out
 
