@@ -56,6 +56,15 @@ def test_an_unknown_cluster_is_refused_with_the_known_ones(store):
         store.cluster("tow")
 
 
+def test_a_cluster_with_brackets_in_a_path_which_inventories_could_once_have_comes_back(store):
+    store.save_cluster(cluster("one"), current=True)
+    file = store.home.root / "clusters" / "one.json"
+    content = json.loads(file.read_text())
+    content["nodes"][0] |= {"workdir": "~/.orch-[01-16]", "key_file": "~/[a]", "python": "/opt/[b]/python"}
+    file.write_text(json.dumps(content))
+    assert Store(store.home).cluster().nodes[0].workdir == "~/.orch-[01-16]"
+
+
 def test_an_unknown_node_is_refused_with_the_known_ones():
     with pytest.raises(UsageError, match="c: no such node in cluster lab: its nodes: a, b"):
         cluster().node("c")

@@ -91,13 +91,18 @@ def _printable(text: str) -> str:
 
 def path(text: str) -> str:
     """A path that means the same wherever a command starts: absolute, or `~/` for the home folder."""
+    if not line(text).startswith(("/", "~/")):
+        raise ValueError(f"must be an absolute path or begin with ~/, not {show(text)}")
+    return text
+
+
+def no_range(text: str) -> str:
+    """A text of an inventory whose ranges have been written out."""
     if set("[]") & set(text):
         raise ValueError(
             f"must be without brackets, not {show(text)}: a range needs one of the same length in the entry's `name`; "
             "`{name}` stands for the node's name"
         )
-    if not line(text).startswith(("/", "~/")):
-        raise ValueError(f"must be an absolute path or begin with ~/, not {show(text)}")
     return text
 
 

@@ -16,7 +16,7 @@ import difflib
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, field_validator
 
 from orchestrator.errors import UsageError
 from orchestrator.hosts import grammar
@@ -195,6 +195,12 @@ class Defaults(_Shared, Written):
     """Stands in for a GPU that is not there."""
     connect_timeout: Patience | None = None
     """How long an SSH login may take, like 30s; default: 10s, or ConnectTimeout of ~/.ssh/config if that is longer."""
+
+    @field_validator("key_file", "python", "workdir")
+    @classmethod
+    def _has_no_range(cls, text: str | None) -> str | None:
+        """Not of `Node`: a cluster that an older orch has remembered may have brackets."""
+        return text and grammar.no_range(text)
 
 
 class Entry(Defaults):
