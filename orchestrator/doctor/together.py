@@ -186,7 +186,7 @@ def work_folders(seen: Seen) -> Iterator[Sight]:
     tried = set(seen.shared_folders)
     for names in sorted(tried | {tuple(host.name for host in hosts) for hosts in _groups(seen.hosts, place)}):
         if names in tried or not any(set(names) <= set(each) for each in tried):
-            remedy = "set `workdir:` of each to its own, as with `defaults: {workdir: ~/.orch-{name}}`"
+            remedy = 'set `workdir:` of each to its own, as with `defaults: {workdir: "~/.orch-{name}"}`'
             yield Sight(names, f"they have one work folder, {seen.host(names[0]).facts.workdir}", remedy)
 
 

@@ -333,7 +333,7 @@ def test_a_torch_that_loads_slowly_is_given_more_time_and_never_called_absent(tm
 
 
 @needs_sshd
-def test_alike_hosts_are_tried_over_the_connections_that_are_open(tmp_path):
+def test_alike_hosts_are_tried_at_once_over_the_connections_that_are_open(tmp_path, monkeypatch):
     """Hosts of one image have folders of one path and one inode each, and a fleet of them is not logged in to again."""
     folders = {"g1": "one", "g2": "other", "g3": "one", "g4": "third"}
     with running_sshd(tmp_path) as server, Connections(Home(tmp_path / "home")) as connections:
@@ -348,11 +348,19 @@ def test_alike_hosts_are_tried_over_the_connections_that_are_open(tmp_path):
         )
         logins = server.logins()
         alike = {
-            name: known.model_copy(update={"workdir": "/srv/orch", "workdir_inode": 7}) for name, known in facts.items()
+            name: known.model_copy(update={"workdir": "/srv/orch", "workdir_inode": 7, "boot_id": name})
+            for name, known in facts.items()
         }
+        asked = []
+        monkeypatch.setattr(
+            probing,
+            "ask",
+            lambda host, what, request, **more: asked.append(request["action"]) or ask(host, what, request, **more),
+        )
         assert probing.shared_folders(connections, alike) == (("g1", "g3"),)
         assert server.logins() == logins
-        assert probing.shared_folders(connections, facts) == (("g1", "g3"),)
+        assert asked == ["leave"] * 4 + ["look"] * 4 + ["remove"] * 4
+        assert probing.shared_folders(connections, facts) == ()  # one machine, to which no host is like
         alone = {name: alike[name] for name in ("g2", "g4")}
         assert probing.shared_folders(connections, alone) == ()
     assert [path for path in map(tmp_path.joinpath, folders.values()) if path.exists()] == []

@@ -247,7 +247,7 @@ def test_hosts_with_one_work_folder_are_named_before_a_job_is(tmp_path):
         (someone.folder / "none.py").write_text("print('nothing')\n")
         said = someone.types("up", str(hosts.inventory)).stderr
         words = "they have one work folder, /srv/orch"
-        assert f"s1, s2: {words}" in said and "workdir: ~/.orch-{name}" in said, said
+        assert f"s1, s2: {words}" in said and 'defaults: {workdir: "~/.orch-{name}"}' in said, said
         found = json.loads(someone.types("doctor", "--json", exit_code=1).stdout)["findings"]
         assert [tuple(one["where"]) for one in found if words in one["seen"]] == [("s1", "s2")]
         refused = someone.types("run", "--nodes", "s1,s2", "none.py", exit_code=3).stderr
