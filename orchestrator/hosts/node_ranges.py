@@ -20,6 +20,7 @@ from orchestrator.errors import InventoryError, Mistake, UsageError
 from orchestrator.hosts.grammar import MOST_HOSTS
 from orchestrator.hosts.node_names import without_brackets
 from orchestrator.hosts.yamlfile import REFUSED, Document, KeyPath
+from orchestrator.text import one_line
 
 RANGED = (
     *("name", "host", "address", "user", "key_file", "proxy_jump"),
@@ -95,13 +96,15 @@ def _entries(entry: Mapping[str, Any], document: Document, position: int, mistak
         try:
             values[key] = list(itertools.islice(without_brackets(entry[key]), MOST_HOSTS + 1))
         except UsageError as error:
-            wrong[key] = f"{key}: {error}"
+            wrong[key] = f"{key}: {one_line(error)}"
     if any(len(found) > MOST_HOSTS for found in values.values()):
         raise _too_many(document, position)
     count = len(values["name"]) if "name" in values else 1
     for key, found in values.items():
         if "name" not in wrong and len(found) != count:
-            wrong[key] = f"{key}: {entry[key]} stands for {len(found)}, `name` for {count}; give both equally many"
+            wrong[key] = (
+                f"{key}: {one_line(entry[key])} stands for {len(found)}, `name` for {count}; give both equally many"
+            )
     if wrong:
         mistakes += [Mistake(document.file, document.line(("nodes", position, key)), wrong[key]) for key in wrong]
         return [{**entry, **dict.fromkeys(_ranged(entry), REFUSED)}]

@@ -90,6 +90,12 @@ def test_a_file_that_stands_for_a_million_hosts_is_refused_at_once(tmp_path):
         ]
 
 
+@pytest.mark.parametrize("address", ["[\ud7fc", "\ud7fc[1-2]"])
+def test_a_mistake_about_a_range_is_printable(file, address):
+    said = mistakes(file, f"{{name: x, host: x, address: '{address}'}}")
+    assert said and all(line.isprintable() for line in said)
+
+
 def test_brackets_within_braces_need_quotes_and_the_mistake_says_so(file):
     assert mistakes(file, "{name: x[1-2], host: x}")[0].endswith("put a value with brackets in quotes")
 
