@@ -39,7 +39,7 @@ from orchestrator.jobs.running import RunningJob
 from orchestrator.paths import Home, RunFolder
 from orchestrator.planning.host_choice import parse_hosts
 from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.planning.naming import job_name, job_note
+from orchestrator.planning.naming import job_name, job_note, kept_folder
 from orchestrator.planning.request import Wish, Words, read_wish
 from orchestrator.planning.variables import read_variables
 from orchestrator.results.summary import Summary
@@ -81,6 +81,8 @@ class Options(TypedDict, total=False):
     name: str
     """What the job's id begins with."""
     note: str
+    keep: Sequence[str]
+    """Folders of a script's working folder that it takes over from its job before."""
 
 
 class Cluster:
@@ -134,7 +136,8 @@ class Cluster:
     def plan(self, *command: str, **options: Unpack[Options]) -> LaunchPlan:
         """What `run` would start; nothing is."""
         cluster, wish, only = self._asked(command, options)
-        return self._controller.choice.plan(cluster, wish.request, wish.code, only)
+        plan = self._controller.choice.plan(cluster, wish.request, wish.code, only)
+        return self._controller.handovers.noted(plan, wish.blob)
 
     def run(self, *command: str, **options: Unpack[Options]) -> Job:
         """`orch run --detach`: starts a script with its arguments, or the experiment of the options, on all hosts or on
@@ -167,6 +170,7 @@ class Cluster:
             ),
             job_name=_called(job_name, options.get("name")),
             note=_called(job_note, options.get("note")),
+            keep=_kept(command, options),
         )
         nodes = options.get("nodes", ())
         only = cluster.names(nodes if isinstance(nodes, str) else ",".join(nodes))
@@ -285,6 +289,14 @@ def _called(read: Callable[[str], str], text: str | None) -> str | None:
         return None if text is None else read(text)
     except ValueError as error:
         raise UsageError(str(error), "choose another one") from error
+
+
+def _kept(command: Sequence[str], options: Options) -> tuple[str, ...]:
+    folders = options.get("keep", ())
+    if folders and not command:
+        raise UsageError("keep= belongs to a script of your own", "settings={'checkpoint_every': 500}")
+    folders = [folders] if isinstance(folders, str) else folders
+    return tuple(dict.fromkeys(filter(None, (_called(kept_folder, folder) for folder in folders))))
 
 
 def _pairs(values: Mapping[str, object] | Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from orchestrator.clusters import Clusters, now_utc, or_without
@@ -24,19 +24,20 @@ from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.jobs.collect import MAX_LOG_BYTES, HeldError, claimed
 from orchestrator.jobs.known import KnownJobs
-from orchestrator.jobs.launch import launch
+from orchestrator.jobs.launch import Prepared, launch
 from orchestrator.jobs.lost import LostJobs
 from orchestrator.jobs.record import JobRecord
-from orchestrator.jobs.resume import keepers_of, last_checkpoint, settings_of, wish_for
+from orchestrator.jobs.resume import keepers_of, last_checkpoint, resumes_itself, settings_of, wish_for
 from orchestrator.jobs.running import RunningJob
 from orchestrator.jobs.waiting import CROSSED_S, Queue, Turn, crossed
 from orchestrator.owner import read_owner
 from orchestrator.paths import Home, RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.planning.request import Wish, Words
+from orchestrator.planning.request import Wish, Words, read_wish
 from orchestrator.results.collectives import LinksCarried, links_carried
 from orchestrator.results.summary import Summary
 from orchestrator.starting.choice import HostChooser
+from orchestrator.starting.handover import Handovers
 from orchestrator.starting.planner import Planner
 from orchestrator.starting.retries import First, Retries
 from orchestrator.store import Store
@@ -80,6 +81,7 @@ class Controller:
         self.planner = Planner(store, self.clusters)
         self.choice = HostChooser(self.planner, self.clusters)
         self.queue = Queue(store, connections)
+        self.handovers = Handovers(store, connections)
         self.checks = StartChecks(store, lambda line: self.say(line))
         self.jobs, self.lost_jobs = KnownJobs(store, connections), LostJobs(store, connections)
 
@@ -89,12 +91,16 @@ class Controller:
         self, wanted: str, words: Words, nodes: str | None = None, *, named: str | None = None
     ) -> tuple[Cluster, Wish]:
         """To go on from a job's last checkpoint: its cluster with the host that holds it as the master, and what to run
-        there. words: the settings that shall differ, and the script where it was one. nodes: as --nodes has them.
-        named: the cluster that the person named. Raises UsageError or HostsError where it cannot be had.
+        there; of a script that resumes by itself all files that it wrote, whichever hosts take part. words: the
+        settings that shall differ, and the script where it was one. nodes: as --nodes has them. named: the cluster that
+        the person named. Raises UsageError or HostsError where it cannot be had.
         """
         old = self.jobs.find(wanted, named).plan
         exp, kept = settings_of(old, words)
         cluster = self.store.cluster(old.cluster)
+        if resumes_itself(old):
+            wish = read_wish(words)
+            return cluster, replace(wish, request=replace(wish.request, resumes=old.job))
         only, keepers = cluster.names(nodes), [cluster.node(name) for name in keepers_of(old)]
         there = [one for one in keepers if one.name not in cluster.released and (not only or one.name in only)]
         if not there:
@@ -160,9 +166,14 @@ class Controller:
         that none of them was asked to run it. said: lines that an earlier plan of the same start has said.
         """
         plan = plan.model_copy(update={"owner": read_owner(self.store.home)})
+        handover = self.handovers.find(plan, blob)
+        plan = plan.model_copy(update={"notes": (*plan.notes, *handover.notes)})
         record = JobRecord.of(plan, "starting")
         job = self._reached(plan)
         said = set() if said is None else said
+        for note in dict.fromkeys(note for note in handover.notes if note not in said):
+            self.say(note)
+        said |= {*handover.notes}
         self.checks.look_at_gpus(plan, job.hosts, said)
         with self.store.launching(record, plan) as start:
 
@@ -171,7 +182,10 @@ class Controller:
                 self.store.nothing_to_collect(record.id)
                 start.over()
 
-            launch(plan, job.hosts, blob, undone, lambda answers: self.checks.hear(plan, job.hosts, answers, said))
+            def heard(answers: Mapping[str, Prepared]) -> None:
+                self.checks.hear(plan, job.hosts, answers, said)
+
+            launch(plan, job.hosts, blob, undone, heard, lambda: self.handovers.deliver(plan, handover))
             start.over()
         return job
 

@@ -95,6 +95,10 @@ class Home:
         """There once a person has allowed these commands of an inventory to run on this machine."""
         return self.root / "allowed" / digest
 
+    def carried(self, job: str) -> Path:
+        """Files of an earlier job on their way from one host to another, while this job is started."""
+        return self.job_folder(job) / "carried"
+
     def launching(self, job: str) -> Path:
         """There from the intent to start a job until every host has been asked to start, and locked all the while."""
         return self.job_folder(job) / "launching"

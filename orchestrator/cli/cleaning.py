@@ -44,6 +44,8 @@ def reap(yes: bool, cluster: str | None, as_json: bool) -> None:
     from orchestrator.views import console
 
     with open_controller() as controller:
+        if yes:
+            controller.jobs.settle_half_starts()
         answers = controller.clusters.reap(controller.store.cluster(cluster), end=yes)
     found = [one for answer in answers.values() if not isinstance(answer, Exception) for one in answer.found]
 

@@ -64,6 +64,7 @@ def _options_of(job: JobFile, beside: Path) -> dict[str, Any]:
     return {
         **{name: getattr(job, name) for name in _PLAIN},
         "settings": tuple(f"{key}={value}" for key, value in job.settings.items()),
+        "keep": tuple(job.keep),
         "is_module": job.module is not None,
         "folder": Path(_seen(folder, beside)) if folder else None,
         "env": tuple(name if value is None else f"{name}={value}" for name, value in job.env.items()),
@@ -121,6 +122,7 @@ def job_of(options: RunOptions, beside: Path) -> JobFile:
         **{name: getattr(options, name) for name in _PLAIN},
         **_program(options, beside),
         "settings": parse_pairs(options.settings, "--set KEY=VALUE"),
+        "keep": list(options.keep),
         "folder": _as_seen(str(folder), beside) if folder is not None else None,
         "nodes": re.split(r",(?![^\[]*\])", options.nodes) if options.nodes else [],
         "env": {name: value if equals else None for name, equals, value in _parted(options.env)},

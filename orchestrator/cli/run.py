@@ -55,7 +55,18 @@ SECOND_CTRL_C_S = 3.0
 )
 @settings_option("A setting of the experiment; repeatable. `python -m trainer --help` lists all.")
 @click.option(
-    "--resume", metavar="JOB", help="Start a new job from the last checkpoint of this one.", shell_complete=job_ids
+    "--resume",
+    metavar="JOB",
+    help="Start a new job from the last checkpoint of this one; a script that resumes by itself begins with the files "
+    "that this one wrote.",
+    shell_complete=job_ids,
+)
+@click.option(
+    "--keep",
+    type=Called("keep"),
+    multiple=True,
+    metavar="FOLDER",
+    help="Begin with this folder as the script's job before left it (out/); repeatable.",
 )
 @module_option
 @folder_option
@@ -172,7 +183,8 @@ def run(ctx: click.Context, /, **options: Any) -> None:
     orch run --exp mnist_lenet --hosts 2:4    does without hosts that are off
     orch run --retries 2 --exp mnist_lenet --set checkpoint_every=500
     orch run --resume latest --set epochs=20  from that job's last checkpoint on
-    orch run --resume latest -- train.py      if your script calls trainer.join
+    orch run --resume latest -- train.py      begins with what that job left
+    orch run --keep out/ train.py             takes out/ along from job to job
     orch run --nodes v100 train.py --lr 0.1   your own script; ships its folder
     orch run -m mypackage.train --lr 0.1      the same for a module
     orch run --wait train.py                  starts when the GPUs are free
@@ -214,11 +226,13 @@ def _start(ctx: click.Context, options: RunOptions) -> None:
         request = replace(
             wish.request, share_gpus=options.share, grace_s=options.grace, time_limit_s=options.time_limit,
             hosts=hosts, elastic=elastic, attempt=attempt, env=variables, measures_steps=options.measures_steps(),
+            keep=options.kept(),
             notes=(*strays, *wish.request.notes), job_name=options.name, note=options.note,
         )  # fmt: skip
         only = cluster.names(options.nodes)
         if options.dry_run:
-            return _show_plan(controller.choice.plan(cluster, request, wish.code, only), wish, options.as_json)
+            plan = controller.handovers.noted(controller.choice.plan(cluster, request, wish.code, only), wish.blob)
+            return _show_plan(plan, wish, options.as_json)
         _run(controller, First(cluster, replace(wish, request=request), only), options)
     return None
 

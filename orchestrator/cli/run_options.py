@@ -47,6 +47,7 @@ class RunOptions:
     cluster: str | None
     name: str | None
     note: str | None
+    keep: tuple[str, ...]
     notify: str | None
     save: Path | None
     as_json: bool
@@ -100,6 +101,15 @@ class RunOptions:
         if self.no_metrics and not self.command:
             raise UsageError("--no-metrics belongs to a script of your own", "leave it out: the trainer writes its own")
         return not self.no_metrics
+
+    def kept(self) -> tuple[str, ...]:
+        """Raises UsageError where there is no script."""
+        if self.keep and not self.command:
+            raise UsageError(
+                "--keep belongs to a script of your own",
+                "--set checkpoint_every=500, and later `orch run --resume JOB`",
+            )
+        return tuple(dict.fromkeys(self.keep))
 
     def wanted_nodes(self) -> Elastic | None:
         """Raises UsageError."""

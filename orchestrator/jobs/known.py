@@ -7,6 +7,7 @@ jobs.all("rack").records                all of a cluster, each asked after that 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -89,6 +90,7 @@ class KnownJobs:
     def settle_half_starts(self) -> None:
         """A job that a controller left half started when it died holds GPUs, and nobody will ever start it."""
         for half in self._jobs.half_started():
+            shutil.rmtree(self._jobs.home.carried(half), ignore_errors=True)
             if half not in self._jobs.job_ids():  # it died before it had asked any host
                 self._jobs.start_is_over(half)
             with suppress(OrchError):  # a damaged record, a host that is away: the next command tries again

@@ -42,15 +42,18 @@ def launch(
     blob: bytes,
     undone: Callable[[], None] = lambda: None,
     heard: Callable[[Mapping[str, Prepared]], None] = lambda answers: None,
+    deliver: Callable[[], Mapping[str, list[list[Any]]]] = dict,
 ) -> None:
     """Starts the job on all hosts or on none. Raises RefusedError with every host's refusal, HostsError where a host
     was lost while they were told to run it.
 
     undone: called before it raises, if every host has confirmed that nothing of the job is left there. heard: called
-    with each host's answer to `prepare` before any is told to run it.
+    with each host's answer to `prepare` before any is told to run it. deliver: lays files of an earlier job ready on
+    the hosts before these prepare, and gives what lies where (`remote/handover.py`).
     """
     start = _Start(plan, hosts, blob)
     try:
+        start.deliver(deliver)
         answers = start.prepare()
         heard(answers)
         start.go(answers)
@@ -65,8 +68,15 @@ class _Start:
         self._plan, self._hosts, self._blob = plan, hosts, blob
         self._token = secrets.token_hex(32)
         self._kept = plan.masked().model_dump(mode="json", by_alias=True)
+        self._carried: Mapping[str, list[list[Any]]] = {}
         self._answered = set[str]()
         """Hosts to which nothing of ours is still on its way."""
+
+    def deliver(self, deliver: Callable[[], Mapping[str, list[list[Any]]]]) -> None:
+        """No `prepare` is on its way meanwhile."""
+        self._answered = {node.name for node in self._plan.nodes}
+        self._carried = deliver()
+        self._answered.clear()
 
     def prepare(self) -> dict[str, Prepared]:
         """Every host's answer. Raises RefusedError."""
@@ -88,6 +98,8 @@ class _Start:
             "plan": self._kept,  # lies on every host, so that a controller that lost its own can ask for it
             "blob_bytes": len(code),
         }
+        if name in self._carried:
+            request["carried"] = self._carried[name]
         self._answered.discard(name)
         sent_at = time.time()
         try:

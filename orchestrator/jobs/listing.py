@@ -47,6 +47,8 @@ class Output:
     inode: int
     disk_bytes: int
     """Fewer than `size` for a sparse file."""
+    foreign: bool = False
+    """A copy of what another host wrote in an earlier job, as it came."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,10 @@ def _take_in(word: Mapping[str, Any], heard: Mapping[str, _Heard]) -> None:
     """Raises ValueError, KeyError, TypeError for what a host would not say."""
     known = heard[word["job"]]
     known.gone |= "gone" in word
+    foreign = frozenset(word.get("foreign", ()))
     for row in word.get("files", ()):
         output = _output(*row)
-        known.files[output.name] = output
+        known.files[output.name] = replace(output, foreign=True) if output.name in foreign else output
     if len(known.files) > MAX_FILES:
         raise ValueError(f"more than {MAX_FILES} files")
     skipped = word.get("skipped", {})

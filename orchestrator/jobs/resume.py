@@ -47,16 +47,9 @@ class KeptCheckpoint:
 def settings_of(plan: LaunchPlan, words: Words = NO_WORDS) -> tuple[str, dict[str, Any]]:
     """The job's experiment, and each setting that is not the experiment's own; of a script all that it was given.
 
-    words: what the person wants to go on with. Raises UsageError where that is not what the job ran, and for a script
-    that the trainer had no part in.
+    words: what the person wants to go on with. Raises UsageError where that is not what the job ran.
     """
     own = EXPERIMENTS.get(plan.exp, {}) if plan.kind == "experiment" else {}
-    if not own and not plan.training:
-        left = f"{plan.node(plan.master).workdir}/jobs/{plan.job}/checkpoints on {plan.master}"
-        raise UsageError(
-            f"{plan.job} ran {plan.exp}, which resumes by itself: it does not take part by `trainer.join`",
-            f"its checkpoints (ORCH_CHECKPOINTS) are in {left}",
-        )
     if own and words.command:
         raise UsageError(f"{plan.job} ran {plan.exp}, not {words.command[0]}", "give --resume the settings alone")
     if not own and not words.command:
@@ -66,6 +59,11 @@ def settings_of(plan: LaunchPlan, words: Words = NO_WORDS) -> tuple[str, dict[st
         )
     changed = {key: value for key, value in plan.settings.items() if not own or (key in own and value != own[key])}
     return plan.exp, {key: value for key, value in changed.items() if key not in ("exp", "resume")}
+
+
+def resumes_itself(plan: LaunchPlan) -> bool:
+    """Whether it ran a script that the trainer had no part in: what to go on from, that script alone can tell."""
+    return plan.kind != "experiment" and not plan.training
 
 
 def wish_for(exp: str, kept: Mapping[str, Any], path: str, words: Words) -> Wish:

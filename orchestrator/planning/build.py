@@ -54,6 +54,8 @@ def build_plan(draft: Draft) -> LaunchPlan:
         elastic=request.elastic,
         measures_steps=request.measures_steps,
         attempt=request.attempt,
+        resumes=request.resumes,
+        keep=request.keep,
         backend=draft.carrier.backend,
         checkpoints=_keep_checkpoints(draft),
         nccl=draft.carrier.settings,

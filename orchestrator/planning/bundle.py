@@ -90,6 +90,13 @@ def names_in(blob: bytes) -> list[str]:
         return [f"{member.name}/" if member.isdir() else member.name for member in tar]
 
 
+def digests_in(blob: bytes) -> dict[str, str]:
+    """The SHA-256 of each file of a packed folder."""
+    with tarfile.open(fileobj=io.BytesIO(blob), mode="r:") as tar:
+        files = [(member.name, tar.extractfile(member)) for member in tar if member.isreg()]
+        return {name: hashlib.sha256(content.read()).hexdigest() for name, content in files if content}
+
+
 def _unexpected_words(wanted: WantedFiles) -> str:
     """What a person would think is shipped; what an ignore file names is not among it."""
     unexpected = [f"{name} ({why})" for name, why in wanted.left_out if why != "ignored"]

@@ -95,6 +95,8 @@ def _script(plan: LaunchPlan) -> list[str]:
         options.append("--pass-local-rank")
     if not plan.measures_steps:
         options.append("--no-metrics")
+    options += ["--resume", plan.resumes] if plan.resumes else []
+    options += [word for folder in plan.keep for word in ("--keep", f"{folder}/")]
     words = program_words(plan)
     if words[0] == "-m":
         return [*options, *words[:2], "--", *words[2:]]

@@ -31,7 +31,7 @@ from orchestrator.hosts.inventory_mistakes import mistake_of
 from orchestrator.hosts.yamlfile import REFUSED, Document, read_yaml, resolve_scalar
 from orchestrator.planning.elastic import parse_elastic
 from orchestrator.planning.host_choice import FORM, parse_hosts
-from orchestrator.planning.naming import job_name, job_note
+from orchestrator.planning.naming import job_name, job_note, kept_folder
 from orchestrator.planning.request import AUTO
 from orchestrator.planning.secret_words import names_secret, shows_secret
 from orchestrator.planning.variables import RESERVED
@@ -80,6 +80,8 @@ class JobFile(Written):
     no_metrics: bool = False
     name: Annotated[str, AfterValidator(job_name)] | None = None
     note: Annotated[str, AfterValidator(job_note)] | None = None
+    keep: list[Annotated[str, AfterValidator(kept_folder)]] = Field(default_factory=list)
+    """Folders that a script takes over from its job before."""
     cluster: Name | None = None
     nodes: list[str] = Field(default_factory=list)
     hosts: Annotated[str, BeforeValidator(_unquoted)] | None = None
@@ -147,7 +149,7 @@ def _mistakes_together(job: JobFile, document: Document) -> Iterator[Mistake]:
     if "resume" in given and "exp" in given:
         yield at("exp", "`resume` runs what the job ran; leave `exp` out, `settings` changes its settings")
     if "script" not in given and "module" not in given:
-        for key in ("args", "folder", "batch", "pass_local_rank", "no_metrics"):
+        for key in ("args", "folder", "batch", "pass_local_rank", "no_metrics", "keep"):
             if given.get(key):
                 yield at(key, f"`{key}` belongs to a `script` or a `module`{_INSTEAD.get(key, '')}")
     if job.max_restarts is not None and "elastic" not in given:

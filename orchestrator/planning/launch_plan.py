@@ -287,6 +287,10 @@ class LaunchPlan(Record):
     """None: the first failure ends the job everywhere."""
     attempt: Attempt | None = None
     """None: it is not tried again."""
+    resumes: str | None = None
+    """The job whose files a script that resumes by itself begins with."""
+    keep: tuple[str, ...] = ()
+    """Folders of the script's working folder that it takes over from its job before."""
     measures_steps: bool = True
     """Whether a script's steps are measured from outside where it writes no records."""
     backend: Literal["nccl", "gloo"] | None = None

@@ -1,4 +1,5 @@
-"""What a person calls a job: a name that its id begins with, and a note. Pure but for what is drawn for an id.
+"""What a person calls a job: a name that its id begins with, and a note; and what folders it keeps. Pure but for what
+is drawn for an id.
 
 job_name("lr-sweep_3")          as it is, or ValueError with the form expected
 job_id("lr-sweep_3", now)       lr-sweep_3-20261121-0912-k3f
@@ -29,6 +30,14 @@ def job_note(text: str) -> str:
     if not text.strip() or len(text) > MAX_NOTE or one_line(text, MAX_NOTE) != text:
         raise ValueError(f"{text[:60]!r} is no note: one printable line of at most {MAX_NOTE} characters")
     return text
+
+
+def kept_folder(text: str) -> str:
+    """`./out/` as `out`. Raises ValueError."""
+    parts = [part for part in text.split("/") if part not in ("", ".")]
+    if not parts or text.startswith("/") or ".." in parts or one_line(text, MAX_NOTE) != text:
+        raise ValueError(f"{text[:60]!r} is no folder in the script's working folder, like out/")
+    return "/".join(parts)
 
 
 def job_id(name: str, now: datetime) -> str:

@@ -29,6 +29,8 @@ def _program(plan: LaunchPlan) -> dict[str, object]:
         "batch": plan.recorded.batch,
         "pass_local_rank": gives_local_rank(plan),
         "no_metrics": not plan.measures_steps,
+        "resume": plan.resumes,
+        "keep": list(plan.keep),
     }
 
 

@@ -53,6 +53,10 @@ class RunRequest:
     hosts: HostRange | None = None
     """How many of the nodes are enough, and how many at most; None: all of them take part."""
     elastic: Elastic | None = None
+    resumes: str | None = None
+    """An earlier job of a script that resumes by itself: it starts with the files that this one wrote."""
+    keep: tuple[str, ...] = ()
+    """Folders of the script's working folder that it takes over from its job before."""
     attempt: Attempt | None = None
     """Which one this is, of a job that is tried again."""
     env: Mapping[str, str] = field(default_factory=dict, repr=False)

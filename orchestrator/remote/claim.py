@@ -32,7 +32,7 @@ def claimed(work: WorkFolder) -> Iterator[None]:
     if handle is None:
         raise Refused(f"`orch down` is at work in {work.root}", "try again")
     try:
-        for folder in (work.jobs, work.codes, work.venvs, work.locks):
+        for folder in (work.jobs, work.codes, work.venvs, work.locks, work.handovers):
             if found := danger(folder):
                 raise Refused(*found)
         yield

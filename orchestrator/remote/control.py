@@ -24,7 +24,7 @@ from typing import Any
 
 from .agent import agent_state, lives, tell, wait_gone
 from .answer import Refused, reply
-from .layout import READY_S, JobFolder, WorkFolder, remove, write_json, write_last_word
+from .layout import READY_S, JobFolder, WorkFolder, drop, remove, write_json, write_last_word
 
 UNDO_S = 10.0
 RECALL_BYTES = 1 << 19
@@ -55,6 +55,7 @@ def undo(request: dict[str, Any]) -> dict[str, Any]:
     made; an earlier job of the same name, or one that already runs, stays. fence: its `prepare` may still come.
     """
     job = _job(request)
+    drop(WorkFolder(request["workdir"]).handover(job.id))
     if request["fence"]:
         _close_folder(job, request)
     agent = job.read_agent()
@@ -78,6 +79,7 @@ def cancel(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def fence(request: dict[str, Any]) -> dict[str, Any]:
+    drop(WorkFolder(request["workdir"]).handover(request["job"]))
     _close_folder(_job(request), request)
     return cancel(request)
 

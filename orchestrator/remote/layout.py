@@ -5,6 +5,7 @@
 <workdir>/locks/gpu-<uuid>.lock            held by the supervisor that uses this GPU
                /venv.lock                  held while an environment is made
 <workdir>/venv/torch-<version>/            environments of `orch setup`; orch-venv.json says whose, and if whole
+<workdir>/handover/<job>/                  files of an earlier job, until `prepare` moves them into this job's folder
 <workdir>/jobs/<job>/node.json             what this host was asked to do (mode 0600); its secrets end with the job
                     /plan.json             the whole job's plan, less its secrets: for a controller that lost its own
                     /peers.json            where the job's supervisors listen for each other
@@ -13,6 +14,7 @@
                     /bin/orch_remote/         these programs
                     /src/                  this job's own copy of the code
                     /shipped.json          what each file in src/ was when it was shipped: all else there, the job wrote
+                    /received.json         what each file was that came from another host's earlier job (`handover`)
                     /rank-<r>/             stdout.log stderr.log (and .times of both) metrics.jsonl exit.json
                     /rank-<r>/stacks       where the rank's Python writes its stacks when asked; gone when it has ended
                     /gpu.jsonl             use, memory, clock, power and heat of the job's GPUs, every few seconds
@@ -87,6 +89,16 @@ class WorkFolder:
             raise ValueError(f"not a job id: {job!r}")
         return JobFolder(self.jobs / job)
 
+    @property
+    def handovers(self) -> Path:
+        return self.root / "handover"
+
+    def handover(self, job: str) -> JobFolder:
+        """Files that lie ready for this job, and whose they are, as a job's folder has them."""
+        if not JOB_ID.fullmatch(job):
+            raise ValueError(f"not a job id: {job!r}")
+        return JobFolder(self.handovers / job)
+
     def all_jobs(self) -> list[JobFolder]:
         if not self.jobs.is_dir():
             return []
@@ -106,6 +118,7 @@ class JobFolder:
         self.bin = root / "bin"
         self.src = root / "src"
         self.shipped = root / "shipped.json"
+        self.received = root / "received.json"
         self.control = root / "control"
         self.alive = root / "alive"
         self.checkpoints = root / "checkpoints"
@@ -204,6 +217,14 @@ def remove(folder: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         if aside.exists():
             raise
+
+
+def drop(ready: JobFolder) -> None:
+    """Removes what lies ready for a job (`handover`), if anything does."""
+    with contextlib.suppress(FileNotFoundError):
+        remove(ready.root)
+    with contextlib.suppress(OSError):
+        ready.root.parent.rmdir()
 
 
 def _open_folders(top: Path) -> None:

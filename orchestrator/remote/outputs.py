@@ -4,6 +4,7 @@
 Request: {"workdir", "jobs": [ids]}. It reports (see `talk`), in parts:
 
     {"job": ID, "files": [[name, size, mtime_ns, inode, disk_bytes], ...]}     names relative to the job's folder
+    {"job": ID, "files": ..., "foreign": [names]}              of these files, copies of what another host wrote
     {"job": ID, "skipped": {"links": 1, ...}}                                  what is no file to be handed out
     {"job": ID, "gone": 1}                                                     this host has no such job
     {"end": {}}
@@ -50,32 +51,38 @@ def list_all(request: dict[str, Any], talk: Talk) -> dict[str, Any]:
             talk.say({"job": job.id, "gone": 1})
             continue
         found = FoundFile(job)
-        part, size = [], 0
+        part, size = list[list[Any]](), 0
         for row in found.files():
             part.append(row)
-            size += 6 * len(row[0]) + 80  # as JSON at its longest
+            size += 12 * len(row[0]) + 80  # as JSON at its longest
             if size > PART_BYTES:
-                talk.say({"job": job.id, "files": part})
+                _say(talk, found, part)
                 part, size = [], 0
-        talk.say({"job": job.id, "files": part})
+        _say(talk, found, part)
         talk.say({"job": job.id, "skipped": {why: count for why, count in found.skipped.items() if count}})
     return {}
+
+
+def _say(talk: Talk, found: FoundFile, part: list[list[Any]]) -> None:
+    foreign = [row[0] for row in part if found.received.get(row[0]) == row[1:4]]
+    talk.say({"job": found.job.id, "files": part, **({"foreign": foreign} if foreign else {})})
 
 
 class FoundFile:
     """The files that one job wrote, and how many things that are none, by kind."""
 
     def __init__(self, job: JobFolder) -> None:
-        self._job = job
-        self._shipped = read_shipped(job)
+        self.job = job
+        self.received = read_marks(job.received)
+        self._shipped = read_marks(job.shipped)
         self._count = 0
         self.skipped = {"links": 0, "special": 0, "foreign": 0, "odd_names": 0, "more": 0}
 
     def files(self) -> Iterator[list[Any]]:
         for part in ("checkpoints", "src"):
-            with contextlib.suppress(OSError), folder(self._job.root) as root, folder(part, root) as top:
+            with contextlib.suppress(OSError), folder(self.job.root) as root, folder(part, root) as top:
                 yield from self._below(top, part)
-        elsewhere = checkpoint_folder(self._job)
+        elsewhere = checkpoint_folder(self.job)
         if elsewhere:
             with contextlib.suppress(OSError), folder(elsewhere) as top:
                 yield from self._below(top, ELSEWHERE, only=CHECKPOINT)
@@ -123,10 +130,10 @@ def mark(found: os.stat_result) -> list[int]:
     return [found.st_size, found.st_mtime_ns, found.st_ino]
 
 
-def read_shipped(job: JobFolder) -> dict[str, list[int]]:
-    """By name, the mark of every file as it was shipped; {} where nobody noted it."""
+def read_marks(path: Path) -> dict[str, list[int]]:
+    """By name, the mark of every file as it was shipped, or received; {} where that is not noted."""
     try:
-        return dict(json.loads(job.shipped.read_text()))
+        return dict(json.loads(path.read_text()))
     except (OSError, ValueError):
         return {}
 

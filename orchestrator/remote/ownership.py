@@ -65,7 +65,7 @@ def jobs_of_orch(work: WorkFolder) -> list[JobFolder]:
 
 def strange(work: WorkFolder) -> Iterator[str]:
     """What lies there and is not of orch, relative to the work folder."""
-    folders = (work.jobs, work.codes, work.venvs, work.locks)
+    folders = (work.jobs, work.codes, work.venvs, work.locks, work.handovers)
     for name in names(work.root):
         folder = work.root / name
         if folder in folders and folder.is_dir():
@@ -75,10 +75,10 @@ def strange(work: WorkFolder) -> Iterator[str]:
 
 
 def _is_ours(work: WorkFolder, path: Path) -> bool:
-    """Whether orch made this entry of one of its four folders, for whomever."""
+    """Whether orch made this entry of one of its folders, for whomever."""
     if path.name.startswith(GONE):
         return True
-    if path.parent == work.jobs:
+    if path.parent in (work.jobs, work.handovers):
         return path.is_dir() and whose(JobFolder(path)) is not None
     if path.parent == work.venvs:
         return (path / VENV_MARKER).is_file()

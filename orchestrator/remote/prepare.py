@@ -1,7 +1,7 @@
 """Makes a job ready on this host: its folder, its code and its supervisor; nothing of it runs yet.
 
 Request: {"action": "prepare", "workdir", "node": what goes into node.json, "plan": what goes into plan.json,
-"blob_bytes"}, then that many bytes of code.
+"blob_bytes"}, then that many bytes of code. "carried": files of an earlier job that lie ready, see `handover`.
 The answer is {"pid", "hub_port", "peer_port", "firewall", "now": see `now`}, {"need_code": true} where the code is not
 here yet and did not come along, or {"error", "remedy"}. The job's folder is the lock: who makes it has the job.
 """
@@ -15,6 +15,7 @@ import json
 import os
 import select
 import shutil
+import stat
 import subprocess
 import sys
 import tarfile
@@ -27,7 +28,7 @@ from . import firewall
 from .agent import agent_state, lives
 from .answer import Refused, reply
 from .claim import claimed
-from .layout import READY_S, RESERVE_BYTES, JobFolder, WorkFolder, remove, write_json
+from .layout import READY_S, RESERVE_BYTES, JobFolder, WorkFolder, drop, remove, write_json
 from .now import now
 from .outputs import mark
 from .workfolder import danger
@@ -60,6 +61,8 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
             return same_job(job, node)
         try:
             fill_folder(job, {**node, "workdir": str(work.root), "python": sys.executable}, request["plan"], code)
+            if carried := request.get("carried"):
+                move_into(job, work.handover(job.id), carried)
             return {**start_supervisor(job, node.get("longest_s")), "now": now(work.root)}
         except BaseException:
             with contextlib.suppress(OSError):
@@ -150,6 +153,28 @@ def fill_folder(job: JobFolder, node: dict[str, Any], plan: dict[str, Any], code
         os.posix_fallocate(reserve.fileno(), 0, RESERVE_BYTES)
     os.mkfifo(job.control, 0o600)
     os.mkfifo(job.alive, 0o600)
+
+
+def move_into(job: JobFolder, ready: JobFolder, files: Sequence[Sequence[Any]]) -> None:
+    """files: [name, size, mtime_ns, whether another host wrote it] of all that lies ready (`handover`). Raises Refused
+    where one does not.
+    """
+    received = {}
+    for name, size, mtime_ns, is_foreign in files:
+        source, target = ready.root / name, job.root / name
+        try:
+            found = source.lstat()
+        except OSError:
+            found = None
+        if found is None or not stat.S_ISREG(found.st_mode) or found.st_size != size:
+            raise Refused(f"{name} of the earlier job has not arrived", "run again")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.utime(source, ns=(mtime_ns, mtime_ns))
+        source.replace(target)
+        if is_foreign:
+            received[name] = mark(target.lstat())
+    write_json(job.received, received)
+    drop(ready)
 
 
 def write_package(folder: Path) -> None:

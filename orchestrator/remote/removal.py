@@ -15,7 +15,7 @@ from . import trouble
 from .agent import agent_state, lives, tell, wait_gone
 from .answer import Refused
 from .claim import alone_in
-from .layout import GONE, VENV_MARKER, VERSION, WorkFolder, read_json, remove, write_json
+from .layout import GONE, VENV_MARKER, VERSION, JobFolder, WorkFolder, read_json, remove, write_json
 from .ownership import CODE, SHOWN, entry, is_lock, is_mine, jobs_of_orch, strange
 from .reaping import end_marked
 from .workfolder import MARK, content, danger, names, unfit
@@ -89,8 +89,11 @@ def _remove_shared(work: WorkFolder, request: dict[str, Any], why: list[str]) ->
                 why.append(f"{path.name}: {words}")
             elif clear(path, why):
                 yield path
+    for path in entries(work.handovers):
+        if is_mine(JobFolder(path), request) and clear(path, why):
+            yield path
     _remove_empty(entries(work.jobs))
-    yield from _remove_empty((work.jobs, work.codes, work.venvs))
+    yield from _remove_empty((work.jobs, work.codes, work.venvs, work.handovers))
     if not work.jobs.exists() and not work.venvs.exists():
         for path in entries(work.locks):
             if is_lock(path):
@@ -106,7 +109,7 @@ def _clear_halves(work: WorkFolder, why: list[str]) -> None:
 
 def halves(work: WorkFolder) -> list[Path]:
     """What removals left that were cut short."""
-    there = [path for folder in (work.jobs, work.codes, work.venvs) for path in entries(folder)]
+    there = [path for folder in (work.jobs, work.codes, work.venvs, work.handovers) for path in entries(folder)]
     return [path for path in there if path.name.startswith(GONE)]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from orchestrator.errors import ProbeError, UsageError
-from orchestrator.jobs.resume import last_checkpoint, settings_of
+from orchestrator.jobs.resume import last_checkpoint, resumes_itself, settings_of
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
 from orchestrator.planning.request import Words, read_experiment, read_wish
 from tests.support import forks
@@ -149,7 +149,7 @@ def test_a_script_of_the_old_launcher_is_given_its_local_rank(orch: Orch) -> Non
     assert said.count("['--local_rank=0', '--lr', '1']") == 2
     assert said.count(f"jobs/{found}/checkpoints") == 2
     refused = orch("run", "--resume", found, code=2).stderr
-    assert f"{found} ran tells.py, which resumes by itself" in refused
+    assert f"`orch run --resume {found} -- tells.py`" in refused
 
 
 @pytest.mark.slow
@@ -220,10 +220,10 @@ def test_the_old_jobs_own_settings_go_on_and_no_others() -> None:
     assert again == {**old_plan(settings).settings, "resume": ""}
 
 
-def test_a_scripts_job_is_refused_and_the_error_says_where_its_files_are() -> None:
-    with pytest.raises(UsageError) as caught:
-        settings_of(old_plan([], kind="script").model_copy(update={"settings": {}}))
-    assert "~/.orch/jobs/j1/checkpoints on v100" in str(caught.value)
+def test_a_script_of_its_own_has_no_settings_to_go_on_with() -> None:
+    plan = old_plan([], kind="script").model_copy(update={"settings": {}})
+    assert resumes_itself(plan) and not resumes_itself(old_plan([]))
+    assert settings_of(plan, Words(command=("train.py",))) == (plan.exp, {})
 
 
 @pytest.mark.parametrize(
