@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import time
@@ -18,6 +19,7 @@ from orchestrator.paths import Home
 from orchestrator.store import Store
 from tests.support.disks import small_disk
 from tests.support.local_cluster import Place
+from tests.support.quick_python import quick_python
 from tests.support.ssh_rack import Rack, ssh_rack
 
 SAVES = """
@@ -233,3 +235,24 @@ def test_a_start_that_is_killed_in_its_transfer_leaves_nothing_that_is_used(rack
     assert "'big.bin'" in rack.types("logs", "--job", new).stdout
     wrote = [(tmp_path / f"{host}/jobs/{job}/src/big.bin").read_bytes() for host, job in (("one", old), ("two", new))]
     assert wrote[0] == wrote[1]
+
+
+# ---- a real script ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_plain_ddp_goes_on_from_its_own_checkpoint_to_the_weights_of_a_whole_run(tmp_path: Path) -> None:
+    place = Place(tmp_path, quick_python(tmp_path / "python", trains=True))
+    shutil.copy(Path(__file__).parents[1] / "support/resumed/ddp.py", place.here / "proj/train.py")
+    small = ("--env", "OMP_NUM_THREADS=1", "--", "proj/train.py", "--samples", "128", "--epochs")
+
+    def weights(job: str) -> list[str]:
+        logs = place.folder.glob(f"?/jobs/{job}/rank-*/stdout.log")
+        return [re.search(r"weights (\w+)", log.read_text())[1] for log in logs]
+
+    whole, begun = (job_of(place, *small, epochs)[0] for epochs in ("4", "2"))
+    resumed, _ = job_of(place, "--resume", begun, *small, "4", "--resume")
+    assert weights(resumed) == weights(whole) != weights(begun)
+    third, _ = job_of(place, "--resume", resumed, *small, "6", "--resume")
+    logs = [path.read_text() for path in place.folder.glob(f"?/jobs/{third}/rank-*/stdout.log")]
+    assert ["resumed after epoch 3" in text for text in logs] == [True, True], "both have the newest"
