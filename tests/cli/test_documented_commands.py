@@ -67,7 +67,8 @@ def workplace(folder: Path, python: str = sys.executable) -> Path:
     """A folder with the files that the docs speak of."""
     files = {"rack.yaml": INVENTORY.replace("WORK", str(folder)).replace("PYTHON", python), ".env": "A=b\n"}
     files |= {
-        name: "print('hi')\n" for name in ("train.py", "old.py", "scripts/train.py", "mypackage/train.py", "mine.py")
+        name: "print('hi')\n"
+        for name in ("train.py", "old.py", "scripts/train.py", "mypackage/train.py", "mine.py", "saves.py")
     }
     files |= {"hostfile": "a slots=4\n", "hosts.ini": "[rack]\na\nb\n", "../.ssh/config": "Host gpu01 v100\n"}
     files |= {"job.yaml": "# A job of orch 0.1.0\nscript: train.py\n"}

@@ -30,10 +30,10 @@ def script_of_the_docs(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def orch(tmp_path_factory):
-    """orch(*words): what it prints, in a cluster of two local hosts, beside the folder `mine` of both scripts."""
+    """orch(*words): what it prints, in a cluster of two local hosts, beside the folder `mine` of the docs' scripts."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "mine").mkdir()
-    for name in ("train.py", "mine.py"):
+    for name in ("train.py", "mine.py", "saves.py"):
         (folder / "mine" / name).write_text(script_of_the_docs(name))
     inventory = INVENTORY.replace("WORK", str(folder)).replace("PYTHON", quick_python(folder / "quick", trains=True))
     (folder / "readme.yaml").write_text(inventory)
@@ -96,6 +96,17 @@ def test_a_scheduler_and_an_average_of_the_docs_are_stepped_on_every_rank(orch):
     orch("run", "--set", "shares=one=1,two=0", "mine/scheduled.py")
     summary = json.loads(orch("collect", "--job", "latest", "--json"))
     assert summary["state"] == "succeeded" and summary["accuracy"] > 0.8
+
+
+@pytest.mark.timeout(240)
+def test_the_script_that_saves_its_own_checkpoints_goes_on_as_the_docs_say(orch):
+    script = ("mine/saves.py", "--resume", "--epochs")
+    orch("run", "--", *script, "2")
+    orch("run", "--resume", "latest", "--", *script, "3")
+    begun = [re.search(r"epoch \d+", orch("logs", "--job", "latest"))[0]]
+    orch("run", "--keep", "out/", *script, "4")
+    begun += [re.search(r"epoch \d+", orch("logs", "--job", "latest"))[0]]
+    assert begun == ["epoch 2", "epoch 3"]
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.lab import Lab
 from tests.support.terminal import Person, until_said
 from tests.support.with_packages import person_with_packages
 
@@ -47,6 +48,14 @@ def said(person: Person, job: str, pattern: str) -> list[str]:
     return re.findall(pattern, person.types("logs", "--job", job).stdout)
 
 
+def kill_rank(rack: Lab, node: str, job: str) -> None:
+    """Of the one process there that has the job's rank in its environment, and the script in its command line."""
+    look = f"grep -lz 'ORCH_CHECKPOINTS=.*{job}' /proc/[0-9]*/environ 2>/dev/null | xargs -n1 dirname"
+    found = rack.host_exec(node, ["/bin/sh", "-c", look]).stdout.split()
+    pids = [path for path in found if "gpt.py" in rack.host_exec(node, ["cat", f"{path}/cmdline"]).stdout]
+    rack.host_exec(node, ["kill", "-9", *(Path(path).name for path in pids)])
+
+
 def newest(person: Person) -> str:
     return person.asks("jobs")["jobs"][0]["id"]
 
@@ -64,8 +73,7 @@ def test_a_script_that_was_ended_comes_to_the_weights_of_a_run_that_nobody_ended
     until_said(run, "saved: ")
     ended = newest(person)
     if name == "gpt":  # its rank on beta is killed
-        pids = person.lab.host_exec("beta", ["pgrep", "-u", "lab", "-f", "gpt.py"]).stdout.split()
-        person.lab.host_exec("beta", ["kill", "-9", *pids])
+        kill_rank(person.lab, "beta", ended)
     else:
         person.types("cancel", "--job", ended)
     run.communicate(timeout=120)
