@@ -22,12 +22,13 @@ from orchestrator.forecast.cluster_links import COLLECTIVES, runs_measuring
 from orchestrator.hosts.belongings import Cleared
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
+from orchestrator.hosts.inventory import Node
 from orchestrator.jobs.collect import MAX_LOG_BYTES, HeldError, claimed
 from orchestrator.jobs.known import KnownJobs
 from orchestrator.jobs.launch import Prepared, launch
 from orchestrator.jobs.lost import LostJobs
 from orchestrator.jobs.record import JobRecord
-from orchestrator.jobs.resume import keepers_of, last_checkpoint, resumes_itself, settings_of, wish_for
+from orchestrator.jobs.resume import keepers_of, kept_by, last_checkpoint, settings_of, wish_for
 from orchestrator.jobs.running import RunningJob
 from orchestrator.jobs.waiting import CROSSED_S, Queue, Turn, crossed
 from orchestrator.owner import read_owner
@@ -98,10 +99,10 @@ class Controller:
         old = self.jobs.find(wanted, named).plan
         exp, kept = settings_of(old, words)
         cluster = self.store.cluster(old.cluster)
-        if resumes_itself(old):
+        only, keepers = cluster.names(nodes), [cluster.node(name) for name in keepers_of(old)]
+        if self._saved_its_own(old, keepers):
             wish = read_wish(words)
             return cluster, replace(wish, request=replace(wish.request, resumes=old.job))
-        only, keepers = cluster.names(nodes), [cluster.node(name) for name in keepers_of(old)]
         there = [one for one in keepers if one.name not in cluster.released and (not only or one.name in only)]
         if not there:
             names = [one.name for one in keepers]
@@ -115,6 +116,15 @@ class Controller:
         found = last_checkpoint(old, values(opened))
         pinned = cluster.model_copy(update={"master_pin": found.node})
         return pinned, wish_for(exp, kept, found.path, words)
+
+    def _saved_its_own(self, old: LaunchPlan, keepers: Sequence[Node]) -> bool:
+        """Whether it ran a script that saves its checkpoints itself. `trainer` may lie beside it, for another script of
+        that folder; then it has written none.
+        """
+        if old.kind == "experiment" or old.recorded.checkpoint_every or old.recorded.resume:
+            return False
+        there = values(self.connections.open(keepers)) if old.training else {}
+        return not old.training or (bool(there) and not any(kept_by(old, host) for host in there.values()))
 
     def start(
         self,

@@ -81,6 +81,8 @@ def test_from_the_file_to_the_summary(here: Path) -> None:
         assert job.id.startswith("mine-") and "b 1: given --lr 0.1 7" in list(job.lines())
         record = job.wait()
         assert (record.state, record.exit_code, record.note) == ("succeeded", 0, "why")
+        kept = rack.plan("proj/train.py", keep=["./out/"])
+        assert kept.keep == ("out",) and any("nothing is carried over" in note for note in kept.notes)
         summary = job.collect("runs")
         assert summary.samples_per_s == pytest.approx(200.0) and job.run_folder("runs").report.is_file()
     with Cluster() as again:

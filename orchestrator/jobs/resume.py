@@ -61,11 +61,6 @@ def settings_of(plan: LaunchPlan, words: Words = NO_WORDS) -> tuple[str, dict[st
     return plan.exp, {key: value for key, value in changed.items() if key not in ("exp", "resume")}
 
 
-def resumes_itself(plan: LaunchPlan) -> bool:
-    """Whether it ran a script that the trainer had no part in: what to go on from, that script alone can tell."""
-    return plan.kind != "experiment" and not plan.training
-
-
 def wish_for(exp: str, kept: Mapping[str, Any], path: str, words: Words) -> Wish:
     """kept: settings of the old job, which those of `words` go before. path: of the checkpoint. Raises UsageError."""
     pairs = {**parse_pairs(words.settings, "--set KEY=VALUE"), "resume": path}

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.paths import Home
+from orchestrator.planning.command_line import run_line
+from orchestrator.planning.repeated import job_of as job_file_of
 from orchestrator.store import Store
 from tests.support.disks import small_disk
 from tests.support.local_cluster import Place
@@ -156,6 +158,8 @@ def test_kept_folders_go_from_job_to_job_of_a_script(place: Place) -> None:
     assert found["b"]["out/each.txt"] == "one by 1"
     assert found["b"]["table.txt"] == "as shipped" and "C/c.txt" not in found["a"], "only these folders"
     assert f"carried over from {first}: 3 files (19B) from a, 2 files" in said
+    plan = Store(Home(place.folder / "home")).plan(second)
+    assert "--keep out/" in run_line(plan) and job_file_of(plan).keep == ["out"]
     other = place.here / "proj/other.py"
     other.write_text(SAVES)
     assert "nothing is carried over" in job_of(place, "--keep", "out/", "proj/other.py", "nothing")[1]
@@ -221,12 +225,15 @@ def test_a_start_that_is_killed_in_its_transfer_leaves_nothing_that_is_used(rack
     def has_begun() -> bool:
         return any(part.stat().st_size for part in (tmp_path / "two").glob("handover/*/src/.orch-*.part"))
 
-    with rack.starts(*again) as start:
-        deadline = time.monotonic() + 60
-        while not has_begun() and time.monotonic() < deadline:
-            time.sleep(0.002)
-        os.killpg(start.pid, signal.SIGKILL)
-    assert list((tmp_path / "two").glob("handover/*")), "it was killed amid its transfer"
+    def kill_amid() -> None:
+        with rack.starts(*again) as start:
+            deadline = time.monotonic() + 60
+            while not has_begun() and time.monotonic() < deadline:
+                time.sleep(0.002)
+            os.killpg(start.pid, signal.SIGKILL)
+        assert list((tmp_path / "two").glob("handover/*")), "it was killed amid its transfer"
+
+    kill_amid()
     assert not list((tmp_path / "two").glob("*/*/src/big.bin"))
     rack.types("reap", "--yes", exit_code=3)  # one host is off
     assert not list((tmp_path / "two").glob("handover/*")) and not list(tmp_path.glob("home/jobs/*/carried"))
@@ -235,6 +242,9 @@ def test_a_start_that_is_killed_in_its_transfer_leaves_nothing_that_is_used(rack
     assert "'big.bin'" in rack.types("logs", "--job", new).stdout
     wrote = [(tmp_path / f"{host}/jobs/{job}/src/big.bin").read_bytes() for host, job in (("one", old), ("two", new))]
     assert wrote[0] == wrote[1]
+    kill_amid()
+    rack.types("down", "--yes", "--discard", exit_code=3)
+    assert not (tmp_path / "two").exists() or not list((tmp_path / "two").iterdir())
 
 
 # ---- a real script ------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from orchestrator.errors import ProbeError, UsageError
-from orchestrator.jobs.resume import last_checkpoint, resumes_itself, settings_of
+from orchestrator.jobs.resume import last_checkpoint, settings_of
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
 from orchestrator.planning.request import Words, read_experiment, read_wish
 from tests.support import forks
@@ -222,7 +222,6 @@ def test_the_old_jobs_own_settings_go_on_and_no_others() -> None:
 
 def test_a_script_of_its_own_has_no_settings_to_go_on_with() -> None:
     plan = old_plan([], kind="script").model_copy(update={"settings": {}})
-    assert resumes_itself(plan) and not resumes_itself(old_plan([]))
     assert settings_of(plan, Words(command=("train.py",))) == (plan.exp, {})
 
 
