@@ -135,8 +135,10 @@ def test_what_cannot_be_resumed_is_refused_in_one_line(place: Place) -> None:
         "import time\nopen('a', 'w')\nprint('on', flush=True)\ntime.sleep(600)\n"
     )
     runs = place.types("run", "--detach", "proj/sleeps.py").stdout.strip()
-    refused = place.types("run", "--resume", runs, "--", "proj/sleeps.py", code=2).stderr
-    assert f"{runs} still runs on" in refused or "wrote no file" in refused
+    deadline = time.monotonic() + 60
+    while not list(place.folder.glob(f"?/jobs/{runs}/src/a")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert f"{runs} still runs on" in place.types("run", "--resume", runs, "--", "proj/sleeps.py", code=2).stderr
     place.types("cancel", "--job", runs)
     old, _ = job_of(place, "proj/train.py")
     place.types("down", "--yes", "--discard")
@@ -203,6 +205,18 @@ def test_a_disk_without_room_refuses_before_anything_is_copied(place: Place, tmp
         refused = place.types("run", "--resume", old, "--nodes", "b", "--", "proj/train.py", code=3).stderr
         assert f"b: the files of {old} need 134 MiB, and " in refused
         assert sorted(p.name for p in (tmp_path / "b").iterdir()) in ([".orch-work"], [".orch-work", "jobs"])
+
+
+def test_a_full_disk_of_the_controller_refuses_and_leaves_nothing_on_the_hosts(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "home", "48m"):
+        place = Place(tmp_path)
+        (place.here / "proj/train.py").write_text("open('big.bin', 'wb').write(bytes([7]) * (40 << 20))\n")
+        old, _ = job_of(place, "--nodes", "a", "proj/train.py")
+        refused = place.types("run", "--resume", old, "--nodes", "b", "--", "proj/train.py", code=1).stderr
+        assert f"of {old} pass through" in refused and "ORCH_HOME" in refused
+        assert left_on(place, "b") == [".orch-work"] and not list(tmp_path.glob("home/jobs/*/carried"))
+        own, _ = job_of(place, "--resume", old, "--nodes", "a", "--", "proj/train.py")
+        assert (tmp_path / f"a/jobs/{own}/src/big.bin").stat().st_size == 40 << 20, "its own host needs no room here"
 
 
 @pytest.fixture
