@@ -239,15 +239,17 @@ def test_a_start_that_is_killed_in_its_transfer_leaves_nothing_that_is_used(rack
     def has_begun() -> bool:
         return any(part.stat().st_size for part in (tmp_path / "two").glob("handover/*/src/.orch-*.part"))
 
-    def kill_amid() -> None:
+    def end_amid(number: int) -> None:
         with rack.starts(*again) as start:
             deadline = time.monotonic() + 60
             while not has_begun() and time.monotonic() < deadline:
                 time.sleep(0.002)
-            os.killpg(start.pid, signal.SIGKILL)
-        assert list((tmp_path / "two").glob("handover/*")), "it was killed amid its transfer"
+            os.killpg(start.pid, number)
 
-    kill_amid()
+    end_amid(signal.SIGINT)
+    assert not list((tmp_path / "two").glob("handover")), "what was begun is undone"
+    end_amid(signal.SIGKILL)
+    assert list((tmp_path / "two").glob("handover/*")), "it was killed amid its transfer"
     assert not list((tmp_path / "two").glob("*/*/src/big.bin"))
     rack.types("reap", "--yes", exit_code=3)  # one host is off
     assert not list((tmp_path / "two").glob("handover/*")) and not list(tmp_path.glob("home/jobs/*/carried"))
@@ -256,7 +258,7 @@ def test_a_start_that_is_killed_in_its_transfer_leaves_nothing_that_is_used(rack
     assert "'big.bin'" in rack.types("logs", "--job", new).stdout
     wrote = [(tmp_path / f"{host}/jobs/{job}/src/big.bin").read_bytes() for host, job in (("one", old), ("two", new))]
     assert wrote[0] == wrote[1]
-    kill_amid()
+    end_amid(signal.SIGKILL)
     rack.types("down", "--yes", "--discard", exit_code=3)
     assert not (tmp_path / "two").exists() or not list((tmp_path / "two").iterdir())
 
