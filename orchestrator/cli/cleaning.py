@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,32 +108,45 @@ def down(yes: bool, pull_first: bool, discard: bool, out: Path, cluster: str | N
         spared = {} if discard else lost.errors
         if spared:
             console.warn(f"nothing is removed on {some(list(spared), SHOWN_NAMES)}; --discard removes it unseen")
-        if lost.files and not discard:
-            _settle_unpulled(controller, lost, out, pull_first=pull_first, may_ask=not yes)
+        pulls = pull_first or (lost.files and not discard and _wants_them(lost, out, may_ask=not yes))
         if not yes:
             with busy(f"looking at {counted(len(known.nodes), 'host')}"):
                 surveys = controller.clusters.look(known)
             console.fail_each(seen for seen in surveys.values() if isinstance(seen, HostError))
             _say_what_goes(known, [seen for seen in surveys.values() if not isinstance(seen, HostError)])
             insist(f"Do this on {counted(len(known.nodes) - len(spared), 'host')}?")
+        if pulls:
+            _pull_all(controller, known, out)
         with busy(f"clearing {counted(len(known.nodes), 'host')}"):
             answers = controller.down(known, spared)
     _show_answers(answers, _cleared_words, as_json)
 
 
-def _settle_unpulled(controller: Controller, lost: Unpulled, out: Path, *, pull_first: bool, may_ask: bool) -> None:
-    """Pulls what would be lost, if its person wants that. Raises UsageError if nothing may be deleted."""
-    from orchestrator.paths import RunFolder
-    from orchestrator.views import console
-
-    if not pull_first and not may_ask:
+def _wants_them(lost: Unpulled, out: Path, *, may_ask: bool) -> bool:
+    """Whether its person wants to pull first. Raises UsageError or click.Abort if nothing may be deleted."""
+    if not may_ask:
         raise UsageError(
             f"files that were never pulled would be deleted ({some(list(lost.files), SHOWN_NAMES)})",
             KEEP_OR_DELETE,
         )
-    if not pull_first and not answered(f"Pull these files into {out} first?", default=True, remedy=KEEP_OR_DELETE):
-        return insist("Delete them?")
-    for job, files in lost.files.items():
+    if answered(f"Pull these files into {out} first?", default=True, remedy=KEEP_OR_DELETE):
+        return True
+    insist("Delete them?")
+    return False
+
+
+def _pull_all(controller: Controller, cluster: Cluster, out: Path) -> None:
+    """Ends the cluster's jobs first: a script may save its work when it is cancelled."""
+    from orchestrator.jobs.outputs import unpulled
+    from orchestrator.jobs.record import ENDED
+    from orchestrator.paths import RunFolder
+    from orchestrator.views import console
+
+    running = [job.id for job in controller.store.jobs() if job.cluster == cluster.name and job.state not in ENDED]
+    for job in running:
+        with busy(f"ending {job}"), suppress(UsageError):  # another owner's, which `down` leaves alone
+            controller.jobs.find(job).cancel()
+    for job, files in unpulled(controller.store, controller.connections, cluster).files.items():
         chosen: dict[str, list[Output]] = {}
         for node, file in files:
             chosen.setdefault(node, []).append(file)
@@ -140,7 +154,6 @@ def _settle_unpulled(controller: Controller, lost: Unpulled, out: Path, *, pull_
         for line in lines(RunFolder(out / job), chosen, found):
             console.say(line)
         leave({}, found)
-    return None
 
 
 def _say_what_goes(cluster: Cluster, surveys: Sequence[Survey]) -> None:

@@ -30,8 +30,8 @@ _RANGE = re.compile(r"\[[0-9, -]*\]|\[[^\]:]*$|^[^\[]*\]")
 """Or the half of one; an IPv6 address in brackets is none."""
 _PROSE = ("id", "image", "note", "gpu")
 _WHOLE_RANGE = re.compile(r"\[\d[0-9, -]*\]")
-_NAME = re.compile(r"(?<!\$)\{name\}")
-"""`${name}` is the shell's."""
+_NAME = re.compile(r"(?<!\$)(\{\{name\}\}|\{name\})")
+"""`${name}` is the shell's, `{{name}}` stays `{name}`."""
 
 
 def with_ranges(document: Document) -> Document:
@@ -72,7 +72,7 @@ def _ranged(entry: Any) -> list[str]:
 def named(value: Any, name: str) -> Any:
     """The same with the node's name in place of `{name}`, in every text that it holds."""
     if isinstance(value, str):
-        return _NAME.sub(lambda _: name, value)
+        return _NAME.sub(lambda found: name if found[1] == "{name}" else "{name}", value)
     return {key: named(each, name) for key, each in value.items()} if isinstance(value, dict) else value
 
 

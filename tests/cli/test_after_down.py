@@ -11,6 +11,7 @@ import pytest
 
 from tests.support import forks
 from tests.support.quick_python import quick_python
+from tests.support.sshd import wait_for
 
 SCRIPT = """
 import os
@@ -165,6 +166,26 @@ def test_where_nobody_could_ask_what_jobs_wrote_nothing_is_removed(tmp_path):
     assert (tmp_path / "work-a" / "jobs" / job / "src" / "snapshot.pt").exists()
     assert person.types("jobs", "--json").stdout.count(job) == 1
     assert "removed 1 job" in person.types("down", "--yes", "--discard").stdout
+
+
+SAVES = """
+import signal, sys, time
+def save(*_):
+    open("last.pt", "w").write("saved")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(120)
+"""
+
+
+def test_what_a_job_saves_when_it_is_ended_comes_home_too(tmp_path):
+    person = a_person(tmp_path)
+    (tmp_path / "code" / "train.py").write_text(SAVES)
+    job = person.runs()
+    wait_for(lambda: "ready" in person.types("logs", job).stdout, "its handler")
+    person.types("down", "--yes", "--pull", "--out", "mine")
+    assert (person.here / "mine" / job / "nodes" / "a" / "files" / "src/last.pt").read_text() == "saved"
 
 
 # ---- after ----------------------------------------------------------------------------------------------------

@@ -124,14 +124,14 @@ def test_every_text_of_a_node_takes_ranges_and_its_name(file):
         file,
         "name: g[01-02]\n  host: '{name}.lab'\n  workdir: /srv/orch-[01-02]\n  key_file: ~/.ssh/{name}\n"
         "  note: row [3-4]",
-        "name: h[1-2]\n  host: 10.0.0.[1-2]\n  env: {RACK: 'at {name}', SHELL_S: '${name}'}\n  note: '[broken] fan'",
+        "name: h[1-2]\n  host: 10.0.0.[1-2]\n  env: {RACK: 'at {name}', SHELL_S: '${name}', LOG: '{{name}}'}\n  note: '[broken] fan'",
         defaults="{workdir: '~/.orch-{name}', prepare: 'echo ${name} {name}', activate: '[ -f ~/x ] && . ~/x'}",
     )
     assert [node.host for node in nodes] == ["g01.lab", "g02.lab", "10.0.0.1", "10.0.0.2"]
     assert [node.workdir for node in nodes] == ["/srv/orch-01", "/srv/orch-02", "~/.orch-h1", "~/.orch-h2"]
     assert [node.key_file for node in nodes[:2]] == ["~/.ssh/g01", "~/.ssh/g02"]
     assert [node.note for node in nodes] == ["row 3", "row 4", "[broken] fan", "[broken] fan"]
-    assert nodes[2].env == {"RACK": "at h1", "SHELL_S": "${name}"}
+    assert nodes[2].env == {"RACK": "at h1", "SHELL_S": "${name}", "LOG": "{name}"}
     assert [node.prepare for node in nodes[2:]] == ["echo ${name} h1", "echo ${name} h2"]
 
 

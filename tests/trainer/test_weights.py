@@ -129,8 +129,9 @@ def refused(rank: int, case: tuple[str, dict[str, str]]) -> str:
         ("in one micro-batch", {"accumulate": "2"}, "0: weight: step(loss_sum, weight=...) is given for some batches"),
         ("negative", {}, "0: weight: a number of 0 or more is expected, like the tokens of the batch, not -1.0"),
         ("a text", {}, "0: weight: a number of 0 or more is expected, like the tokens of the batch, not '7'"),
-        ("averages", {"fidelity": "local"}, "0: weight: each rank makes updates of its own"),
-        ("averages", {"strategy": "parameter_average"}, "0: weight: each rank makes updates of its own"),
+        ("averages", {"fidelity": "local"}, "0: weight: with fidelity local or compressed"),
+        ("averages", {"strategy": "parameter_average"}, "0: weight: with fidelity local or compressed"),
+        ("averages", {"fidelity": "compressed"}, "0: weight: with fidelity local or compressed"),
     ],
 )
 def test_a_weight_that_cannot_be_used_is_refused(gang: Gang, mistake: str, asked: dict[str, str], words: str) -> None:

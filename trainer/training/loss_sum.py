@@ -66,7 +66,8 @@ class Weights:
 
     def __init__(self, settings: Settings, group: dist.ProcessGroup, *, counts: bool) -> None:
         self._group, self._counts = group, counts
-        self._averages = settings.fidelity == "local" or settings.strategy == "parameter_average"
+        averages = settings.fidelity == "local" or settings.strategy == "parameter_average"
+        self._is_exact = not averages and settings.fidelity != "compressed"
         self._own: list[Weight | None] = []
         self._are_given: bool | None = None
         """Whether the script gives weights, as all ranks have agreed in the first update."""
@@ -77,10 +78,10 @@ class Weights:
         if expected is not None and expected != (weight is not None):
             raise TrainError("weight: step(loss_sum, weight=...) is given for some batches only: give it for all")
         if weight is not None:
-            if self._averages:
+            if not self._is_exact:
                 raise TrainError(
-                    "weight: each rank makes updates of its own, and weights are averaged by samples; use strategy ddp "
-                    "with another fidelity than local"
+                    "weight: with fidelity local or compressed, and strategy parameter_average, what ranks exchange is "
+                    "counted by samples from one update to the next; use strategy ddp and fidelity exact or half"
                 )
             weight = _checked_weight(weight)
         self._own.append(weight if is_counted or weight is None else 0.0)
@@ -119,4 +120,6 @@ def scale(gradients: Iterable[Any], factor: Tensor) -> None:
     """In place. Of fsdp's gradients the piece that this rank has."""
     held = [one.to_local() if hasattr(one, "to_local") else one for one in gradients if one is not None]
     if held:
-        torch._foreach_mul_(held, factor.to(held[0].device))
+        # A factor of another type would cost a kernel for each gradient; 16 bits would round it.
+        kind = held[0].dtype if held[0].dtype in (torch.float32, torch.float64) else torch.float32
+        torch._foreach_mul_(held, factor.to(held[0].device, kind))
