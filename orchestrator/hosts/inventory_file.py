@@ -55,7 +55,7 @@ def node_from_keys(keys: Mapping[str, Any], source: str, defaults: Mapping[str, 
     """
     values = {"cluster": "any", "defaults": dict(defaults or {}), "nodes": [dict(keys)]}
     document = Document(source, values, {}, (), False)
-    return parse_inventory(document).nodes[0]
+    return parse_inventory(with_ranges(document)).nodes[0]
 
 
 def inventory_schema() -> dict[str, Any]:
@@ -105,13 +105,14 @@ def _build_nodes(document: Document, mistakes: list[Mistake]) -> list[Node]:
 
 def _build_node(entry: Entry, defaults: Defaults, line: int) -> Node | None:
     """The node in its final form; None when it says nowhere to connect to."""
-    values = defaults.model_dump(exclude_unset=True) | entry.model_dump(exclude_unset=True)
+    shared = named(defaults.model_dump(exclude_unset=True), entry.name)
+    values = shared | entry.model_dump(exclude_unset=True)
     if values.get("transport") == "local":
         # This machine's own Python that holds orch, and with the `trainer` extra torch: the one surely fit here.
         values = {"host": "localhost", "python": sys.executable} | values
     if not values.get("host"):
         return None
-    values["env"] = defaults.env | entry.env
+    values["env"] = named(defaults.env, entry.name) | entry.env
     if values.get("bandwidth"):
         values["bandwidth_bps"] = parse_bandwidth(values["bandwidth"])
     if values.get("connect_timeout"):
@@ -120,7 +121,7 @@ def _build_node(entry: Entry, defaults: Defaults, line: int) -> Node | None:
         values["address"], values["address_prefix"] = grammar.address(values["address"])
     if values.get("paced") and values["paced"].get("memory"):
         values["paced"]["memory_bytes"] = parse_bytes(values["paced"]["memory"])
-    return Node.model_validate(named(values, entry.name) | {"line": line})
+    return Node.model_validate(values | {"line": line})
 
 
 def check_together(nodes: Iterable[Node], file: str) -> list[Mistake]:

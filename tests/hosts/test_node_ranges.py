@@ -124,7 +124,8 @@ def test_every_text_of_a_node_takes_ranges_and_its_name(file):
         file,
         "name: g[01-02]\n  host: '{name}.lab'\n  workdir: /srv/orch-[01-02]\n  key_file: ~/.ssh/{name}\n"
         "  note: row [3-4]",
-        "name: h[1-2]\n  host: 10.0.0.[1-2]\n  env: {RACK: 'at {name}', SHELL_S: '${name}', LOG: '{{name}}'}\n  note: '[broken] fan'",
+        "name: h[1-2]\n  host: 10.0.0.[1-2]\n  env: {RACK: 'at {name}', SHELL_S: '${name}', LOG: '{{name}}'}\n"
+        "  note: '[broken] fan'",
         defaults="{workdir: '~/.orch-{name}', prepare: 'echo ${name} {name}', activate: '[ -f ~/x ] && . ~/x'}",
     )
     assert [node.host for node in nodes] == ["g01.lab", "g02.lab", "10.0.0.1", "10.0.0.2"]
