@@ -53,9 +53,9 @@ def node_from_keys(keys: Mapping[str, Any], source: str, defaults: Mapping[str, 
     """One node from the keys of the file's `nodes`, for a node that comes from elsewhere (source, in messages).
     defaults: as a file writes them.
     """
-    values = {"cluster": "any", "defaults": dict(defaults or {}), "nodes": [dict(keys)]}
+    values = {"cluster": "any", "defaults": dict(defaults or {}), "nodes": [named(dict(keys), str(keys.get("name")))]}
     document = Document(source, values, {}, (), False)
-    return parse_inventory(with_ranges(document)).nodes[0]
+    return parse_inventory(document).nodes[0]
 
 
 def inventory_schema() -> dict[str, Any]:
