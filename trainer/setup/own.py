@@ -74,7 +74,9 @@ class Own:
         batch = self._example
         inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
         if len(tensors_of(inputs)) != 1:
-            raise TrainError(f"{self.name} takes several tensors a sample, and only a single one is cut into stages")
+            raise TrainError(
+                f"{self.name} takes several tensors a sample, and a network that is cut takes a single one; use ddp"
+            )
         return tensors_of(inputs)[0].to("meta")
 
     def first(self, samples: int) -> list[Any]:
@@ -86,7 +88,10 @@ class Own:
 
     def optimizer(self, settings: Settings, model: nn.Module) -> torch.optim.Optimizer | StandInOptimizer:
         if not isinstance(self._optimizer, torch.optim.Optimizer):
-            return self._optimizer(model.parameters())
+            made = self._optimizer(model.parameters())
+            _check_exact(settings, made)
+            return made
+        _check_exact(settings, self._optimizer)
         held = dict(model.named_parameters())  # a stage's alone, and others where they are cut into slices or pieces
         for group in self._optimizer.param_groups:
             group["params"] = [held[name] for name in map(self._name_of, group["params"]) if name in held]
@@ -108,6 +113,24 @@ class Own:
 
     def mark(self, settings: Settings) -> str:
         return f"{type(self._dataset).__name__} of {self.train_samples} samples"
+
+
+def _check_exact(settings: Settings, optimizer: torch.optim.Optimizer) -> None:
+    """Raises TrainError for an optimiser whose updates do not add up as gradients do, if weights are averaged for the
+    update of one process.
+    """
+    if settings.strategy != "parameter_average" or settings.fidelity != "exact":
+        return
+    if not isinstance(optimizer, torch.optim.SGD):
+        raise TrainError(
+            "strategy parameter_average makes the update of one process if updates add up as gradients do, and "
+            f"those of {type(optimizer).__name__} do not; use ddp, torch.optim.SGD or fidelity=local"
+        )
+    if settings.shares == "auto" and any(group["momentum"] for group in optimizer.param_groups):
+        raise TrainError(
+            "shares: auto changes what each rank's own momentum counts for, so parameter_average is not exact; use "
+            "ddp, shares=measured, momentum=0 or fidelity=local"
+        )
 
 
 def _computed(model: nn.Module) -> str:
