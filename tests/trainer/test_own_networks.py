@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
 from tests.support.gloo_ranks import RANKS, Gang, group_of
+from tests.support.sums import NEWEST_FSDP
+from trainer.compute.models import evaluated
 from trainer.data.sample_stream import SampleStream
 from trainer.ranks.rank_info import RankInfo
 from trainer.session import session
@@ -28,6 +30,7 @@ from trainer.setup.own import Own
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import MetricsWriter
+from trainer.training.shared_network import shared_network
 
 SAMPLES, BATCH, EPOCHS, LR = 29, 10, 2, 0.05
 """The last batch of an epoch is a short one: 6 updates. 10 and 9 samples are cut into unequal micro-batches."""
@@ -644,6 +647,7 @@ def fine_tuned() -> nn.Sequential:
 NETWORKS |= {
     "fine-tuned": (fine_tuned, plain_of(), entropy),
     "remembering": (Remembering, plain_of(), entropy),
+    "normed": (lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), plain_of(), entropy),
     "checkpointed": (lambda: Checkpointed(reentrant=False), plain_of(), entropy),
     "checkpointed, reentrant": (lambda: Checkpointed(reentrant=True), plain_of(), entropy),
 }
@@ -729,6 +733,66 @@ def test_a_checkpointed_block_that_is_used_twice_is_trained(gang: Gang, name: st
     named = [{key.removeprefix("module."): tensor for key, tensor in answer.items()} for answer in answers]
     whole = {key: joined([answer[key] for answer in named], last[key]) for key in last}
     assert off(first, last, whole) <= CLOSE
+
+
+def estimated(rank: int, name: str) -> float | str:
+    """How the network is judged whose statistics another one's weights ask for; batches are lists of labels, points."""
+    with in_the_gang(rank, ("a", "b", "c", "d"), ema="0.8", strategy="allreduce_flat") as met:
+        model, data, loss = built(name)
+        turned = {"fine-tuned": lambda rows: default_collate(rows)[::-1], "normed": lambda rows: dict(pairs(rows))}[
+            name
+        ]
+        try:
+            run = Session(assemble.prepare(met, Own(model, optimiser(model), data, turned)))
+        except TrainError as error:
+            return str(error)
+        for targets, inputs in run.batches():
+            run.step(loss(run.model(inputs), targets))
+        with shared_network(run.run, run.progress) as network, evaluated(network):
+            return float(network(default_collate([data[0]])[0]).sum().detach())
+
+
+def pairs(rows: list[Any]) -> Any:
+    inputs, targets = default_collate(rows)
+    return {"x": inputs, "y": targets}
+
+
+def test_statistics_are_estimated_again_if_there_are_any_and_batches_tell(gang: Gang) -> None:
+    answers = gang.run(estimated, "fine-tuned")
+    assert all(isinstance(answer, float) and math.isfinite(answer) for answer in answers), answers
+    for answer in gang.run(estimated, "normed"):
+        assert str(answer).startswith("a: ema: BatchNorm's statistics are estimated again by calling the network")
+
+
+def test_frozen_statistics_are_those_of_the_checkpoint_to_the_last_digits(gang: Gang, tmp_path: Path) -> None:
+    """Written by ranks with parts of 2/3 and 1/3, and taken by others."""
+    kept = {"strategy": "allreduce_flat", "checkpoint_dir": str(tmp_path), "checkpoint_every": "2", "steps": "2"}
+    gang.run(trained, ("fine-tuned", {**kept, "shares": "a=4,b=2,c=4,d=0"}, ("a", "b", "c", "d")), timeout_s=60)
+    resumed = {**kept, "resume": str(tmp_path), "steps": "3"}
+    frozen = built("fine-tuned")[0].state_dict()["1.running_mean"]
+    for answer in gang.run(trained, ("fine-tuned", resumed, ("a", "b", "c", "d")), timeout_s=60):
+        assert isinstance(answer, dict), answer
+        torch.testing.assert_close(answer["1.running_mean"], frozen, rtol=1e-15, atol=0)
+
+
+@pytest.mark.skipif(not NEWEST_FSDP, reason="fsdp needs a newer torch")
+def test_a_tied_network_in_pieces_can_be_looked_at(gang: Gang) -> None:
+    """To judge it, all ranks gather all weights, also one that stands in two places."""
+    first, last = one_process("a tied embedding", 1)
+    answers = gang.run(whole_of_pieces, "a tied embedding", timeout_s=60)
+    assert max(off(first, last, found) for found in answers) <= CLOSE
+    assert set(answers[0]) == set(last)
+
+
+def whole_of_pieces(rank: int, name: str) -> dict[str, Tensor]:
+    with in_the_gang(rank, ("a", "b", "c", "d"), strategy="fsdp") as met:
+        model, data, loss = built(name)
+        run = Session(assemble.prepare(met, Own(model, optimiser(model), data, default_collate)))
+        for _ in run.epochs():
+            for inputs, targets in run.batches():
+                run.step(loss(run.model(inputs), targets))
+            run.evaluate(lambda outputs, targets: {"loss": loss(outputs, targets)}, data)
+        return {name: tensor.clone() for name, tensor in run.run.strategy.whole().state_dict().items()}
 
 
 def told(rank: int, name: str) -> str:

@@ -337,6 +337,51 @@ def test_what_is_no_data_set_or_no_optimiser_of_the_network_is_refused():
         other.optimizer(parse_settings("script", {}), model)
 
 
+@pytest.mark.parametrize("is_function", [True, False])
+def test_averaged_weights_are_exact_for_updates_that_add_up(is_function):
+    model = network()
+    adam = torch.optim.Adam if is_function else torch.optim.Adam(model.parameters())
+    averages = {"strategy": "parameter_average"}
+    with pytest.raises(TrainError, match="those of Adam do not; use ddp"):
+        Own(model, adam, Points(3), default_collate).optimizer(parse_settings("script", averages), model)
+    assert Own(model, adam, Points(3), default_collate).optimizer(
+        parse_settings("script", {**averages, "fidelity": "local"}), model
+    )
+    with pytest.raises(TrainError, match="shares: auto changes what each rank's own momentum counts for"):
+        Own(model, optimiser(model, 0.9), Points(3), default_collate).optimizer(
+            parse_settings("script", {**averages, "shares": "auto"}), model
+        )
+
+
+def averaged(rank: int, asked: dict[str, str]) -> list[str]:
+    """What is said of a moving average of the script's own, and which of its weights are not those of the network."""
+    with in_the_gang(rank, steps="2", **asked) as met:
+        model = network()
+        model.insert(1, torch.nn.BatchNorm1d(8).double())
+        own = Own(model, optimiser(model, 0.0), Points(SAMPLES), default_collate)
+        run = Session(assemble.prepare(met, own))
+        try:
+            average = torch.optim.swa_utils.AveragedModel(model, avg_fn=lambda _, now, __: now)
+        except TrainError as error:
+            return [str(error)]
+        run.after_update(lambda: average.update_parameters(model))
+        for inputs, targets in run.batches():
+            run.step(cross_entropy(run.model(inputs), targets, reduction="sum"))
+        own_weights = dict(model.named_parameters())
+        return [name for name, one in average.module.named_parameters() if not torch.equal(one, own_weights[name])]
+
+
+@pytest.mark.parametrize("asked", [{"sync_bn": "true"}, {"strategy": "tensor"}])
+def test_a_network_whose_ranks_meet_in_it_can_be_copied_for_an_average(gang, asked):
+    assert gang.run(averaged, asked) == [[]] * RANKS
+
+
+@pytest.mark.skipif(not NEWEST_FSDP, reason="fsdp needs a newer torch")
+def test_a_copy_of_pieces_is_refused_in_a_line(gang):
+    for (said,) in gang.run(averaged, {"strategy": "fsdp"}):
+        assert said.startswith("strategy fsdp: Sequential cannot be copied") and "set ema=0.999" in said
+
+
 def test_the_command_line_wins_over_the_script_which_wins_over_what_is_usual():
     with patch.dict("os.environ", {ASKED: json.dumps({"batch": "12", "amp": "bf16"})}):
         settings = parse_settings("script", asked_for({ASKED: '{"batch": "12"}'}), {"batch": 256, "epochs": 7})

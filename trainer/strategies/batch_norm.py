@@ -8,6 +8,7 @@ nothing and takes part. In eval mode it is torch's own BatchNorm, with statistic
 
 from __future__ import annotations
 
+import copy
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,13 @@ class SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):
     group: dist.ProcessGroup
     counts = True
     """Whether the samples are this rank's own; if not, they are normalised and counted nowhere."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SynchronisedBatchNorm:
+        """Of the same ranks: a script's own average is a copy of its network."""
+        memo[id(self.group)] = self.group
+        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def _check_input_dim(self, _: Tensor) -> None:
         pass

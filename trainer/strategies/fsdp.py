@@ -9,18 +9,17 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.compute.brake import Brake
-from trainer.compute.models import gradient_bytes, trainable
+from trainer.compute.models import gradient_bytes, meta_copy, trainable
 from trainer.compute.timer import Timer
 from trainer.shared.errors import TrainError
 from trainer.strategies.base import Base, Exchange, share_initial_state, weighted
-from trainer.strategies.batch_norm import SynchronisedBatchNorm
 from trainer.strategies.without_samples import refuse_sparse, refuse_unused, sparse_of
 
 
@@ -45,7 +44,7 @@ class Fsdp(Base):
         self.computed: Any = None
         self.collectives: list[tuple[Any, Any]] = []
         share_initial_state(model, group)
-        self.hollow = _without_weights(model)
+        self.hollow = meta_copy(model)
         mesh = make_mesh(group, next(model.parameters()).device.type)
         pieces = list(_pieces(model, piece_mib * 2**20))
         has_rest = sum(gradient_bytes(part) for piece in pieces for part in piece) < gradient_bytes(model)
@@ -54,6 +53,7 @@ class Fsdp(Base):
             fully_shard(piece, mesh=mesh)
             sharded: Any = piece[0]
             sharded.set_custom_reduce_scatter(self)  # a piece's modules have one state
+        type(sharded).__deepcopy__ = _refuse_copy
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -103,10 +103,10 @@ class Fsdp(Base):
 
     def whole(self) -> nn.Module:
         """A copy that lives as long as its user: every rank holds all weights meanwhile."""
-        network = copy.deepcopy(self.hollow, _groups(self.hollow)).to_empty(device=next(self.model.parameters()).device)
-        own: dict[str, Any] = dict(self.model.named_parameters())
+        network = copy.deepcopy(self.hollow).to_empty(device=next(self.model.parameters()).device)
+        own: dict[str, Any] = dict(self.model.named_parameters(remove_duplicate=False))
         with torch.no_grad():
-            for name, tensor in network.named_parameters():
+            for name, tensor in network.named_parameters(remove_duplicate=False):  # `to_empty` separates tied weights
                 tensor.copy_(own[name].full_tensor())
             for copied, module in zip(network.modules(), self.model.modules(), strict=True):
                 for name, buffer in module._buffers.items():  # which may be another, and of another size, by now
@@ -148,12 +148,9 @@ def _parts(module: nn.Module, most_bytes: float) -> Iterator[nn.Module]:
             yield child
 
 
-def _without_weights(model: nn.Module) -> nn.Module:
-    """A copy that takes no memory."""
-    return copy.deepcopy(model, _groups(model)).to("meta")
-
-
-def _groups(model: nn.Module) -> dict[int, Any]:
-    """For deepcopy, which cannot copy groups of ranks: what it shall take for them, themselves."""
-    groups = [module.group for module in model.modules() if isinstance(module, SynchronisedBatchNorm)]
-    return {id(group): group for group in groups}
+def _refuse_copy(model: nn.Module, _: object) -> NoReturn:
+    """In place of torch's own word for it, which ends in a traceback. Raises TrainError."""
+    raise TrainError(
+        f"strategy fsdp: {type(model).__name__.removeprefix('FSDP')} cannot be copied, since each rank has a piece of "
+        "its weights; for a moving average set ema=0.999, or use ddp"
+    )
