@@ -42,7 +42,7 @@ def for_other_ranks(saved: Checkpoint, world_size: int) -> dict[str, Tensor]:
     """
     if saved.settings.get("stages"):
         return {}  # what each rank had belongs to a part of the network
-    samples = torch.tensor([of_rank[2] for of_rank in saved.sums])
+    samples = torch.tensor([of_rank[2] for of_rank in saved.sums], dtype=torch.float64)
     parts = samples / samples.sum() if samples.sum() > 0 else torch.eye(saved.world_size)[0]
     found = {}
     for name in [name for name in saved.own[0] if not name.startswith(BUFFERS)]:  # they begin with those in `model`
