@@ -266,6 +266,11 @@ def needs_pairs_of_samples(model: nn.Module) -> bool:
     return any(norm.training or norm._buffers.get("running_mean") is None for norm in batch_norms(model))
 
 
+def moves_statistics(model: nn.Module) -> bool:
+    """Does any BatchNorm follow what it sees in training?"""
+    return any(norm.training and norm._buffers.get("running_mean") is not None for norm in batch_norms(model))
+
+
 def running_statistics(model: nn.Module) -> list[torch.Tensor]:
     """The buffers that training moves by averaging: BatchNorm's means and variances. Of other modules' buffers (masks,
     queues, codebooks) nothing is known: they stay each rank's own.

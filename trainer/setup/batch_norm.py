@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from trainer.compute.microbatches import MicroBatches
-from trainer.compute.models import needs_pairs_of_samples
+from trainer.compute.models import moves_statistics, needs_pairs_of_samples
 from trainer.data.sample_stream import SampleStream
+from trainer.setup.material import Material
 from trainer.shared.errors import TrainError
 from trainer.shared.settings import Settings
+from trainer.training.random_state import random_state, set_random_state
 
 
 def check_batch_norm(model: nn.Module, stream: SampleStream, whole_batch: bool = False, may_sync: bool = True) -> None:
@@ -47,6 +51,28 @@ def check_pairs(model: nn.Module, micro_batches: MicroBatches, shares: Sequence[
     sizes = {size for rank in range(len(shares)) for size in micro_batches.sizes(shares, rank)}
     if needs_pairs_of_samples(model) and 1 in sizes:
         raise TrainError("a micro-batch has a single sample, and BatchNorm needs two: local_batch=2, or more memory")
+
+
+def check_estimated(settings: Settings, material: Material, model: nn.Module) -> None:
+    """Raises TrainError for a script's batches from which statistics cannot be estimated again, as other weights than
+    those of training ask for: the network is called with a batch's first tensor then.
+    """
+    name = "ema" if settings.ema else "fidelity=local" if settings.fidelity == "local" else ""
+    if not settings.is_own or not name or not moves_statistics(model):
+        return
+    random = random_state()
+    try:
+        example = torch.zeros_like(material.example(), device="cpu")
+        with torch.no_grad():
+            copy.deepcopy(model)(example)
+    except Exception as error:  # whatever the network itself raises
+        raise TrainError(
+            f"{name}: BatchNorm's statistics are estimated again by calling the network with the first tensor of each "
+            f"batch, and {type(model).__name__} fails with it: have `collate` give inputs and labels, or leave out "
+            f"{name}"
+        ) from error
+    finally:
+        set_random_state(random)
 
 
 def check_whole_batch(settings: Settings, micro_batches: MicroBatches, shares: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ from trainer.paced.memory import memory_needed
 from trainer.paced.standin import StandIn
 from trainer.paced.stopwatch import Stopwatch
 from trainer.ranks.rank_info import RankInfo
-from trainer.setup.batch_norm import check_batch_norm, check_pairs, check_whole_batch
+from trainer.setup.batch_norm import check_batch_norm, check_estimated, check_pairs, check_whole_batch
 from trainer.setup.material import Experiment, Material
 from trainer.setup.paced import keep_records, refuse_arithmetic
 from trainer.shared.experiments import DATA_SETS, TRAINING, DataSet
@@ -39,6 +39,7 @@ def network(
     model = material.network()
     if info.pace:
         model = stand_in(settings, facts_of(material), info, metrics, info.pace, share, model)
+    check_estimated(settings, material, model)
     check_batch_norm(model, stream, settings.sync_bn)
     check_pairs(model, micro_batches, stream.shares)
     check_whole_batch(settings, micro_batches, stream.shares)

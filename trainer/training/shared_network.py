@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from trainer.compute.models import has_batch_norm
+from trainer.compute.models import has_batch_norm, moves_statistics
 from trainer.compute.running_statistics import BATCHES, average_running_statistics, estimate_running_statistics
 from trainer.training.random_state import random_state, set_random_state
 
@@ -43,7 +43,7 @@ def trained_network(run: Run, progress: Progress, *, own_weights: bool = False) 
         if run.strategy.parts:
             run.strategy.average_statistics(network, training_images(run), again=again)
         elif has_batch_norm(network):
-            keeps = run.strategy.keeps_statistics and not again
+            keeps = (run.strategy.keeps_statistics and not again) or not moves_statistics(network)
             samples = progress.recent if keeps else estimated_again(run, network)
             average_running_statistics(network, run.group, samples)
         yield network
