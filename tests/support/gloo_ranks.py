@@ -1,4 +1,4 @@
-"""Four real ranks over Gloo that stay, and serve one case after another: `gang.run(function, case)` on each of them.
+"""Real ranks over Gloo that stay, and serve one case after another: `gang.run(function, case)` on each of them.
 
 A test calls a function of its own module by every rank, with the same case, and gets each rank's answer: so that a
 property can be tried on hundreds of cases for one start of the processes.
@@ -7,6 +7,7 @@ property can be tried on hundreds of cases for one start of the processes.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -23,12 +24,12 @@ START_S = 200
 
 
 class Gang:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ranks: int = RANKS) -> None:
         context = multiprocessing.get_context("forkserver")
         self.pipes, self.processes = [], []
-        for rank in range(RANKS):
+        for rank in range(ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, f"file://{folder}/store", theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, ranks, f"file://{folder}/store", theirs), daemon=True)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -41,8 +42,10 @@ class Gang:
             pipe.send((function, case))
         answers = []
         for rank, pipe in enumerate(self.pipes):
-            errors = "; ".join(answer.text for answer in answers if isinstance(answer, Raised))
-            assert pipe.poll(timeout_s), f"rank {rank} gives no answer; {errors}"
+            if not pipe.poll(timeout_s):
+                answers += [later.recv() for later in self.pipes[rank + 1 :] if later.poll(0)]
+                errors = "; ".join(answer.text for answer in answers if isinstance(answer, Raised))
+                raise AssertionError(f"rank {rank} gives no answer; {errors}")
             answers.append(pipe.recv())
         for answer in answers:
             assert not isinstance(answer, Raised), answer.text
@@ -52,6 +55,13 @@ class Gang:
         for process in self.processes:
             process.kill()
             process.join()
+
+
+class Leaves:
+    """The last answer of a rank: its process ends, as that of a script with an error, and others lose it."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
 
 
 class Raised:
@@ -67,15 +77,19 @@ def group_of(size: int) -> dist.ProcessGroup:
 _groups: dict[int, Any] = {}
 
 
-def _serve(rank: int, store: str, pipe: Any) -> None:
+def _serve(rank: int, ranks: int, store: str, pipe: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
-    _groups.update({size: dist.new_group(range(size)) for size in range(1, RANKS + 1)})
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    _groups.update({size: dist.new_group(range(size)) for size in range(1, ranks + 1)})
     pipe.send("ready")
     while True:
         function, case = pipe.recv()
         calm_gloo()
         try:
-            pipe.send(function(rank, case))
+            answer = function(rank, case)
         except Exception:
-            pipe.send(Raised(traceback.format_exc()))
+            answer = Raised(traceback.format_exc())
+        pipe.send(answer.answer if isinstance(answer, Leaves) else answer)
+        if isinstance(answer, Leaves):
+            pipe.close()
+            os._exit(0)
