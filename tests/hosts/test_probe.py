@@ -23,7 +23,7 @@ from orchestrator.transport.fanout import for_each, values
 from orchestrator.transport.local import LocalTransport
 from tests.support.probed_hosts import node
 from tests.support.quick_python import quick_python
-from tests.support.sshd import needs_sshd, running_sshd
+from tests.support.sshd import needs_sshd, running_sshd, wait_for
 
 REQUEST = {"workdir": "~/.orch", "peers": [], "torch": False}
 LOADER = Path(probe.__file__).with_name("loader.py").read_text()
@@ -343,9 +343,17 @@ def test_alike_hosts_are_tried_at_once_over_the_connections_that_are_open(tmp_pa
             Node(name=name, workdir=f"{tmp_path}/{at}", key_file=there.key_file, python=sys.executable, **address)
             for name, at in folders.items()
         ]
-        facts = values(
-            connections.each(nodes, lambda host: probe_host(host, [], torch=False, timeout_s=60), deadline_s=60)
-        )
+        facts = {}
+
+        def all_answer():  # on a busy machine a login may not be over in time
+            waiting = [node for node in nodes if node.name not in facts]
+            found = connections.each(
+                waiting, lambda host: probe_host(host, [], torch=False, timeout_s=60), deadline_s=60
+            )
+            facts.update(values(found))
+            return len(facts) == len(nodes)
+
+        wait_for(all_answer, "four hosts", 120)
         logins = server.logins()
         alike = {
             name: known.model_copy(update={"workdir": "/srv/orch", "workdir_inode": 7, "boot_id": name})

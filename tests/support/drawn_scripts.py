@@ -20,6 +20,7 @@ from tests.support.sums import NEWEST_FSDP
 from trainer.compute.microbatches import MicroBatches
 from trainer.data.sample_stream import SampleStream
 from trainer.shared.shares import scale_shares, split_batch
+from trainer.shared.turns import PER_STAGE
 
 TESTS = 7
 """Samples of an evaluation."""
@@ -583,7 +584,7 @@ def _sizes(drawn: Drawn, leg: Leg, step: int) -> list[int]:
         wanted = [shares[rank] for rank in readers]
         own = dict(zip(readers, scale_shares(wanted if sum(wanted) else [1] * len(wanted), drawn.batch), strict=True))
         shares = tuple(own.get(rank, 0) for rank in range(leg.ranks))
-        accumulate = accumulate or 4 * len(readers)
+        accumulate = accumulate or PER_STAGE * (leg.ranks if is_one_host else len(set(leg.nodes)))
     stream = SampleStream(drawn.samples, drawn.batch, shares, seed=0, pairs=not is_whole)
     at = stream.shares_at(step)
     if is_whole:

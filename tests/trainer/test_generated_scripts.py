@@ -244,7 +244,7 @@ REASONS = {
         leg.strategy in PARTS and (drawn.form != "pair" or drawn.network in SEVERAL)
     ),
     r"fails without numbers, on torch's meta device": lambda drawn, leg: leg.strategy in PARTS,
-    r"^weight: each rank makes updates of its own": lambda drawn, leg: drawn.loss == "tokens",
+    r"^weight: with fidelity local or compressed": lambda drawn, leg: drawn.loss == "tokens",
     r"run.keep\(average=...\): the checkpoint's state does not fit": lambda drawn, leg: (
         drawn.average == "own" and any(one.strategy in PARTS for one in drawn.legs) and len(set(drawn.legs)) > 1
     ),
