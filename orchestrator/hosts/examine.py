@@ -18,7 +18,7 @@ from orchestrator.hosts.health import Health
 from orchestrator.hosts.network_answers import MAX_PEERS
 from orchestrator.hosts.parse_facts import parse_facts
 from orchestrator.hosts.parse_health import parse_health
-from orchestrator.hosts.probe import SPARE_S, TORCH_S
+from orchestrator.hosts.probe import limit_of
 from orchestrator.transport.ask import ConnectedHost, ask, understood
 
 
@@ -32,10 +32,9 @@ class Examined:
 
 def examine(host: ConnectedHost, peers: Sequence[str], *, data: str, timeout_s: float) -> Examined:
     """peers: addresses or names to ask the host's route to. data: the folder of data sets there."""
-    limit_s = min(TORCH_S, max(timeout_s - SPARE_S, timeout_s / 2))
     wanted = {"workdir": host.workdir, "peers": list(peers[:MAX_PEERS]), "torch": True, "data": data}
     sent_at = time.time()
-    answer = ask(host, "examine", {**wanted, "limit_s": limit_s}, timeout_s=timeout_s)
+    answer = ask(host, "examine", {**wanted, "limit_s": limit_of(timeout_s)}, timeout_s=timeout_s)
     facts = parse_facts(host.node, answer, sent_at, time.time(), peers[:MAX_PEERS])
     return Examined(facts, parse_health(host.node, answer), understood(host.node, lambda: _began(answer.get("began"))))
 

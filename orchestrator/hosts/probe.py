@@ -95,10 +95,15 @@ def _texts(answers: Mapping[str, Mapping[str, Any]], name: str, key: str) -> lis
     return [text for text in found if isinstance(text, str)] if isinstance(found, list) else []
 
 
+def limit_of(timeout_s: float, longest_s: float = TORCH_S) -> float:
+    """Seconds that the host may take for each fact, so that its answer is here in time."""
+    return min(longest_s, max(timeout_s - SPARE_S, timeout_s / 2))
+
+
 def _asked(
-    host: ConnectedHost, peers: Sequence[str], torch: bool, timeout_s: float, longest_s: float | None = None
+    host: ConnectedHost, peers: Sequence[str], torch: bool, timeout_s: float, longest_s: float = TORCH_S
 ) -> tuple[NodeFacts, Mapping[str, Any]]:
-    limit_s = min(longest_s or TORCH_S, max(timeout_s - SPARE_S, timeout_s / 2))
+    limit_s = limit_of(timeout_s, longest_s)
     request = {"workdir": host.workdir, "peers": list(peers[:MAX_PEERS]), "torch": torch, "limit_s": limit_s}
     sent_at = time.time()
     answer = ask(host, "probe", request, timeout_s=timeout_s)

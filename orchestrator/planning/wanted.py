@@ -169,26 +169,22 @@ class _Rules:
         """name: a folder's ends with `/`. above_too: whether a folder above it is left out was not asked before."""
         if above_too and not self._takes_folder(_above(name)):
             return False
+        return self._decided(name) is not False
+
+    def takes_back(self, name: str) -> bool:
+        """Whether an .orchignore asks for this file, which git ignores."""
+        for folder in reversed(Path(name).parents):
+            self.read(self._folder / folder, OURS)
+        return self._decided(name) is True
+
+    def _decided(self, name: str) -> bool | None:
+        """Whether it is taken, by the deepest layer that has a word for it; None if no layer has."""
         for above, below, spec in reversed(self._layers):
             if name.startswith(below) and name != below:
                 decided = spec.check_file(above + name.removeprefix(below))
                 if decided.include is not None:
                     return not decided.include
-        return True
-
-    def takes_back(self, name: str) -> bool:
-        """Whether an .orchignore asks for this file, which git ignores."""
-        self._read_down_to(name)
-        for above, below, spec in reversed(self._layers):
-            if name.startswith(below):
-                decided = spec.check_file(above + name.removeprefix(below))
-                if decided.include is not None:
-                    return not decided.include
-        return False
-
-    def _read_down_to(self, name: str) -> None:
-        for above in reversed(Path(name).parents):
-            self.read(self._folder / above, OURS)
+        return None
 
     def _takes_folder(self, name: str) -> bool:
         """With all that it lies in, and its ignore file read. name: with `/` at its end; "" is the whole."""

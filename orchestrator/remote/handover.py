@@ -30,7 +30,7 @@ from .beneath import READ, folder, holder
 from .claim import claimed
 from .layout import JobFolder, WorkFolder, write_json
 from .outputs import mark
-from .pieces import Digest, next_piece
+from .pieces import digest_of
 from .talk import Talk, serve
 from .workfolder import danger
 
@@ -113,30 +113,17 @@ def _opened(handle: int) -> Any:
 
 def _copied(source: int, target: int, size: int, talk: Talk) -> str:
     """The digest of what was read. A hole stays one."""
-    digest, at = Digest(), 0
-    while at < size:
-        hole, piece = next_piece(source, at, size)
-        if not hole and not piece:
-            break  # it became shorter
+
+    def write(end: int, piece: bytes) -> None:
         left = memoryview(piece)
         while left:
-            left = left[os.pwrite(target, left, at + len(piece) - len(left)) :]
-        digest.add(piece)
-        digest.add_zeros(hole)
-        at += hole + len(piece)
-        talk.mention({"copied": at})
-    os.ftruncate(target, at)
+            left = left[os.pwrite(target, left, end - len(left)) :]
+        talk.mention({"copied": end})
+
+    digest = digest_of(source, size, write)
+    os.ftruncate(target, digest.size)
     return digest.hexdigest()
 
 
 def _digest(handle: int, size: int, talk: Talk) -> str:
-    digest, at = Digest(), 0
-    while at < size:
-        hole, piece = next_piece(handle, at, size)
-        if not hole and not piece:
-            break
-        digest.add(piece)
-        digest.add_zeros(hole)
-        at += hole + len(piece)
-        talk.mention({"looked": at})
-    return digest.hexdigest()
+    return digest_of(handle, size, lambda end, _: talk.mention({"looked": end})).hexdigest()

@@ -13,6 +13,7 @@ import os
 import stat
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +118,28 @@ class Digest:
         self._number += 1
         self._block = bytearray()
 
+    @property
+    def size(self) -> int:
+        return self._number * BLOCK_BYTES + len(self._block)
+
     def hexdigest(self) -> str:
         """To be asked once, at the end."""
-        size = self._number * BLOCK_BYTES + len(self._block)
+        size = self.size
         self._end_block()
         self._sha256.update(size.to_bytes(8, "big"))
         return self._sha256.hexdigest()
+
+
+def digest_of(handle: int, limit: int, each: Callable[[int, bytes], None]) -> Digest:
+    """Of the file up to the limit, or to its end if it became shorter. each: called behind each piece and hole, with
+    where it ends and its bytes (none of a hole).
+    """
+    digest = Digest()
+    while digest.size < limit:
+        hole, piece = next_piece(handle, digest.size, limit)
+        if not hole and not piece:
+            break
+        digest.add(piece)
+        digest.add_zeros(hole)
+        each(digest.size, piece)
+    return digest

@@ -39,7 +39,7 @@ from typing import Any
 from .agent import agent_state
 from .layout import JobFolder, WorkFolder
 from .line_times import LineTimes
-from .pieces import Digest, Out, next_piece, opened
+from .pieces import Out, digest_of, next_piece, opened
 
 HEAD_BYTES = 1 << 12
 LOOK_S = 0.1
@@ -141,19 +141,12 @@ class LogFile:
 
         None where it has none, or where the file is no longer the one that they came from.
         """
-        digest, at = Digest(), 0
         with opened(self._path) as handle:
             if handle is None or not self.offset or not self._is_same(handle, found := os.fstat(handle)):
                 return None
-            while at < self.offset:
-                hole, piece = next_piece(handle, at, self.offset)
-                if not hole and not piece:
-                    break  # it became shorter
-                digest.add(piece)
-                digest.add_zeros(hole)
-                at += hole + len(piece)
-                self._out.beat()
-        return {"size": at, "sha256": digest.hexdigest(), "left": found.st_size - max(at, self._limited(found.st_size))}
+            digest = digest_of(handle, self.offset, lambda end, piece: self._out.beat())
+        left = found.st_size - max(digest.size, self._limited(found.st_size))
+        return {"size": digest.size, "sha256": digest.hexdigest(), "left": left}
 
     def _is_same(self, handle: int, found: os.stat_result) -> bool:
         """Whether what was handed out came from this very file."""

@@ -44,10 +44,10 @@ def main(request: dict[str, Any]) -> None:
     out = Out(request["marker"])
     with contextlib.suppress(BrokenPipeError):
         files = request["files"]
-        for _ in range(TRIES):
-            files = [row for row in files if not _is_out(out, job, row)]
-            if files:
+        for turn in range(TRIES):
+            if turn and files:
                 time.sleep(AGAIN_S)  # whoever writes them may be done then
+            files = [row for row in files if not _is_out(out, job, row)]
         for name, *_ in files:
             out.frame({"left": name, "why": "changes while it is read: pull again when the job is at rest"})
         out.frame({"end": {}})

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -52,8 +52,8 @@ class Handover:
     """What is taken over. own: by host of the new job, what it wrote itself. others: what it lacks, by its source."""
 
     old: LaunchPlan | None = None
-    own: Mapping[str, Sequence[Output]] | None = None
-    others: Mapping[str, Mapping[str, Sequence[Output]]] | None = None
+    own: Mapping[str, Sequence[Output]] = field(default_factory=dict)
+    others: Mapping[str, Mapping[str, Sequence[Output]]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -151,7 +151,7 @@ class Handovers:
 
     def deliver(self, plan: LaunchPlan, handover: Handover) -> dict[str, Rows]:
         """By host, what lies ready there. Raises RefusedError, OrchError."""
-        if handover.old is None or handover.own is None or handover.others is None:
+        if handover.old is None:
             return {}
         with self._connections.apart({}) as connections:
             delivery = _Delivery(self._store, connections, plan, handover.old, handover.own, handover.others)
@@ -210,10 +210,7 @@ class _Delivery:
         cluster = store.cluster(plan.cluster)
         self._through = self._passing_through()
         names = {*(node for node in own if own[node] or others[node]), *self._through}
-        opened = connections.open([cluster.node(name) for name in sorted(names)])
-        if errors(opened):
-            raise RefusedError(errors(opened))
-        self._hosts = values(opened)
+        self._hosts = _all(connections.open([cluster.node(name) for name in sorted(names)]))
 
     def _passing_through(self) -> dict[str, list[Output]]:
         """By its source, what another host lacks."""

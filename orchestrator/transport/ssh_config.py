@@ -117,7 +117,7 @@ def settings(
     try:
         reading = _read(host, user, port, direct, path)
     except UsageError:  # ssh has read it, so the fault is ours
-        reading = _Reading(host, user or _own_name())
+        reading = _Reading(host, user or getpass.getuser())
     usual = _usual()
     return {
         keyword: [reading.setting(keyword, value) for value in values]
@@ -145,7 +145,7 @@ def left_out(path: Path | None = None) -> list[str]:
 def _options(name: str, found: Settings) -> dict[str, Any]:
     values: dict[str, Any] = {keyword: one[0].value for keyword, one in found.items()}
     values["hostname"] = values.get("hostname", name)
-    tokens = Tokens(name, values["hostname"], values.get("port", "22"), values.get("user") or _own_name())
+    tokens = Tokens(name, values["hostname"], values.get("port", "22"), values.get("user") or getpass.getuser())
     if "identityfile" in found:
         values["identityfile"] = [tokens.expand("IdentityFile", one) for one in found["identityfile"]]
     return {keyword: value for keyword, value in values.items() if (keyword, value) != ("proxycommand", "none")}
@@ -175,7 +175,7 @@ class Tokens:
 
         short = socket.gethostname()
         here = {
-            "u": _own_name(),
+            "u": getpass.getuser(),
             "d": str(Path.home()),
             "i": str(os.getuid()),
             "l": short,
@@ -185,10 +185,6 @@ class Tokens:
         values = {"%": "%", **here, **there}
         text = re.sub(r"%(.?)|\$\{(\w+)\}" if file else r"%(.?)()", replaced, setting.value)
         return os.path.expanduser(text) if file else text
-
-
-def _own_name() -> str:
-    return getpass.getuser()
 
 
 # ---- asking ssh -----------------------------------------------------------------------------------------------------
@@ -328,7 +324,7 @@ class _Reading:
             return self.hostname()
         if criterion == "user":
             return self.found["user"][0].value if "user" in self.found else self.user
-        return {"originalhost": self.original, "localuser": _own_name()}.get(criterion)
+        return {"originalhost": self.original, "localuser": getpass.getuser()}.get(criterion)
 
     def hostname(self) -> str:
         if "hostname" not in self.found:
@@ -343,7 +339,7 @@ class _Reading:
 
 def _read(host: str, user: str | None, port: int | None, direct: bool, path: Path | None) -> _Reading:
     """As ssh: what is decided already comes first, then each file, and all again if a block asks for the final look."""
-    reading = _Reading(host, user or _own_name(), host)
+    reading = _Reading(host, user or getpass.getuser(), host)
     for keyword, value in (("user", user), ("port", port), ("proxyjump", "none" if direct else None)):
         if value:
             reading.found[keyword] = [Setting((str(value),))]

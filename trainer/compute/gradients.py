@@ -1,8 +1,12 @@
-"""Gradients that an optimiser has used: `drop_gradients(optimizer)` before an update's first backward.
+"""Gradients: where a backward pass leads to, and those that an optimiser has used, to be dropped before an update's
+first backward.
 
 >>> weight = torch.ones(2, requires_grad=True)
 >>> optimizer = torch.optim.SGD([weight], lr=0.1)
->>> weight.sum().backward()
+>>> loss = weight.sum()
+>>> leaves_of(loss) == {weight}
+True
+>>> loss.backward()
 >>> drop_gradients(optimizer)
 >>> weight.grad is None
 True
@@ -13,8 +17,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _OF_TORCH = torch.optim.Optimizer.zero_grad
+
+
+def leaves_of(result: Tensor) -> set[Tensor]:
+    """The parameters and other leaves for which a backward pass from the result computes gradients."""
+    found: set[Tensor] = set()
+    ahead, seen = [result.grad_fn], set()
+    while ahead:
+        node: Any = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(node.variable)
+        ahead += [following for following, _ in node.next_functions]
+    return found
 
 
 def drop_gradients(optimizer: Any) -> None:

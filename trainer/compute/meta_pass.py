@@ -63,6 +63,12 @@ def meta_pass(module: nn.Module, inputs: Tensor, held: Collection[int] = ()) -> 
     return Taken(output, tuple(visits), kept)
 
 
+def how_it_failed(error: Exception) -> str:
+    """Of a network that cannot be called on the meta device, to follow its name."""
+    first = (str(error).splitlines() or [""])[0][:200]
+    return f"fails without numbers, on torch's meta device ({type(error).__name__}: {first})"
+
+
 def numbers(values: Any) -> int:
     """In the first tensor of all: recurrent layers and attention give several."""
     if isinstance(values, Tensor):

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.compute.flat_buffer import bytes_of
-from trainer.compute.meta_pass import Taken, meta_pass
+from trainer.compute.gradients import leaves_of
+from trainer.compute.meta_pass import Taken, how_it_failed, meta_pass
 from trainer.compute.models import skeleton_of, stages_of, trainable, why_whole
 from trainer.shared.errors import TrainError
 from trainer.shared.stages import Pipelines, Stage
@@ -78,9 +79,8 @@ def _passed(number: int, block: nn.Module, inputs: Tensor, before: Mapping[int, 
     try:
         return meta_pass(block, inputs, before)
     except Exception as error:  # whatever the block itself, or torch's meta device, raises
-        first = (str(error).splitlines() or [""])[0]
-        why = f"it fails without numbers, on torch's meta device ({type(error).__name__}: {first[:200]})"
-        if "a leaf Variable that requires grad" in first:
+        why = f"it {how_it_failed(error)}"
+        if "a leaf Variable that requires grad" in str(error):
             why = "it changes its input in place, which is another host's: write x = x + y, not x += y"
         raise TrainError(f"strategy pipeline: {_called(number, block)}: {why}; use ddp") from error
 
@@ -97,7 +97,7 @@ def _check_output(number: int, block: nn.Module, inputs: Tensor | None, output: 
         why = f"returns a tensor of {tuple(output.shape)} for {_SAMPLES} samples, which belong in the first dimension"
     elif output.dtype != dtype:
         why = f"returns {output.dtype}, and the network's weights are {dtype}: give all blocks one type"
-    elif inputs is not None and not _leads_to(output, inputs):
+    elif inputs is not None and inputs not in leaves_of(output):
         why = "gives no gradient to the blocks before it: freeze their weights (requires_grad_(False))"
     if why:
         raise TrainError(f"strategy pipeline: {_called(number, block)} {why}; or use ddp")
@@ -107,20 +107,6 @@ def _called(number: int, block: nn.Module) -> str:
     """By its number and the class of its first layer."""
     first = next(block.children(), block) if type(block) is nn.Sequential else block
     return f"block {number} ({type(first).__name__})"
-
-
-def _leads_to(output: Tensor, leaf: Tensor) -> bool:
-    """Would a backward pass from the output come to the leaf?"""
-    left, seen = [output.grad_fn], set[Any]()
-    while left:
-        step = left.pop()
-        if step is None or step in seen:
-            continue
-        if getattr(step, "variable", None) is leaf:
-            return True
-        seen.add(step)
-        left += [before for before, _ in step.next_functions]
-    return False
 
 
 def _shared_buffers(model: nn.Module) -> list[tuple[str, Tensor, int]]:

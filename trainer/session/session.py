@@ -181,10 +181,8 @@ class Session:
         whole batch counts alike on whichever rank it is. weight: what the losses are to be divided by in place of the
         samples, like this micro-batch's tokens: the gradient is that of the mean over all ranks and micro-batches.
         """
-        update = self._current
-        with self._for_all_ranks():
-            update.take(loss_sum, weight)
-            update.optimise()
+        self.backward(loss_sum, weight)
+        self.update()
 
     def backward(self, loss_sum: Tensor, weight: Weight | None = None) -> None:
         """The first half of `step`: after an update's last micro-batch gradients are what the optimiser will use."""

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.compute.gradients import leaves_of
 from trainer.compute.models import trainable
 from trainer.shared.errors import TrainError
 from trainer.strategies.batch_norm import SynchronisedBatchNorm
@@ -70,7 +71,7 @@ def refuse_unused(network: nn.Module, loss: Tensor) -> NoReturn:
     weights = [(name, weight) for name, weight in network.named_parameters() if weight.requires_grad]
     unused = [name for name, weight in weights if weight.grad is None]
     if not unused:  # an earlier micro-batch has used them
-        used = parameters_of(loss)
+        used = leaves_of(loss)
         unused = [name for name, weight in weights if weight not in used]
     names = ", ".join(unused[:SHOWN]) + (f" and {len(unused) - SHOWN} more" if len(unused) > SHOWN else "")
     raise TrainError(
@@ -85,21 +86,6 @@ def refuse_sparse(network: nn.Module) -> NoReturn:
     found = [name for name, weight in network.named_parameters() if weight.grad is not None and weight.grad.is_sparse]
     names = ", ".join(found or sparse_of(network).values())
     raise TrainError(f"sparse gradients ({names}) travel with strategy ddp only: use it, or sparse=False in the layer")
-
-
-def parameters_of(loss: Tensor) -> set[Tensor]:
-    """Those that the loss depends on."""
-    found: set[Tensor] = set()
-    ahead, seen = [loss.grad_fn], set()
-    while ahead:
-        node: Any = ahead.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.add(node.variable)
-        ahead += [following for following, _ in node.next_functions]
-    return found
 
 
 class Unused:
@@ -120,7 +106,7 @@ class Unused:
 
     def covered(self, loss: Tensor, *, is_counted: bool) -> Tensor:
         """The last micro-batch's, as one that depends on all. is_counted: whether its samples are this rank's own."""
-        found = parameters_of(loss)
+        found = leaves_of(loss)
         if is_counted:
             self.note(found)
         unused = [weight for weight in self.weights if weight not in found]

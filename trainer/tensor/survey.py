@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.compute.meta_pass import how_it_failed
 from trainer.compute.models import has_hooks, skeleton_of, storage_of
 from trainer.shared.errors import TrainError
 from trainer.tensor.slices import Slices, cut_channels
@@ -74,11 +75,7 @@ def layers_of(model: nn.Module, images: Tensor, shares: Sequence[int]) -> tuple[
     try:
         model(images)
     except Exception as error:  # whatever the network itself, or torch's meta device, raises
-        first = (str(error).splitlines() or [""])[0][:200]
-        raise TrainError(
-            f"strategy tensor: {type(model).__name__} fails without numbers, on torch's meta device "
-            f"({type(error).__name__}: {first}); use ddp"
-        ) from error
+        raise TrainError(f"strategy tensor: {type(model).__name__} {how_it_failed(error)}; use ddp") from error
     for hook in hooks:
         hook.remove()
     works = [_work(module, output) for _, module, _, output in visits]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
-from trainer.compute.gradients import drop_gradients
+from trainer.compute.gradients import drop_gradients, leaves_of
 from trainer.data.batch import moved, pieces
 from trainer.shared.errors import TrainError
 from trainer.strategies import Exchange, Strategy
-from trainer.strategies.without_samples import parameters_of, without_effect
+from trainer.strategies.without_samples import without_effect
 from trainer.training.progress import Progress
 from trainer.training.random_state import random_state, set_random_state
 from trainer.training.update import Update, kept
@@ -83,7 +83,7 @@ class Differentiated(Update):
             self.is_ready = True
         else:
             if self.unused and size:
-                self.unused.note(parameters_of(scaled))
+                self.unused.note(leaves_of(scaled))
             self.strategy.accumulate(scaled, samples, batch)
 
     def _exchanged(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:

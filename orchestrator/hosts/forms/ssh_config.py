@@ -1,5 +1,5 @@
 """Hosts of an SSH configuration, ssh_config(5): from what holds for each of them to our keys, and back. Pure; the
-configuration itself is read by `transport.route`.
+configuration itself is read by `transport.ssh_config`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SshHost:
     file: str
     line: int
     options: Mapping[str, Any]
-    """By the keyword in small letters, as paramiko gives them."""
+    """By the keyword in small letters, as `transport.ssh_config.Alias` has them."""
     problem: str = ""
 
 
