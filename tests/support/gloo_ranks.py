@@ -6,17 +6,25 @@ property can be tried on hundreds of cases for one start of the processes.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from tests.support.calm_gloo import calm_gloo
+from trainer.ranks.rank_info import RankInfo
+from trainer.session import session
+from trainer.setup import assemble
+from trainer.shared.config import parse_settings
+from trainer.shared.metrics import MetricsWriter
 
 RANKS = 4
 START_S = 200
@@ -93,3 +101,13 @@ def _serve(rank: int, ranks: int, store: str, pipe: Any) -> None:
         if isinstance(answer, Leaves):
             pipe.close()
             os._exit(0)
+
+
+@contextlib.contextmanager
+def script_met(info: RankInfo, asked: Mapping[str, str]) -> Iterator[assemble.Met]:
+    """As `trainer.join` has ranks meet, in the gang that is there, and that outlasts the run."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(assemble, "join", lambda *_: group_of(info.world_size)))
+        stack.enter_context(patch.object(session, "leave", lambda: None))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        yield assemble.meet(parse_settings("script", {"device": "cpu", **asked}), info, MetricsWriter(None))

@@ -9,7 +9,7 @@ pytest.importorskip("torchvision")
 import torch
 from torch import nn
 
-from tests.support.gloo_ranks import Gang, group_of
+from tests.support.gloo_ranks import group_of
 from tests.support.sums import UNAVAILABLE
 from trainer.compute.timer import CpuTimer
 from trainer.shared.config import parse_settings
@@ -20,13 +20,6 @@ FOR_RANKS = [
     name for name in STRATEGIES if name not in ("none", "dp", "pipeline", "tensor") and name not in UNAVAILABLE
 ]
 SHARES, UPDATES = (7, 4), 3
-
-
-@pytest.fixture(scope="module")
-def gang(tmp_path_factory):
-    ranks = Gang(tmp_path_factory.mktemp("gang"))
-    yield ranks
-    ranks.end()
 
 
 def trained(rank, case):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -42,13 +41,6 @@ from trainer.strategies.power_sgd import PowerSgd
 SHAPES = ((6, 8), (5,), (6, 2, 4), (40, 30), (30, 10, 4))
 HALF = 2**-8
 """bfloat16 keeps eight bits of a number."""
-
-
-@pytest.fixture(scope="module")
-def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    made = Gang(tmp_path_factory.mktemp("gang"))
-    yield made
-    made.end()
 
 
 def asking(case: Case, *strategies: str, **settings: str) -> Case:

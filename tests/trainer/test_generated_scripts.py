@@ -7,7 +7,6 @@ GENERATED_DRAWS and GENERATED_SEED try others; THOROUGH or ORCH_LONG more of the
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import multiprocessing
 import os
@@ -17,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -39,16 +37,13 @@ from tests.support.drawn_scripts import (
     one_process,
     parts_of,
 )
-from tests.support.gloo_ranks import Gang, Leaves, Raised, group_of
+from tests.support.gloo_ranks import Gang, Leaves, Raised, script_met
 from trainer.ranks.rank_info import RankInfo
-from trainer.session import session
 from trainer.session.session import Session
 from trainer.setup import assemble
 from trainer.setup.own import Own
-from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.fields import SettingsError
-from trainer.shared.metrics import MetricsWriter
 
 MANY = bool(os.environ.get("THOROUGH") or os.environ.get("ORCH_LONG"))
 SEED = int(os.environ.get("GENERATED_SEED", "1"))
@@ -69,16 +64,11 @@ class Refused:
     """That were made before."""
 
 
-@contextlib.contextmanager
-def met(rank: int, drawn: Drawn, leg: Leg, **more: str) -> Iterator[assemble.Met]:
+def met(rank: int, drawn: Drawn, leg: Leg, **more: str) -> contextlib.AbstractContextManager[assemble.Met]:
     node, local = leg.names[rank]
     info = RankInfo(rank, local, leg.ranks, leg.nodes.count(node), "vm", node, None, None)
-    asked = {"batch": str(drawn.batch), "epochs": str(drawn.epochs), "device": "cpu", **leg.settings, **more}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(assemble, "join", lambda *_: group_of(leg.ranks)))
-        stack.enter_context(patch.object(session, "leave", lambda: None))
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        yield assemble.meet(parse_settings("script", asked), info, MetricsWriter(None))
+    asked = {"batch": str(drawn.batch), "epochs": str(drawn.epochs), **leg.settings, **more}
+    return script_met(info, asked)
 
 
 def trained(rank: int, case: tuple[Drawn, int, str]) -> Trained | Refused | Leaves:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,6 @@ from trainer.strategies.horovod import package, variables
 CPU = torch.device("cpu")
 LENET = ["--exp=mnist_lenet", "--data=synthetic", "--device=cpu", "--samples=128", "--steps=4", "--augment=none"]
 needs_horovod = pytest.mark.skipif(not HAS_HOROVOD, reason="needs the package horovod (docs/frameworks.md)")
-
-
-@pytest.fixture(scope="module")
-def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    made = Gang(tmp_path_factory.mktemp("gang"))
-    yield made
-    made.end()
 
 
 @needs_horovod

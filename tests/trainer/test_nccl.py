@@ -4,15 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.gloo_ranks import Gang, group_of
+from tests.support.gloo_ranks import group_of
 from trainer.ranks import nccl
-
-
-@pytest.fixture(scope="module")
-def gang(tmp_path_factory):
-    made = Gang(tmp_path_factory.mktemp("gang"))
-    yield made
-    made.end()
 
 
 def sums(rank, who):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,18 +16,15 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
-from tests.support.gloo_ranks import RANKS, Gang, group_of
+from tests.support.gloo_ranks import RANKS, Gang, script_met
 from tests.support.sums import NEWEST_FSDP
 from trainer.compute.models import evaluated
 from trainer.data.sample_stream import SampleStream
 from trainer.ranks.rank_info import RankInfo
-from trainer.session import session
 from trainer.session.session import Session
 from trainer.setup import assemble
 from trainer.setup.own import Own
-from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
-from trainer.shared.metrics import MetricsWriter
 from trainer.training.shared_network import shared_network
 
 SAMPLES, BATCH, EPOCHS, LR = 29, 10, 2, 0.05
@@ -480,15 +475,9 @@ def one_process(name: str, parts: int, momentum: float = 0.9) -> tuple[dict[str,
     return first, model.state_dict()
 
 
-@contextlib.contextmanager
-def in_the_gang(rank: int, nodes: tuple[str, ...], **asked: str) -> Iterator[assemble.Met]:
+def in_the_gang(rank: int, nodes: tuple[str, ...], **asked: str) -> contextlib.AbstractContextManager[assemble.Met]:
     info = RankInfo(rank, rank, RANKS, RANKS, "vm", nodes[rank], None, None)
-    settings = parse_settings("script", {"batch": str(BATCH), "epochs": str(EPOCHS), "device": "cpu", **asked})
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(assemble, "join", lambda *_: group_of(RANKS)))
-        stack.enter_context(patch.object(session, "leave", lambda: None))
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        yield assemble.meet(settings, info, MetricsWriter(None))
+    return script_met(info, {"batch": str(BATCH), "epochs": str(EPOCHS), **asked})
 
 
 def trained(rank: int, case: tuple[str, dict[str, str], tuple[str, ...]]) -> dict[str, Tensor] | str:
@@ -507,13 +496,6 @@ def trained(rank: int, case: tuple[str, dict[str, str], tuple[str, ...]]) -> dic
             run.evaluate(lambda outputs, targets: {"loss": loss(outputs, targets)}, data)
         run.end()
         return {name: tensor.clone() for name, tensor in run.run.model.state_dict().items()}
-
-
-@pytest.fixture(scope="module")
-def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    made = Gang(tmp_path_factory.mktemp("gang"))
-    yield made
-    made.end()
 
 
 def off(first: dict[str, Tensor], last: dict[str, Tensor], found: dict[str, Tensor]) -> float:

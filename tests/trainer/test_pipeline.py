@@ -166,13 +166,6 @@ def peers_of(layout: Layout, rank: int) -> Any:
     return found
 
 
-@pytest.fixture(scope="module")
-def gang(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    gang = Gang(tmp_path_factory.mktemp("gang"))
-    yield gang
-    gang.end()
-
-
 def furthest(gang: Gang, case: Case, *, statistics: bool = True) -> float:
     """The largest difference between the ranks' weights and one process's."""
     whole = alone(case)

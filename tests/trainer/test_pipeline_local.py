@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,13 +137,6 @@ def holders(layout: Layout, rank: int) -> tuple[Any, Any]:
     made += [sorted(lanes) for stages in layout.ranks for lanes in stages]
     of_all, own = (group for group, ranks in [(dist.new_group(ranks), ranks) for ranks in made] if rank in ranks)
     return of_all, own
-
-
-@pytest.fixture(scope="module")
-def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    made = Gang(tmp_path_factory.mktemp("gang"))
-    yield made
-    made.end()
 
 
 def furthest(gang: Gang, case: Case, statistics: bool = True) -> float:

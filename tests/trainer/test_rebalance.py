@@ -16,7 +16,7 @@ pytest.importorskip("torchvision")
 import torch
 import torch.distributed as dist
 
-from tests.support.gloo_ranks import RANKS, Gang
+from tests.support.gloo_ranks import RANKS
 from tests.support.trainer_ranks import trained
 from trainer.checkpoints.file import read_file
 from trainer.compute.microbatches import MicroBatches
@@ -34,13 +34,6 @@ from trainer.shared.shares import Speed, equal_shares, fastest_shares, with_samp
 from trainer.train import train
 
 A2000, V100 = Speed(4.0, 3.003), Speed(3.0, 1.2)
-
-
-@pytest.fixture(scope="module")
-def gang(tmp_path_factory):
-    made = Gang(tmp_path_factory.mktemp("gang"))
-    yield made
-    made.end()
 
 
 class Cluster:

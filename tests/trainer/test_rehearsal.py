@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,7 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from orchestrator.planning.measurement import Measurement
-from tests.support.gloo_ranks import RANKS, Gang, group_of
+from tests.support.gloo_ranks import RANKS, group_of
 from trainer.compute.meta_pass import work_of
 from trainer.measure.visited import Visited
 from trainer.ranks.rank_info import RankInfo
@@ -82,13 +81,6 @@ def rehearsed(rank: int, case: tuple[str, str]) -> tuple[list[int], str, bool]:
         except SystemExit as error:
             return sizes, f"ended with {error.code}", goes_on
     return sizes, "", goes_on
-
-
-@pytest.fixture(scope="module")
-def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    made = Gang(tmp_path_factory.mktemp("gang"))
-    yield made
-    made.end()
 
 
 def test_the_loop_makes_growing_updates_and_ends_when_they_are_measured(gang, tmp_path):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import json
 import math
 from collections import UserDict
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -21,12 +19,11 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import default_collate
 
 import trainer
-from tests.support.gloo_ranks import RANKS, Gang, group_of
+from tests.support.gloo_ranks import RANKS, script_met
 from tests.support.sums import NEWEST_FSDP
 from trainer.data.batch import moved, pieces, tensors_of
 from trainer.data.sample_stream import SampleStream
 from trainer.ranks.rank_info import RankInfo
-from trainer.session import session
 from trainer.session.join import ASKED, Ranks, asked_for, join
 from trainer.session.session import Session
 from trainer.setup import assemble
@@ -34,7 +31,6 @@ from trainer.setup.own import Own
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.fields import SettingsError
-from trainer.shared.metrics import MetricsWriter
 from trainer.training.loss_sum import is_mean
 
 SAMPLES, TESTS, BATCH, EPOCHS = 88, 37, 16, 2
@@ -132,15 +128,9 @@ def one_process(momentum: float = 0.9, rule: str = "plain") -> tuple[nn.Module, 
         return model, {name: value.item() / TESTS for name, value in judge(averaged(inputs), targets).items()}
 
 
-@contextlib.contextmanager
-def in_the_gang(rank: int, **asked: str) -> Iterator[assemble.Met]:
+def in_the_gang(rank: int, **asked: str) -> contextlib.AbstractContextManager[assemble.Met]:
     info = RankInfo(rank, rank, RANKS, RANKS, "vm", f"node{rank}", None, None)
-    settings = parse_settings("script", {"batch": str(BATCH), "epochs": str(EPOCHS), "device": "cpu", **asked})
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(assemble, "join", lambda *_: group_of(RANKS)))
-        stack.enter_context(patch.object(session, "leave", lambda: None))
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        yield assemble.meet(settings, info, MetricsWriter(None))
+    return script_met(info, {"batch": str(BATCH), "epochs": str(EPOCHS), **asked})
 
 
 def trained(rank: int, how: tuple[str, str]) -> tuple[dict[str, torch.Tensor], dict[str, float], int]:
@@ -161,13 +151,6 @@ def trained(rank: int, how: tuple[str, str]) -> tuple[dict[str, torch.Tensor], d
         run.end()
         held = {name: tensor.clone() for name, tensor in run.run.strategy.whole().state_dict().items()}
         return held, found, bodies
-
-
-@pytest.fixture(scope="module")
-def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    made = Gang(tmp_path_factory.mktemp("gang"))
-    yield made
-    made.end()
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -66,13 +66,6 @@ IN_ROUNDS = ("waiting", "overlapped", "outer momentum", "local_batch", "exact fi
 NO_LOOK = {"eval_every": "0"}
 
 
-@pytest.fixture(scope="module")
-def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    made = Gang(tmp_path_factory.mktemp("gang"))
-    yield made
-    made.end()
-
-
 @contextlib.contextmanager
 def in_the_gang(lenet: bool = False) -> Iterator[list[Run]]:
     """What `train` sets up meets in the gang that is there, and is noted."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,13 +58,6 @@ EVERY = (*GRADIENTS, "parameter_average")
 EXAMPLES = int(os.environ.get("ORCH_EQUALITY_EXAMPLES", "10"))
 BOUND = {"float64": 1e-12, "float32": 1e-5}
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    made = Gang(tmp_path_factory.mktemp("gang"))
-    yield made
-    made.end()
 
 
 @st.composite

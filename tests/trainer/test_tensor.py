@@ -119,13 +119,6 @@ def sliced(rank: int, case: Case) -> tuple[dict[str, Tensor], Any] | None:
     return state_of(model, steps), exchange.waits
 
 
-@pytest.fixture(scope="module")
-def gang(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    gang = Gang(tmp_path_factory.mktemp("gang"))
-    yield gang
-    gang.end()
-
-
 def furthest(gang: Gang, case: Case) -> float:
     """The largest difference between the ranks' slices, one after the other, and one process's network. What is not cut
     is the same on all ranks to the last bit. They meet once a layer forward, and backward but for the images.

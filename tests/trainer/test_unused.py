@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -89,13 +88,6 @@ def trained(rank: int, asked: dict[str, str], kind: type[Branches] = Branches) -
             return str(error)
         run.end()
         return {name: tensor.clone() for name, tensor in run.run.strategy.whole().state_dict().items()}
-
-
-@pytest.fixture(scope="module")
-def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    made = Gang(tmp_path_factory.mktemp("gang"))
-    yield made
-    made.end()
 
 
 @pytest.mark.parametrize("accumulate", ["1", "2"])

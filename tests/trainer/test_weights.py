@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 pytest.importorskip("torch")
@@ -75,13 +73,6 @@ def trained(rank: int, way: str) -> tuple[dict[str, Tensor], float | None]:
                 run.step(weighted_loss(run.model, inputs, targets), weight if number % 2 else weight.item())
         run.end()
         return {name: tensor.clone() for name, tensor in run.run.strategy.whole().state_dict().items()}, run.loss
-
-
-@pytest.fixture(scope="module")
-def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    made = Gang(tmp_path_factory.mktemp("gang"))
-    yield made
-    made.end()
 
 
 @pytest.mark.parametrize("way", WAYS)

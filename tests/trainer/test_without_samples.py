@@ -4,7 +4,7 @@ whatever the network would make of a sample that is not there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,13 +221,6 @@ def trained(rank: int, case: tuple[str, str]) -> tuple[Tensor, float, bool, dict
         noted["statistics"] = [buffer.clone() for buffer in model.buffers()]
         assert run.loss is not None
         return weights, run.loss, modes.count(False) == 1 and not model.layers[1].training, noted
-
-
-@pytest.fixture(scope="module")
-def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    made = Gang(tmp_path_factory.mktemp("gang"))
-    yield made
-    made.end()
 
 
 @pytest.mark.parametrize("way", WAYS)
