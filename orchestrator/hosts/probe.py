@@ -95,13 +95,15 @@ def _texts(answers: Mapping[str, Mapping[str, Any]], name: str, key: str) -> lis
     return [text for text in found if isinstance(text, str)] if isinstance(found, list) else []
 
 
-def limit_of(timeout_s: float, longest_s: float = TORCH_S) -> float:
-    """Seconds that the host may take for each fact, so that its answer is here in time."""
-    return min(longest_s, max(timeout_s - SPARE_S, timeout_s / 2))
+def limit_of(timeout_s: float, longest_s: float | None = None) -> float:
+    """Seconds that the host may take for each fact, so that its answer is here in time; without longest_s at most
+    TORCH_S.
+    """
+    return min(longest_s or TORCH_S, max(timeout_s - SPARE_S, timeout_s / 2))
 
 
 def _asked(
-    host: ConnectedHost, peers: Sequence[str], torch: bool, timeout_s: float, longest_s: float = TORCH_S
+    host: ConnectedHost, peers: Sequence[str], torch: bool, timeout_s: float, longest_s: float | None = None
 ) -> tuple[NodeFacts, Mapping[str, Any]]:
     limit_s = limit_of(timeout_s, longest_s)
     request = {"workdir": host.workdir, "peers": list(peers[:MAX_PEERS]), "torch": torch, "limit_s": limit_s}
