@@ -74,7 +74,7 @@ def test_a_checkpoint_follows_the_records_of_all_steps_before_it(machine, tmp_pa
 def test_a_graph_takes_the_place_of_a_launch_a_kernel(machine):
     plain, rank = a_step_of(played(machine, cuda_graph="off")), played(machine, cuda_graph="on")
     replayed = a_step_of(rank)
-    assert "cuda_graph: 12 samples recorded in 1 pieces" in rank.output
+    assert "cuda_graph: 12 samples recorded in 1 pieces" in rank.output, rank.output
     assert (plain["graph_launches"], replayed["graph_launches"]) == (0, 2)
     assert replayed["launches"] < plain["launches"] / 2
     assert settings_of(rank)["cuda_graph"] == "on"

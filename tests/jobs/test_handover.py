@@ -25,7 +25,7 @@ from tests.support.quick_python import quick_python
 from tests.support.ssh_rack import Rack, ssh_rack
 
 SAVES = """
-import os, pathlib, sys
+import os, pathlib, sys, time
 rank = os.environ["RANK"]
 out, checkpoints = pathlib.Path("out"), pathlib.Path(os.environ["ORCH_CHECKPOINTS"])
 found = {str(p): p.read_text()[:60] for p in sorted(pathlib.Path(".").rglob("*.txt"))}
@@ -41,7 +41,13 @@ if rank == "0":
 (out / "deep" / f"own-{rank}.txt").write_text(f"{word} by {rank}")
 (out / "each.txt").write_text(f"{word} by {rank}")
 pathlib.Path("table.txt").write_text(f"changed by {rank}")
-if "fails" in sys.argv:
+if "fails" in sys.argv:  # once all ranks have begun, for the first to end ends the others
+    pathlib.Path("began").touch()
+    job, _, _, hosts = [*pathlib.Path.cwd().parents][:4]
+    until = time.monotonic() + 60
+    while len([*hosts.glob(f"*/jobs/{job.name}/src/began")]) < int(os.environ["WORLD_SIZE"]):
+        assert time.monotonic() < until, "the other ranks do not begin"
+        time.sleep(0.02)
     sys.exit(3)
 """
 

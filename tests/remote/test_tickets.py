@@ -34,7 +34,8 @@ def gpu():
 
 @contextmanager
 def taken(job: str, number: int, *gpus: str, uid: int = os.getuid(), longest_s: float | None = None):
-    """A ticket of this login; taken in a child, as a host's program does."""
+    """A ticket of this login; taken in a child, as a host's program does. Afterwards its name is free again."""
+    names_before = bound_names(job)
     child = os.fork()
     if not child:
         try:
@@ -43,10 +44,18 @@ def taken(job: str, number: int, *gpus: str, uid: int = os.getuid(), longest_s: 
         finally:
             os._exit(0)
     os.waitpid(child, 0)
+    name = bound_names(job) - names_before
     try:
         yield
     finally:
         ask_as(uid, job, "leave")
+        until = time.monotonic() + 10
+        while name & bound_names(job) and time.monotonic() < until:
+            time.sleep(0.01)
+
+
+def bound_names(job: str) -> set[str]:
+    return {*tickets._own_names(job, "a", OWNER)} & {*tickets._names()}
 
 
 def ask_as(uid: int, job: str, do: str) -> bool:
