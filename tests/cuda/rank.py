@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from trainer.__main__ import main
+from trainer.compute import graphs
 from trainer.ranks import interrupt
 from trainer.shared.metrics import MetricsWriter
 
@@ -109,6 +110,17 @@ def draw_no_weights() -> None:
     """Nobody looks at a number here, and to draw ResNet-152's 60 million first weights takes seconds."""
     for name in ("uniform_", "normal_", "kaiming_uniform_", "kaiming_normal_"):
         setattr(torch.nn.init, name, lambda tensor, *_, **__: tensor)
+
+
+def compare_no_numbers() -> None:
+    """Nothing is computed here: replays and plain passes leave whatever their memory held before."""
+    real = graphs.distances
+
+    def compared(*arguments: Any) -> tuple[float, float]:
+        real(*arguments)
+        return 0.0, 0.0
+
+    graphs.distances = compared
 
 
 def _write_into(path: Path) -> None:

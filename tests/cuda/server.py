@@ -40,6 +40,7 @@ SHAPE = ("hosts", "knobs", "prelude")
 def serve() -> None:
     end_with_parent()
     rank.draw_no_weights()
+    rank.compare_no_numbers()
     gc.collect()
     gc.freeze()  # no rank looks through what was imported, which would copy all of it
     gang = None

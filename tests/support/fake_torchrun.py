@@ -39,8 +39,12 @@ def meet(
         of_nodes, ranks_port = _ask({"node_rank": node_rank, "ranks": ranks, "job": job}, place)
         return of_nodes, (place[0], ranks_port)
     server.settimeout(MEET_S)
-    guests = [server.accept()[0] for _ in range(nodes - 1)]
-    said = [json.loads(guest.recv(1000)) for guest in guests]
+    guests, said = [], []
+    while len(guests) < nodes - 1:
+        guest = server.accept()[0]
+        if text := guest.recv(1000):  # else somebody who looked at the port, or was ended
+            guests.append(guest)
+            said.append(json.loads(text))
     if strangers := [one for one in said if one["job"] != job]:
         sys.exit(f"RuntimeError: met strangers: {strangers}")
     found = {node_rank: ranks, **{one["node_rank"]: one["ranks"] for one in said}}
