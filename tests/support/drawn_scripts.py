@@ -444,7 +444,7 @@ def _leg(by: random.Random, drawn: Drawn, kept: Leg | None = None) -> Leg:
     strategies += ["reduce_scatter", "tensor"]
     if not kept or drawn.optimiser == "sgd":
         strategies += ["parameter_average"]
-    if NEWEST_FSDP and not kept and drawn.network != "branches":  # fsdp's ranks all use all parameters
+    if NEWEST_FSDP and not kept:
         strategies += ["fsdp", "fsdp"]
     if drawn.form == "pair" and drawn.network in SEQUENTIAL:
         strategies += ["pipeline"] * 6

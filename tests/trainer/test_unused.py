@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("torchvision")
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
@@ -172,6 +174,46 @@ def test_a_parameter_that_no_loss_depends_on_is_named_by_all_ranks(gang: Gang, s
 def test_with_fsdp_all_ranks_use_all_parameters() -> None:
     with pytest.raises(SettingsError, match="unused_parameters: with strategy fsdp"):
         parse_settings("script", {"strategy": "fsdp", "unused_parameters": "zeros"})
+
+
+def of_fsdp(rank: int, bucket_mib: str) -> dict[str, Tensor] | str:
+    return trained(rank, {"strategy": "fsdp", "bucket_mib": bucket_mib})
+
+
+@pytest.mark.skipif(not NEWEST_FSDP, reason="fsdp needs a newer torch")
+@pytest.mark.parametrize(("bucket_mib", "parts"), [("0.0001", r"of_label\.\d, .*"), ("0", "first")])
+def test_with_fsdp_a_branch_that_only_some_ranks_take_ends_the_run_in_a_line(
+    gang: Gang, bucket_mib: str, parts: str
+) -> None:
+    """Gloo would abort the processes."""
+    for said in gang.run(of_fsdp, bucket_mib, timeout_s=60):
+        assert re.search(rf"different parts of the network in one update \(they part at {parts}\)", str(said)), said
+
+
+class Normal(Branches):
+    """With a BatchNorm of their own for samples of each label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_label = nn.ModuleList(nn.Sequential(layer, nn.BatchNorm1d(3)) for layer in self.of_label)
+
+
+class Shifted(Normal):
+    def forward(self, points: Tensor, labels: Tensor) -> Tensor:
+        """The rank that a sample is on chooses its branch: as many BatchNorms on each rank, but different ones."""
+        found: Tensor = self.of_label[dist.get_rank() % 2](torch.tanh(self.first(points)))
+        return found
+
+
+def by_shifted(rank: int, _: None) -> dict[str, Tensor] | str:
+    return trained(rank, {"sync_bn": "true", "unused_parameters": "zeros"}, Shifted)
+
+
+def test_statistics_of_different_layers_are_never_mixed(gang: Gang) -> None:
+    """All ranks' messages have one size, so that nothing else would notice."""
+    for rank, said in enumerate(gang.run(by_shifted, None)):
+        assert isinstance(said, str) and said.startswith(f"rank {rank} on node{rank}, update 1: sync_bn: ranks use")
+        assert "of_label.1.1, of_label.2.1, of_label.3.1, of_label.0.1, of_label.2.1, of_label.3.1" in said
 
 
 # ---- real processes ------------------------------------------------------------------------------------------------

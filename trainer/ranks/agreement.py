@@ -55,3 +55,9 @@ def agreed(values: list[float], how: dist.ReduceOp.RedOpType) -> list[float]:
 
 def sum_over_ranks(values: list[float]) -> list[float]:
     return agreed(values, dist.ReduceOp.SUM)
+
+
+def differing(number: int, name: str) -> str:
+    """What ranks are at, if it is not the same on all, judged by its number: `name, name`. Called by all."""
+    highest, lowest = agreed([number, -number], dist.ReduceOp.MAX)
+    return "" if highest == -lowest else ", ".join(dict.fromkeys(gather_lines(name)))

@@ -9,6 +9,7 @@ nothing and takes part. In eval mode it is torch's own BatchNorm, with statistic
 from __future__ import annotations
 
 import copy
+import zlib
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
 from trainer.compute import fused_batch_norm
+from trainer.ranks.agreement import differing
+from trainer.shared.errors import TrainError
 
 
 class SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -25,6 +28,9 @@ class SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):
     group: dist.ProcessGroup
     counts = True
     """Whether the samples are this rank's own; if not, they are normalised and counted nowhere."""
+    name: str
+    passed: list[str]
+    """Names of those that this pass has come through so far: one list for all of a network."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SynchronisedBatchNorm:
         """Of the same ranks: a script's own average is a copy of its network."""
@@ -39,6 +45,7 @@ class SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):
     def forward(self, images: Tensor) -> Tensor:
         if not self.training:
             return super().forward(images)
+        self.passed.append(self.name)
         if images.is_cuda:
             return fused_batch_norm.normalise(self, images)
         counted = images.detach() if self.counts else images.detach()[:0]
@@ -64,11 +71,30 @@ def synchronise_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Has every BatchNorm of the model count the samples of all ranks of the group; alone it does so already."""
     if group.size() == 1:
         return
-    for module in model.modules():
+    passed: list[str] = []
+    for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             synchronised = cast(SynchronisedBatchNorm, module)
             synchronised.__class__ = SynchronisedBatchNorm  # parameters, buffers and hooks stay where they are
-            synchronised.group = group
+            synchronised.group, synchronised.name, synchronised.passed = group, name, passed
+
+
+def refuse_other_ways(model: nn.Module) -> None:
+    """Called by all ranks after a forward pass. Raises TrainError if they came through different BatchNorms, each of
+    which has then mixed its statistics with another's.
+    """
+    synchronised = [module for module in model.modules() if isinstance(module, SynchronisedBatchNorm)]
+    if not synchronised:
+        return
+    passed = synchronised[0].passed
+    left_out = [module.name for module in synchronised if module.name not in passed]
+    others = differing(zlib.crc32("\n".join(passed).encode()), ", ".join(left_out) or "none")
+    passed.clear()
+    if others:
+        raise TrainError(
+            f"sync_bn: ranks use different BatchNorm layers in one update (left out on a rank: {others}), and all have "
+            "to use the same ones: leave sync_bn out"
+        )
 
 
 def is_synchronised(model: nn.Module) -> bool:

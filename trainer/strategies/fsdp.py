@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trainer.compute.brake import Brake
 from trainer.compute.models import gradient_bytes, meta_copy, trainable
 from trainer.compute.timer import Timer
+from trainer.ranks.agreement import differing
 from trainer.shared.errors import TrainError
 from trainer.strategies.base import Base, Exchange, share_initial_state, weighted
 from trainer.strategies.without_samples import refuse_sparse, refuse_unused, sparse_of
@@ -49,18 +50,18 @@ class Fsdp(Base):
         pieces = list(_pieces(model, piece_mib * 2**20))
         has_rest = sum(gradient_bytes(part) for piece in pieces for part in piece) < gradient_bytes(model)
         self.reductions = len(pieces) + has_rest
-        for piece in (*pieces, [model]):  # the whole comes last: it takes what no piece has
+        names = {module: name for name, module in model.named_modules()}
+        for number, piece in enumerate((*pieces, [model])):  # the whole comes last: it takes what no piece has
             fully_shard(piece, mesh=mesh)
-            sharded: Any = piece[0]
-            sharded.set_custom_reduce_scatter(self)  # a piece's modules have one state
+            sharded: Any = piece[0]  # a piece's modules have one state
+            name = names[sharded] or "the rest of the network"
+            sharded.set_custom_all_gather(_Gather(2 * number, name))
+            sharded.set_custom_reduce_scatter(_Reduce(2 * number + 1, name, self))
         type(sharded).__deepcopy__ = _refuse_copy
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        """The reduce-scatter of one piece, as fully_shard wants it called: on a GPU in a stream of its own, behind that
-        of the piece before, so that a mark there would say nothing of computing. Gloo knows no average.
+    def reduce(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool) -> Any:
+        """The reduce-scatter of one piece: on a GPU in a stream of its own, behind that of the piece before, so that a
+        mark there would say nothing of computing. Gloo knows no average.
         """
         self.brake.pause("call")
         if len(self.collectives) == self.reductions - 1:
@@ -114,13 +115,45 @@ class Fsdp(Base):
         return network
 
 
+class _Collective:
+    """Of one piece, as fully_shard calls it. Gloo aborts the process if ranks come with different numbers of bytes."""
+
+    def __init__(self, number: int, name: str, strategy: Fsdp | None = None) -> None:
+        self.number, self.name, self.strategy = number, name, strategy
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def meet(self, sent: Tensor, group: dist.ProcessGroup) -> None:
+        """Raises TrainError on all ranks if they are at different pieces, or at different weights of one."""
+        if group.size() > 1 and (others := differing(self.number * 2**36 + sent.numel(), self.name)):
+            raise TrainError(
+                f"strategy fsdp: ranks use different parts of the network in one update (they part at {others}), and "
+                "all have to use the same ones: use ddp with unused_parameters=zeros"
+            )
+
+
+class _Gather(_Collective):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        self.meet(input_tensor, group)
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _Reduce(_Collective):
+    strategy: Fsdp
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        self.meet(input_tensor, group)
+        return self.strategy.reduce(output_tensor, input_tensor, group, op, async_op)
+
+
 def _newest_fsdp() -> tuple[Any, Any]:
     """Imported only here: it would cost every run a second. Raises TrainError where torch is too old."""
     try:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
-        if hasattr(FSDPModule, "set_custom_reduce_scatter"):
+        if hasattr(FSDPModule, "set_custom_all_gather"):
             return DeviceMesh.from_group, fully_shard
     except ImportError:
         pass

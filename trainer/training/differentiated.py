@@ -13,6 +13,7 @@ from trainer.compute.gradients import drop_gradients, leaves_of
 from trainer.data.batch import moved, pieces
 from trainer.shared.errors import TrainError
 from trainer.strategies import Exchange, Strategy
+from trainer.strategies.batch_norm import refuse_other_ways
 from trainer.strategies.without_samples import without_effect
 from trainer.training.progress import Progress
 from trainer.training.random_state import random_state, set_random_state
@@ -87,8 +88,9 @@ class Differentiated(Update):
             self.strategy.accumulate(scaled, samples, batch)
 
     def _exchanged(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
-        """Raises TrainError, with the rank, for a network whose parameters are not all used."""
+        """Raises TrainError, with the rank, for a network whose parameters are not all used, or not the same on all."""
         try:
+            refuse_other_ways(self.run.model)
             return self.strategy.backward(loss_sum, samples, batch)
         except TrainError as error:
             info = self.run.info
