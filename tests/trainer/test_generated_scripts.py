@@ -239,7 +239,7 @@ REASONS = {
         drawn.average == "own" and any(one.strategy in PARTS for one in drawn.legs) and len(set(drawn.legs)) > 1
     ),
     r"^strategy fsdp: \w+ cannot be copied": lambda drawn, leg: drawn.average == "own",
-    r"^strategy fsdp: ranks use different parts": lambda drawn, leg: drawn.network == "branches",
+    r"strategy fsdp: ranks use different parts": lambda drawn, leg: drawn.network == "branches",
     r"^unused_parameters: with strategy fsdp": lambda drawn, leg: drawn.network == "branches",
     r"the loss does not depend on \d+ of \d+ parameters \(rare": lambda drawn, leg: drawn.network == "branches",
 }
