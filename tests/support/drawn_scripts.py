@@ -507,12 +507,14 @@ class Trained:
     judged: dict[str, float]
 
 
-def one_process(drawn: Drawn, nudge: float = 0.0) -> tuple[dict[str, Tensor], Trained]:
-    """The first weights, and what training has left. nudge: what the first weights are multiplied by, less 1."""
-    model = drawn.model()
+def one_process(drawn: Drawn, nudge: int = 0) -> tuple[dict[str, Tensor], Trained]:
+    """The first weights, and what training has left. nudge: the seed by which the first weights differ in their last
+    bits; 0 for none.
+    """
+    model, by = drawn.model(), torch.Generator().manual_seed(nudge)
     with torch.no_grad():
-        for weight in model.parameters():
-            weight *= 1 + nudge * torch.randn(weight.shape, dtype=weight.dtype)
+        for weight in model.parameters() if nudge else ():
+            weight *= 1 + 1e-15 * torch.randn(weight.shape, dtype=weight.dtype, generator=by)
     first = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     optimizer = drawn.build_optimiser(drawn.weights_of(model))
     scheduler = drawn.scheduler(optimizer)
