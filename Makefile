@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # What the tests use beyond Python: real SSH servers, network namespaces, traffic shaping, a browser for the report, a
 # compiler for the stand-in for CUDA.
-DEBIAN := openssh-server iproute2 nftables iperf3 chromium g++
+DEBIAN := openssh-server rsync iproute2 nftables iperf3 chromium g++
 
 .PHONY: help demo test chaos check docs bench gpu packages clean
 

@@ -15,12 +15,11 @@ from orchestrator.cli.cleaning import down, reap
 from orchestrator.cli.clusters import master, status, trust, up
 from orchestrator.cli.common import Orch
 from orchestrator.cli.compare import compare
-from orchestrator.cli.copying import cp
 from orchestrator.cli.current import clusters, use
 from orchestrator.cli.doctor import doctor
 from orchestrator.cli.everywhere import execute
 from orchestrator.cli.hosts import data, setup
-from orchestrator.cli.init import init, inventory
+from orchestrator.cli.init import init
 from orchestrator.cli.jobs import cancel, jobs, logs
 from orchestrator.cli.nodes import node
 from orchestrator.cli.plan import plan
@@ -28,7 +27,7 @@ from orchestrator.cli.profiling import profile
 from orchestrator.cli.pull import pull
 from orchestrator.cli.results import collect, report
 from orchestrator.cli.run import run
-from orchestrator.cli.ssh import ssh
+from orchestrator.cli.ssh import ssh, ssh_config
 from orchestrator.cli.sweep import sweep
 from orchestrator.cli.top import top
 from orchestrator.cli.ui import ui
@@ -56,7 +55,7 @@ if "_ORCH_COMPLETE" in os.environ:
     install()
 
 SECTIONS = {
-    "Hosts": (init, up, status, doctor, clusters, use, node, master, trust, setup, data, execute, ssh, cp, inventory),
+    "Hosts": (init, up, status, doctor, clusters, use, node, master, trust, setup, data, execute, ssh, ssh_config),
     "Jobs": (run, jobs, top, ui, logs, why, cancel),
     "Results": (collect, pull, report, compare),
     "Speed, measured and predicted": (profile, plan, sweep),

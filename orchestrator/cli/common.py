@@ -216,6 +216,13 @@ class Called(click.ParamType):  # type: ignore[type-arg]  # as above
             self.fail(str(error), param, ctx)
 
 
+REMOVED = {
+    "cp": "`orch ssh-config > ~/.ssh/orch`, then `scp -F ~/.ssh/orch FILE NODE:FILE`",
+    "inventory": "`orch ssh-config` is for ssh and Ansible; `orch status --json` has all hosts",
+}
+"""Commands of earlier versions, and what takes their place."""
+
+
 class Orch(click.Group):
     """Turns every expected error into words and its exit code; anything else is a bug and keeps its traceback. Its help
     has a section for each thing that people do, with whole sentences.
@@ -229,6 +236,11 @@ class Orch(click.Group):
         for command in commands:
             self.add_command(command)
             self.sections.setdefault(title, []).append(command.name or "")
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and args[0] in REMOVED:
+            raise UsageError(f"`orch {args[0]}` is no command any more", REMOVED[args[0]])
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, self.commands), default=0)

@@ -9,7 +9,6 @@ import os
 from contextlib import suppress
 
 import click
-from click.shell_completion import CompletionItem
 
 from orchestrator.errors import UsageError
 from orchestrator.paths import Home
@@ -28,14 +27,6 @@ def node_names(context: click.Context, parameter: click.Parameter, begun: str) -
     """The nodes of the cluster chosen in this line, else of the current one; after a comma the next of several."""
     before, comma, last = begun.rpartition(",")
     return [before + comma + name for name in _fitting(_nodes(context), last)]
-
-
-def node_paths(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """`v100:` and the like, or files of this machine; of a host's files nothing is known."""
-    if ":" in begun:
-        return []
-    nodes = _fitting([f"{name}:" for name in _nodes(context)], begun) if begun else []
-    return [CompletionItem(node) for node in nodes] or [CompletionItem(begun, type="file")]
 
 
 def node_ranges(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Inventories from hosts in other forms, and back: `init`, `inventory export`."""
+"""`init`: an inventory from hosts in other forms."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from orchestrator.cli.common import cluster_option, open_controller
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from orchestrator.hosts.cluster import Cluster
     from orchestrator.hosts.forms.imported import Imported
-    from orchestrator.hosts.inventory import Node
 
 FORMS = ("hostfile", "ssh-config", "ansible")
 STDOUT = Path("-")
@@ -28,7 +25,7 @@ _FILE = click.Path(path_type=Path)
 @click.argument("file", type=_FILE, default=Path("rack.yaml"))
 @click.option("--hostfile", type=_FILE, help="A hostfile of DeepSpeed or MPI: `host slots=4`, `host:4`.")
 @click.option("--ssh-config", metavar="A,B", help="Hosts of ~/.ssh/config: names, ranges, patterns like 'gpu*'.")
-@click.option("--ansible", type=_FILE, help="An Ansible inventory, in YAML (by its ending) or INI.")
+@click.option("--ansible", type=_FILE, help="An inventory that Ansible reads, by its `ansible-inventory`.")
 @click.option("--user", metavar="NAME", help="The login name on hosts that name none.")
 @click.option("--cluster", metavar="NAME", help="The cluster's name.  [default: the file's]")
 @click.option("--force", is_flag=True, help="Replace a file that is there.")
@@ -108,59 +105,3 @@ def _write(file: Path, text: str, found: Imported | None, force: bool) -> None:
     write_atomic(file, text)
     count = f"{len(found.hosts)} host{'s' if len(found.hosts) > 1 else ''}" if found else "to fill in"
     console.put(f"{file}: {count}; then `orch up {file}`")
-
-
-@click.group()
-def inventory() -> None:
-    """Show inventories in the forms of other tools; `orch init` reads these.
-
-    \b
-    orch inventory export --form hostfile > hosts
-    """
-
-
-@inventory.command()
-@click.argument("file", metavar="[INVENTORY]", type=_FILE, required=False)
-@click.option("--form", type=click.Choice(FORMS), required=True, help="What to print.")
-@cluster_option
-def export(file: Path | None, form: str, cluster: str | None) -> None:
-    """Print the hosts of an inventory, else of the current cluster, in the form of another tool.
-
-    A hostfile has each host with its slots, for DeepSpeed and MPI. An SSH configuration is to be included by
-    ~/.ssh/config. What has no place in the form is named on standard error.
-
-    \b
-    orch inventory export --form hostfile
-    orch inventory export rack.yaml --form ssh-config > ~/.ssh/rack
-    orch inventory export rack.yaml --form ansible
-    """
-    from orchestrator.hosts.forms.ansible import write_ansible
-    from orchestrator.hosts.forms.hostfile import write_hostfile
-    from orchestrator.hosts.forms.ssh_config import write_ssh_config
-    from orchestrator.hosts.inventory_file import load_inventory
-    from orchestrator.views import console
-
-    if file and cluster:
-        raise UsageError(f"{file} and --cluster at once", "take one of them")
-    nodes: Sequence[Node]
-    if file:
-        there = load_inventory(file)
-        name, nodes = there.cluster, there.nodes
-    else:
-        with open_controller() as controller:
-            known = controller.store.cluster(cluster)
-        name, nodes = known.name, _with_ranks(known) if form == "hostfile" else known.nodes
-    write = {"hostfile": write_hostfile, "ssh-config": write_ssh_config, "ansible": write_ansible}[form]
-    written = write(name, nodes)
-    for line in written.left_out:
-        console.say(line)
-    click.echo(written.text, nl=False)
-
-
-def _with_ranks(cluster: Cluster) -> list[Node]:
-    """As many ranks as a job would start on each host that has been probed."""
-    ranks = {name: len(facts.gpus) or 1 for name, facts in cluster.facts.items()}
-    return [
-        node if node.ranks or node.gpus else node.model_copy(update={"ranks": ranks.get(node.name)})
-        for node in cluster.nodes
-    ]

@@ -1,4 +1,4 @@
-"""`ssh`: a shell on one host."""
+"""`ssh`, `ssh-config`: a shell on one host, and the same way to all of them for other programs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 
 import click
 
-from orchestrator.cli.common import UMASK, cluster_option, open_controller
+from orchestrator.cli.common import UMASK, cluster_option, nodes_option, open_controller
 from orchestrator.cli.complete import node_names
+from orchestrator.errors import OrchError
 
 
 @click.command()
@@ -43,6 +44,46 @@ def ssh(name: str, command: tuple[str, ...], cluster: str | None) -> None:
 
     pins, terminal = home.root / "pinned_hosts", bool(command) and _at_terminal()
     become(command_line(target_of(node), HostKeys.default(home), pins=pins, command=command, terminal=terminal))
+
+
+@click.command("ssh-config")
+@nodes_option
+@cluster_option
+def ssh_config(nodes: str | None, cluster: str | None) -> None:
+    """Print an OpenSSH configuration of the hosts, for scp, rsync, ansible and editors.
+
+    It goes where orch goes: user, port, keys, jump hosts and known host keys, each host by its name in the inventory.
+    Write it anew after `orch up` or `orch trust`. A host that cannot be reached so is named on standard error.
+
+    \b
+    orch ssh-config > ~/.ssh/orch
+    scp -F ~/.ssh/orch train.toml v100:conf/
+    rsync -e 'ssh -F ~/.ssh/orch' -a v100:results/ results/
+    ansible all -i a2000,v100, --ssh-common-args '-F ~/.ssh/orch' -m ping
+    echo 'Include ~/.ssh/orch' >> ~/.ssh/config    for editors, at its top
+    """
+    from orchestrator.hosts.connections import target_of
+    from orchestrator.transport.hostkeys import HostKeys
+    from orchestrator.transport.openssh import host_entry
+    from orchestrator.views import console
+
+    with open_controller() as controller:
+        known, home = controller.store.cluster(cluster), controller.store.home
+    failed: list[OrchError] = []
+    click.echo(f"# The hosts of cluster {known.name}, written by `orch ssh-config`.")
+    for node in known.chosen(known.names(nodes)):
+        if node.transport == "local":
+            console.say(f"{node.name} is this machine (transport: local)")
+            continue
+        try:
+            click.echo(
+                f"\n{host_entry(target_of(node), HostKeys.default(home), pins=home.root / 'pinned_hosts')}", nl=False
+            )
+        except OrchError as error:
+            failed.append(error)
+    console.fail_each(failed)
+    if failed:
+        sys.exit(failed[0].exit_code)
 
 
 def _at_terminal() -> bool:

@@ -2,6 +2,7 @@
 
     argv = command_line(target, host_keys, pins=home.root / "pinned_hosts")
     os.execvp(argv[0], argv)
+    print(host_entry(target, host_keys, pins=home.root / "pinned_hosts"))       # for scp, rsync, ansible, editors
 
 Takes the same `Target` and SSH configuration as `ssh.connect`, and goes the same way: the user, port and keys of each
 hop, jump hosts as nested ProxyCommands, and only host keys that we know. The person's configuration still has its say
@@ -37,25 +38,56 @@ def command_line(
 
     Raises OrchError without an `ssh`, HostKeyError for a key that is not known, and as `ssh.fetch_host_key` does.
     """
-    program = shutil.which("ssh")
-    if not program:
-        raise OrchError("this machine has no `ssh` program", "install OpenSSH's client (openssh-client on Debian)")
-    route = find_route(target)
-    known = [_known_hosts(hop, target, host_keys, pins) for hop in route]
-    proxy = "none"
-    for hop, files, onward in zip(route, known, route[1:], strict=False):
-        way = [program, "-F", "none", *_options(hop, files, proxy), "-W", f"[{onward.host}]:{onward.port}"]
-        proxy = _percents(shell.join([*way, "--", hop.host]))
+    program = _program()
+    _, settings = _way(program, target, host_keys, pins)
     chosen = os.environ.get("ORCH_SSH_CONFIG")
     argv = [program, *(("-F", str(Path(chosen).expanduser())) if chosen else ()), *(("-t",) if terminal else ())]
-    argv += [*_options(route[-1], known[-1], proxy), "--", target.host]
+    argv += [*_options(settings), "--", target.host]
     line = command[0] if len(command) == 1 else shell.join(command)
     return [*argv, f" {line}"] if command else argv  # the blank: what begins with `-` would be an option
 
 
-def _options(hop: Hop, known: Sequence[Path], proxy: str) -> list[str]:
+def host_entry(target: Target, host_keys: HostKeys, *, pins: Path) -> str:
+    """The `Host` of an OpenSSH configuration by which every program of OpenSSH, and all that start one, reach the host
+    by its node's name. Arguments and errors as of `command_line`.
+    """
+    hop, settings = _way(_program(), target, host_keys, pins)
+    lines = [f"HostName={hop.host}", *settings]
+    if target.connect_timeout_s:
+        lines.append(f"ConnectTimeout={round(target.connect_timeout_s)}")
+    return "\n".join([f"Host {target.node}", *(f"    {line}" for line in lines)]) + "\n"
+
+
+def _program() -> str:
+    if program := shutil.which("ssh"):
+        return program
+    raise OrchError("this machine has no `ssh` program", "install OpenSSH's client (openssh-client on Debian)")
+
+
+def _way(program: str, target: Target, host_keys: HostKeys, pins: Path) -> tuple[Hop, list[str]]:
+    """The host itself, and the settings for it; the one for its proxy has the jump hosts."""
+    route = find_route(target)
+    known = [_known_hosts(hop, target, host_keys, pins) for hop in route]
+    proxy = "none"
+    for hop, files, onward in zip(route, known, route[1:], strict=False):
+        way = [program, "-F", "none", *_options(_settings(hop, files, proxy)), "-W", f"[{onward.host}]:{onward.port}"]
+        proxy = _percents(shell.join([*way, "--", hop.host]))
+    return route[-1], _settings(route[-1], known[-1], proxy)
+
+
+def _options(settings: Sequence[str]) -> list[str]:
+    return [word for line in settings for word in ("-o", line)]
+
+
+def _settings(hop: Hop, known: Sequence[Path], proxy: str) -> list[str]:
     """known: the files with its host keys."""
-    settings = [*_STRICT, f"UserKnownHostsFile={' '.join(map(_quoted, known))}", f"ProxyCommand={proxy}"]
+    settings = [
+        f"User={hop.user}",
+        f"Port={hop.port}",
+        *_STRICT,
+        f"UserKnownHostsFile={' '.join(map(_quoted, known))}",
+        f"ProxyCommand={proxy}",
+    ]
     if hop.peer.name != known_name(hop.host, hop.port):
         settings.append(f"HostKeyAlias={hop.peer.name}")
     if not hop.agent:
@@ -63,8 +95,7 @@ def _options(hop: Hop, known: Sequence[Path], proxy: str) -> list[str]:
     # Not `-i`, which looks for a file by the name as it stands, and reads it in another way afterwards.
     settings.append(f"IdentityAgent={_quoted(Path(hop.agent_socket)) if hop.agent_socket else 'none'}")
     settings += [f"CertificateFile={_quoted(file)}" for file in hop.certificates]
-    settings += [f"IdentityFile={_quoted(key)}" for key in hop.key_files if hop.key_required or key.exists()]
-    return ["-l", hop.user, "-p", str(hop.port), *(word for line in settings for word in ("-o", line))]
+    return [*settings, *(f"IdentityFile={_quoted(key)}" for key in hop.key_files if hop.key_required or key.exists())]
 
 
 def _known_hosts(hop: Hop, target: Target, host_keys: HostKeys, pins: Path) -> tuple[Path, ...]:

@@ -97,8 +97,6 @@ def test_a_completion_script_is_made(shell):
         ("orch run --nodes v1* --elastic ", ["1:1"]),
         ("orch exec --nodes a2000,v", ["a2000,v100"]),
         ("orch ssh ", ["a2000", "v100"]),
-        ("orch cp train.py v", ["v100:"]),
-        ("orch cp train.py v100:/e", []),
         ("orch logs --job ", ["latest", "two-20261122-0000-bbb", "one-20261121-0000-aaa"]),
         ("orch collect --job one", ["one-20261121-0000-aaa"]),
         ("orch status --cluster r", ["rack"]),

@@ -41,7 +41,9 @@ def shown(page: Path) -> list[str]:
     typed = [re.sub(r"^\S*/orch ", "orch ", line) for line in lines]
     spoken = [line for line in re.findall(r"`(orch [^`]+)`", text) if not re.search(r"[A-Z]{4}|\.\.\.", line)]
     whole = [line for line in spoken if line.count(" ") > 1]  # `orch plan` within a sentence is a name
-    return [line.partition(" #")[0].rstrip() for line in (*typed, *whole) if line.startswith("orch ")]
+    return [
+        line.partition(" #")[0].partition(" > ")[0].rstrip() for line in (*typed, *whole) if line.startswith("orch ")
+    ]
 
 
 COMMANDS = sorted({line for page in PAGES for line in shown(page)})
@@ -86,6 +88,7 @@ def rack(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rack")
     place = workplace(folder, quick_python(tmp_path_factory.mktemp("python")))
     environment = {**os.environ, "ORCH_HOME": str(folder / "home"), "HOME": str(folder), "HF_TOKEN": "hf_x"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # ansible-inventory's
     assert forks.run(forks.ORCH, ["up", "rack.yaml", "--allow-local"], cwd=place, env=environment).returncode == 0
     return place, environment
 

@@ -1,4 +1,4 @@
-"""`orch init` and `orch inventory export`: an inventory out of other forms of hosts, and back."""
+"""`orch init`: an inventory out of other forms of hosts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.hosts.cluster import Cluster
-from orchestrator.hosts.inventory import Node
 from orchestrator.hosts.inventory_file import load_inventory
-from orchestrator.paths import Home
-from orchestrator.store import Store
 from tests.support import forks
-from tests.support.probed_hosts import facts, gpu
 
 DATA = Path(__file__).parents[1] / "data" / "inventories"
 
@@ -94,7 +89,7 @@ def test_mistakes_come_all_at_once_and_nothing_is_written(types):
         (("--user", "no one"), "--user: 'no one' must be a login name"),
         (("--cluster", ""), "--cluster: '' must be letters"),
         (("--hostfile", "none"), "none: cannot be read (No such file or directory); give the path of a hostfile"),
-        (("--ansible", "."), ".: is a folder; give the path of an Ansible inventory"),
+        (("--ansible", "none"), "none: no such file"),
         (("--ssh-config", ""), "names no host"),
     ],
 )
@@ -102,27 +97,6 @@ def test_what_cannot_be_is_refused(words, said, types):
     assert said in types("init", *words, code=2)[1]
 
 
-def remembered():
-    nodes = (Node(name="a", host="10.0.0.1", user="me"), Node(name="b", host="b", ranks=3))
-    found = {"a": facts(node="a", gpus=(gpu(), gpu(index=1)))}
-    Store(Home.default()).save_cluster(Cluster(name="c", file="f", nodes=nodes, facts=found), current=True)
-
-
-def test_the_current_cluster_is_exported_with_the_gpus_that_it_showed(types):
-    remembered()
-    out, err = types("inventory", "export", "--form", "hostfile")
-    assert out == "# The hosts of cluster c, written by orch.\n10.0.0.1 slots=2\nb slots=3\n"
-    assert err.splitlines() == ["name: a hostfile has hosts alone", "user: no place in a hostfile"]
-    assert "Host a\n    HostName 10.0.0.1\n    User me\n" in types("inventory", "export", "--form", "ssh-config")[0]
-
-
-def test_an_inventory_file_is_exported_and_comes_back(types):
-    types("init", "--ansible", str(DATA / "ansible_hosts.ini"))
-    out, _ = types("inventory", "export", "rack.yaml", "--form", "ansible")
-    (types.here / "again.yaml").write_text(out)
-    types("init", "--ansible", "again.yaml", "second.yaml")
-    first, second = (load_inventory(types.here / name) for name in ("rack.yaml", "second.yaml"))
-    assert [node.model_copy(update={"line": 0}) for node in first.nodes] == [
-        node.model_copy(update={"line": 0}) for node in second.nodes
-    ]
-    assert "at once" in types("inventory", "export", "rack.yaml", "--cluster", "c", "--form", "ansible", code=2)[1]
+def test_a_command_of_earlier_versions_names_what_takes_its_place(types):
+    assert "`orch cp` is no command any more\n  try: `orch ssh-config" in types("cp", "a", "v100:", code=2)[1]
+    assert "no command any more\n  try: `orch ssh-config" in types("inventory", "export", code=2)[1]

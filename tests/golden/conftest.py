@@ -27,6 +27,7 @@ CHANGING = {
     r"\b([a-z][\w.]*)-\d{8}-\d{4}-[a-z0-9]{3}\b": r"\1-DAY-TIME-KEY",
     r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(\+00:00|Z)": "TIME",
     r"\b[0-9a-f]{64}\b": "SHA256",
+    r"ships \d+ files, [\d.]+KiB, from ORCH/trainer.*": "ships FILES from ORCH/trainer",
     r"sha256 [0-9a-f]{12}": "sha256 SHORT",
     r'("id"): "[0-9a-f]{40}"': r'\1: "COMMIT"',
     r'("dirty"): (true|false)': r"\1: DIRTY",

@@ -1,4 +1,4 @@
-"""Hosts in the forms of other tools, read and written.
+"""Hosts in the forms of other tools.
 
 The examples in tests/data/inventories are our own, in the forms that these describe: DeepSpeed's "Getting started"
 (resource configuration), Open MPI's orte_hosts(7), MPICH's page on Hydra, Ansible's guide on building inventories with
@@ -8,7 +8,11 @@ line for each slot.
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,15 +21,9 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import InventoryError, UsageError
 from orchestrator.hosts.forms import sources
-from orchestrator.hosts.forms.ansible import write_ansible
-from orchestrator.hosts.forms.ansible_hosts import hosts_of
-from orchestrator.hosts.forms.ansible_ini import read_ini
-from orchestrator.hosts.forms.ansible_yaml import read_ansible_yaml
-from orchestrator.hosts.forms.hostfile import read_hostfile, write_hostfile
+from orchestrator.hosts.forms.ansible import read_ansible
+from orchestrator.hosts.forms.hostfile import read_hostfile
 from orchestrator.hosts.forms.new_inventory import Wanted, inventory_text
-from orchestrator.hosts.forms.ssh_config import write_ssh_config
-from orchestrator.hosts.grammar import NAME, USER
-from orchestrator.hosts.inventory import Node
 from orchestrator.hosts.inventory_file import parse_inventory
 from orchestrator.hosts.yamlfile import yaml_of
 
@@ -40,14 +38,6 @@ def nodes_of(found, wanted=WANTED):
 
 def short(found, *keys):
     return [(node.name, *(getattr(node, key) for key in keys)) for node in nodes_of(found)]
-
-
-def ini(text):
-    return read_ini("hosts", text)
-
-
-def yml(text):
-    return read_ansible_yaml(yaml_of("hosts", text))
 
 
 def mistakes(read, text):
@@ -112,6 +102,15 @@ def test_no_hosts_are_a_mistake():
 
 # ---- Ansible ---------------------------------------------------------------------------------------------------------
 
+
+@pytest.fixture
+def ansible(monkeypatch):
+    """The real one, of this Python's environment."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if not shutil.which("ansible-inventory"):
+        pytest.skip("ansible-core is not installed")
+
+
 OF_INI = [
     ("head.lab", "head.lab", None, "admin", None, "python3", None),
     *((f"gpu0{i}.lab", f"gpu0{i}.lab", None, "deep", "~/.ssh/rack", "python3", 4) for i in (1, 2, 3)),
@@ -120,15 +119,15 @@ OF_INI = [
 ]
 
 
-def test_an_ini_inventory_has_groups_ranges_and_variables():
+def test_an_ini_inventory_has_groups_ranges_and_variables(ansible):
     found = sources.from_ansible(DATA / "ansible_hosts.ini")
     assert short(found, "host", "port", "user", "key_file", "python", "ranks") == OF_INI
     said = "\n".join(found.left_out)
-    assert "ini:19: ansible_password is a secret, and not carried over" in said and "correct-horse" not in said
-    assert "ini:18: ansible_become is not carried over" in said and "groups are not carried over" in said
+    assert "ansible_password is a secret, and not carried over" in said and "correct-horse" not in said
+    assert "ansible_become is not carried over" in said
 
 
-def test_a_yaml_inventory_has_groups_ranges_and_variables():
+def test_a_yaml_inventory_has_groups_ranges_and_variables(ansible):
     found = sources.from_ansible(DATA / "ansible_hosts.yaml")
     jump, python = "admin@gate.lab", "/opt/conda/bin/python"
     assert short(found, "host", "port", "user", "proxy_jump", "python") == [
@@ -138,106 +137,62 @@ def test_a_yaml_inventory_has_groups_ranges_and_variables():
         ("gpu04", "10.0.0.4", 2222, "trainer", jump, python),
         ("last.lab", "last.lab", None, "trainer", None, python),
     ]
-    assert any("yaml:17: ansible_password is a secret" in line for line in found.left_out)
+    assert any("ansible_password is a secret" in line for line in found.left_out)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "names", "port"),
-    [
-        ("gpu[01:03].lab", ["gpu01.lab", "gpu02.lab", "gpu03.lab"], None),
-        ("gpu[8:10]:22", ["gpu8", "gpu9", "gpu10"], 22),
-        ("n[1:9:4]", ["n1", "n5", "n9"], None),
-        ("n[:2]", ["n0", "n1", "n2"], None),
-        ("r[a:c]-[1:2]", ["ra-1", "ra-2", "rb-1", "rb-2", "rc-1", "rc-2"], None),
-        ("2001:db8::4", ["2001:db8::4"], None),
-        ("[2001:db8::4]:22", ["2001:db8::4"], 22),
-        ("plain", ["plain"], None),
-    ],
-)
-def test_a_range_of_ansible_stands_for_its_hosts(pattern, names, port):
-    assert hosts_of(pattern) == (names, port)
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    ["a[1:", "a]1[", "a[1-4]", "a[04:1]", "a[01:9]", "a[001:10]", "a[1:4:0]", "a[4:1]", "a[0:9999999]", "a[:]"],
-)
-def test_a_wrong_range_of_ansible_is_refused(pattern):
-    with pytest.raises(ValueError, match="range"):
-        hosts_of(pattern)
-
-
-def test_all_mistakes_of_an_ini_inventory_at_once():
-    text = (
-        "[a:vars]\nansible_user={{ who }}\nansible_port=x\nhunter2\n[b]\nansible_password=hunter2\nh hunter2\n"
-        "h1 ansible_connection=docker\n[c:friends]\n[a b]\n[d:children]\nnone=hunter2\n[a]\nh2\n'\nh3\n"
-    )
-    found = mistakes(ini, text)
-    assert found == [
-        "2: ansible_user holds a Jinja expression, which only Ansible can compute; write the plain value, or take what"
-        " `ansible-inventory -i FILE --list --yaml` prints",
-        "3: node h2: port: must be a whole number, not 'x'; write it plainly, without quotes, unit or leading zero",
-        "4: in [a:vars] each line is `variable=value`",
-        "6: a variable stands where a host is expected; group variables go below [b:vars]",
-        "7: behind a host each word is `variable=value`; quote a value with blanks",
-        "8: ansible_connection: 'docker' is not SSH; leave that host out",
-        "9: [c:friends]: 'friends' is none of hosts, vars, children",
-        "10: '[a b]' is no section; write [group], [group:vars] or [group:children]",
-        "12: [d:children] names group 'none', which is nowhere; write a section for it",
-        "15: cannot be split into words (No closing quotation); look for a quote without its other one",
-    ]
-    assert "hunter2" not in "\n".join(found)
-
-
-def test_all_mistakes_of_a_yaml_inventory_at_once():
-    text = (
-        "all:\n  host: {a: }\n  vars: [hunter2]\n  hosts:\n    a: hunter2\n    b: {ansible_user: !vault hunter2}\n"
-        "    c: {ansible_port: 70000, ansible_become_pass: !vault hunter2}\n    '{{ d }}':\n"
-    )
-    found = mistakes(yml, text)
-    assert found == [
-        "2: unknown key 'host' in group 'all'; did you mean `hosts`?",
-        "3: variables must be a mapping (`name:` lines), not a list",
-        "5: variables must be a mapping (`name:` lines), not a single value",
-        "6: is kept by ansible-vault, which orch does not open; write the plain value, or take it out",
-        "7: node c: port: must be at most 65535, not 70000",
-        "8: '{{ d }}' holds a Jinja expression, which only Ansible can compute",
-    ]
-
-
-def test_an_anchor_is_refused_without_a_word_of_our_own_keys():
-    found = mistakes(yml, "all:\n  hosts:\n    a: &x {ansible_user: me}\n    b: *x\n    c: {<<: *x}\n")
-    assert [line.partition("; ")[2] for line in found] == ["write the value out"] * len(found)
-    assert [line[0] for line in found] == ["3", "4", "5", "5"]
-
-
-def test_a_plugin_and_a_vault_are_refused(tmp_path):
-    assert "--list --yaml" in mistakes(yml, "plugin: amazon.aws.aws_ec2\nregions: [x]\n")[0]
-    (tmp_path / "hosts").write_text("$ANSIBLE_VAULT;1.1;AES256\n6231\n")
-    with pytest.raises(InventoryError, match=r"hosts:1: is encrypted by ansible-vault"):
-        sources.from_ansible(tmp_path / "hosts")
-
-
-def test_a_circle_of_groups_is_refused():
-    text = "[a:children]\nb\n[b:children]\na\n[b]\nh\n"
-    assert mistakes(ini, text) == ["1: groups hold each other in a circle: a, b; take one of them out of the other"]
-
-
-def test_group_vars_beside_an_inventory_are_named(tmp_path):
+def test_what_ansible_makes_of_groups_and_templates_counts(tmp_path, ansible):
     (tmp_path / "group_vars").mkdir()
-    (tmp_path / "hosts").write_text("a\n")
-    assert "group_vars beside hosts" in sources.from_ansible(tmp_path / "hosts").left_out[-1]
+    (tmp_path / "group_vars" / "all.yaml").write_text("ansible_user: deep\n")
+    (tmp_path / "hosts").write_text("[a]\nh[1:2]\nplain ansible_user=me\n[b]\nh1 ansible_port=2222\n")
+    found = sources.from_ansible(tmp_path / "hosts")
+    assert short(found, "user", "port") == [("h1", "deep", 2222), ("h2", "deep", None), ("plain", "me", None)]
 
 
-def test_of_equal_groups_the_later_name_wins_and_a_priority_before_it():
-    text = "[a]\nh\n[b]\nh\n[a:vars]\nansible_user=ua\n[b:vars]\nansible_user=ub\n"
-    assert short(ini(text), "user") == [("h", "ub")]
-    assert short(ini(text + "[a:vars]\nansible_group_priority=2\n"), "user") == [("h", "ua")]
+def test_what_ansible_refuses_is_refused_in_its_words(tmp_path, ansible):
+    (tmp_path / "hosts").write_text("[a:friends]\nh\n")
+    with pytest.raises(UsageError, match=r"hosts: .*friends") as refused:
+        sources.from_ansible(tmp_path / "hosts")
+    assert "--list` says more" in str(refused.value.remedy)
+    with pytest.raises(UsageError, match="none: no such file"):
+        sources.from_ansible(tmp_path / "none")
 
 
-def test_a_wrong_value_of_many_hosts_is_one_mistake():
-    found = mistakes(ini, "h[1:9]\n[all:vars]\nansible_user=no one\n")
-    assert len(found) == 1 and found[0].startswith("3: node h1: user: 'no one' must be")
+def test_without_ansible_its_listing_from_elsewhere_will_do(tmp_path, ansible, monkeypatch):
+    printed = subprocess.run(
+        ["ansible-inventory", "-i", DATA / "ansible_hosts.ini", "--list"], capture_output=True, check=True
+    ).stdout
+    (tmp_path / "hosts.json").write_bytes(printed)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert (
+        short(sources.from_ansible(tmp_path / "hosts.json"), "host", "port", "user", "key_file", "python", "ranks")
+        == OF_INI
+    )
+    with pytest.raises(UsageError, match="no `ansible-inventory`") as refused:
+        sources.from_ansible(DATA / "ansible_hosts.ini")
+    assert "--list > hosts.json` where it is, then --ansible hosts.json" in str(refused.value.remedy)
+
+
+def listing(text):
+    return read_ansible("hosts", json.loads(text))
+
+
+def test_all_mistakes_of_a_listing_at_once():
+    hosts = {
+        "a": {"ansible_user": "{{ who }}", "ansible_password": "hunter2"},
+        "b": {"ansible_port": "x", "ansible_connection": "docker"},
+        "c": {"ansible_port": 70000},
+    }
+    assert mistakes(listing, json.dumps({"_meta": {"hostvars": hosts}})) == [
+        "0: a: ansible_user is a Jinja expression, which Ansible has not computed; write the plain value",
+        "0: ansible_connection: 'docker' is not SSH; leave that host out",
+        "0: node b: port: must be a whole number, not 'x'; write it plainly, without quotes, unit or leading zero",
+        "0: node c: port: must be at most 65535, not 70000",
+    ]
+
+
+@pytest.mark.parametrize("text", ["1", "[]", "{}", '{"_meta": 1}', '{"_meta": {"hostvars": []}, "a": {"hosts": 7}}'])
+def test_what_is_no_listing_is_refused(text):
+    assert mistakes(listing, text) == ["0: is not what `ansible-inventory --list` prints"]
 
 
 # ---- SSH -------------------------------------------------------------------------------------------------------------
@@ -335,11 +290,33 @@ MIXED = st.lists(st.sampled_from(PIECES)).map("".join)
 TEXTS = st.one_of(st.text(), MIXED, st.tuples(st.sampled_from(BEGUN), MIXED).map("".join))
 
 
-@pytest.mark.parametrize("read", [hostfile, ini, yml], ids=["hostfile", "ini", "yaml"])
 @given(text=TEXTS)
-def test_any_text_is_hosts_or_mistakes_in_words(read, text):
+def test_any_hostfile_is_hosts_or_mistakes_in_words(text):
     try:
-        nodes_of(read(text))
+        nodes_of(hostfile(text))
+    except InventoryError as error:
+        assert error.mistakes and all(mistake.message for mistake in error.mistakes)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.sampled_from(["a", "me", "{{ x }}", "22", "local"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.text() | st.sampled_from(["ansible_user", "ansible_port", "ansible_connection", "hosts", "a"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+LISTINGS = JSON | st.fixed_dictionaries({"_meta": st.fixed_dictionaries({"hostvars": JSON}), "all": JSON})
+
+
+@given(found=LISTINGS)
+def test_any_listing_is_hosts_or_mistakes_in_words(found):
+    try:
+        nodes_of(read_ansible("hosts", found))
     except InventoryError as error:
         assert error.mistakes and all(mistake.message for mistake in error.mistakes)
 
@@ -354,64 +331,3 @@ def test_any_ssh_configuration_is_hosts_or_mistakes_in_words(text, listed, tmp_p
             nodes_of(sources.from_ssh_config(listed))
         except UsageError as error:
             assert str(error)
-
-
-# ---- and back --------------------------------------------------------------------------------------------------------
-
-NAMES = st.from_regex(NAME, fullmatch=True)
-HOSTS = st.one_of(
-    st.from_regex(r"[a-z][a-z0-9]{0,8}(\.[a-z]{2,5})?", fullmatch=True),
-    st.ip_addresses().map(str),
-)
-NODES = st.lists(
-    st.builds(
-        Node,
-        name=NAMES,
-        host=HOSTS,
-        port=st.none() | st.integers(1, 65535),
-        user=st.none() | st.from_regex(USER, fullmatch=True),
-        ranks=st.none() | st.integers(1, 256),
-        proxy_jump=st.none() | st.sampled_from(["gate", "me@gate.lab:2222,b"]),
-        connect_timeout_s=st.none() | st.integers(1, 600).map(float),
-    ),
-    min_size=1,
-    max_size=5,
-    unique_by=(lambda node: node.name.lower(), lambda node: node.host),
-)
-KEPT = ("name", "host", "port", "user", "ranks", "proxy_jump")
-
-
-def kept(nodes, keys):
-    return [{key: getattr(node, key) for key in keys} for node in nodes]
-
-
-@given(nodes=NODES)
-def test_an_ansible_inventory_comes_back_as_it_was(nodes):
-    assert kept(nodes_of(yml(write_ansible("rack", nodes).text)), KEPT) == kept(nodes, KEPT)
-
-
-@given(nodes=NODES)
-def test_an_ssh_configuration_comes_back_but_for_ranks(nodes, tmp_path_factory):
-    file = tmp_path_factory.mktemp("ssh") / "config"
-    written = write_ssh_config("rack", nodes)
-    file.write_text(written.text)
-    keys = [key for key in (*KEPT, "connect_timeout_s") if key != "ranks"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ORCH_SSH_CONFIG", str(file))
-        found = nodes_of(sources.from_ssh_config("*"))
-    assert kept(found, keys) == kept(nodes, keys)
-    assert bool(written.left_out) == any(node.ranks for node in nodes)
-
-
-@given(nodes=NODES)
-def test_a_hostfile_comes_back_with_hosts_and_ranks(nodes):
-    found = nodes_of(hostfile(write_hostfile("rack", nodes).text))
-    assert [(n.host, n.ranks) for n in found] == [(n.host, n.ranks or 1) for n in nodes]
-
-
-def test_what_has_no_place_is_named_without_its_value():
-    node = Node(name="a", host="a", user="me", env={"TOKEN": "hunter2"}, gpus=2)
-    assert write_hostfile("rack", [node]).left_out == ("user: no place in a hostfile", "env: no place in a hostfile")
-    assert write_ansible("rack", [node]).left_out == ("env: no place in an Ansible inventory",)
-    local = Node(name="b", host="localhost", transport="local")
-    assert write_ssh_config("rack", [node, local]).left_out[0] == "b: this machine itself (transport: local)"

@@ -127,6 +127,7 @@ def running_sshd(
         # So bash takes itself for an inner shell, which does not read the person's start-up files.
         f"SetEnv {' '.join(['SHLVL=1', *environment])}",
         "PidFile none",
+        "Subsystem sftp internal-sftp",
         "LogLevel VERBOSE",
     ]
     (folder / "sshd_config").write_text("\n".join(lines) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from orchestrator.errors import HostKeyError, OrchError
 from orchestrator.transport.hostkeys import HostKeys
-from orchestrator.transport.openssh import command_line
+from orchestrator.transport.openssh import command_line, host_entry
 from tests.support import forks
 from tests.support.ssh_rack import ssh_rack
 from tests.support.sshd import make_key, needs_sshd, running_sshd
@@ -201,3 +202,62 @@ def test_a_local_node_has_a_shell_of_this_machine(tmp_path):
     assert stat.S_IMODE((tmp_path / "it").stat().st_mode) == 0o644
     shell = forks.run(forks.ORCH, ["ssh", "me"], cwd=tmp_path, env=environment, input_="echo $((40+2)); exit 3\n")
     assert (shell.returncode, shell.stdout) == (3, "42\n")
+
+
+# ---- orch ssh-config ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(rack):
+    """Of the hosts whose keys are known: `gone` has never been reached."""
+    done = rack.types("ssh-config", exit_code=3)
+    assert done.stderr.startswith("error: gone: ") and "Host gone" not in done.stdout
+    (rack.folder / "ssh").write_text(done.stdout)
+    return rack.folder / "ssh"
+
+
+def run(*words):
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_openssh_and_what_starts_it_reach_hosts_by_their_names(config, rack, tmp_path):
+    for name, server in rack.servers.items():
+        assert run("ssh", "-F", config, name, PORT) == f"port {server.port}\n"
+    (tmp_path / "sent").write_text("by scp")
+    run("scp", "-F", config, tmp_path / "sent", f"v100:{tmp_path}/arrived")
+    assert (tmp_path / "arrived").read_text() == "by scp"
+    (tmp_path / "batch").write_text(f"get {tmp_path}/sent {tmp_path}/got\n")  # as an editor's remote mode does
+    run("sftp", "-F", config, "-b", tmp_path / "batch", "v100")
+    assert (tmp_path / "got").read_text() == "by scp"
+
+
+@pytest.mark.skipif(not shutil.which("rsync"), reason="rsync is not installed")
+def test_rsync_reaches_them(config, tmp_path):
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from" / "file").write_text("by rsync")
+    run("rsync", "-e", f"ssh -F {config}", "-a", f"{tmp_path}/from/", f"a2000:{tmp_path}/to/")
+    assert (tmp_path / "to" / "file").read_text() == "by rsync"
+
+
+def test_ansible_reaches_them(config):
+    pytest.importorskip("ansible")
+    python = f"ansible_python_interpreter={sys.executable}"
+    said = run("ansible", "all", "-i", "a2000,v100,", "--ssh-common-args", f"-F {config}", "-e", python, "-m", "ping")
+    assert said.count("pong") == 2
+
+
+def test_an_entry_goes_through_jump_hosts_and_to_pinned_keys_only(servers, keys, tmp_path):
+    a, b, c = servers
+    target = replace(c.target(proxy_jump=through(a, b)), node="card", connect_timeout_s=7.0)
+    (tmp_path / "config").write_text(host_entry(target, keys, pins=tmp_path / "pins"))
+    before = [server.logins() for server in servers]
+    assert run("ssh", "-F", tmp_path / "config", "card", PORT) == f"port {c.port}\n"
+    assert [server.logins() for server in servers] == [count + 1 for count in before]
+    assert "connecttimeout 7\n" in run("ssh", "-F", tmp_path / "config", "-G", "card")
+    pinned = replace(a.target(host_key=b.host_key()), node="card")  # known as it is, and pinned otherwise
+    (tmp_path / "config").write_text(host_entry(pinned, keys, pins=tmp_path / "pins"))
+    with pytest.raises(AssertionError, match="HAS CHANGED"):
+        run("ssh", "-F", tmp_path / "config", "card", PORT)

@@ -14,24 +14,13 @@ import re
 from collections.abc import Sequence
 
 from orchestrator.hosts import grammar
-from orchestrator.hosts.forms.imported import (
-    MOST_HOSTS,
-    Exported,
-    Given,
-    Imported,
-    ImportedHost,
-    Notes,
-    node_name,
-    without_place,
-)
-from orchestrator.hosts.inventory import Node
+from orchestrator.hosts.forms.imported import MOST_HOSTS, Given, Imported, ImportedHost, Notes, node_name
 
 _RANKS = {"slots", "slot", "count", "cpu", "cpus"}
 _USER = {"user", "username", "user_name"}
 _DROPPED = {"max_slots", "sockets", "boards", "binding", "ifhn", "port_range"}
 _HOST = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?:\[(?P<ipv6>[^\]\s]*)\]|(?P<host>[^\s@\[\]]+?))(?::(?P<count>\d+))?")
 _FORM = "write `host slots=4` or `host:4`"
-_PLACED = {"host", "ranks", "gpus", "name"}
 
 
 def read_hostfile(file: str, text: str) -> Imported:
@@ -107,15 +96,3 @@ def _add(hosts: dict[str, ImportedHost], host: ImportedHost, notes: Notes) -> No
     else:
         more = Given(counted.value + 1, host.line)
         hosts[host.name] = ImportedHost(known.name, known.line, {**known.keys, "ranks": more})
-
-
-def write_hostfile(cluster: str, nodes: Sequence[Node]) -> Exported:
-    """In DeepSpeed's form, which Open MPI reads, too: hosts and slots alone."""
-    lines, left_out = [f"# The hosts of cluster {cluster}, written by orch."], []
-    for node in nodes:
-        lines.append(f"{node.host} slots={node.ranks or node.gpus or 1}")
-        if not (node.ranks or node.gpus):
-            left_out.append(f"{node.name}: neither `ranks` nor `gpus` is given; written as slots=1")
-    if [node for node in nodes if node.name != node.host]:
-        left_out.append("name: a hostfile has hosts alone")
-    return Exported("\n".join(lines) + "\n", (*left_out, *without_place(nodes, _PLACED, "a hostfile")))

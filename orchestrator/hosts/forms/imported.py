@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.errors import Mistake
 from orchestrator.hosts import grammar
-from orchestrator.hosts.inventory import Node
 
 MOST_HOSTS = grammar.MOST_HOSTS
 """Of one file: what is more is a slip in a range."""
@@ -43,14 +42,6 @@ class Imported:
     """What has no place in an inventory, a line each; never with its value."""
 
 
-@dataclass(frozen=True)
-class Exported:
-    """A file of another form, and what of our nodes has no place in it, a line each."""
-
-    text: str
-    left_out: tuple[str, ...] = ()
-
-
 @dataclass
 class Notes:
     """Mistakes and left-out things of a file that is being read. Of each thing the first place is kept."""
@@ -76,14 +67,3 @@ def node_name(host: str) -> str:
         return host
     near = re.sub(r"[^A-Za-z0-9._-]", "-", host).lstrip("._-")[:63]
     return near or "node"
-
-
-_DESCRIPTIONS = {"line", "gpu", "id", "note", "image", "address_prefix"}
-"""What only describes a host is not missed."""
-
-
-def without_place(nodes: Sequence[Node], placed: Collection[str], form: str) -> list[str]:
-    """A line for each key that these nodes set and the form does not have."""
-    keys = [key for key in Node.model_fields if key not in placed and key not in _DESCRIPTIONS]
-    standard = {key: value.get_default(call_default_factory=True) for key, value in Node.model_fields.items()}
-    return [f"{key}: no place in {form}" for key in keys if any(getattr(n, key) != standard[key] for n in nodes)]

@@ -1,27 +1,33 @@
 """Where hosts in other forms are read from: this machine's files and SSH configuration.
 
 found = from_hostfile(Path("hosts"))
+found = from_ansible(Path("hosts.ini"))
 found = from_ssh_config("gpu[01-04],v100*")
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import InventoryError, Mistake, UsageError
-from orchestrator.hosts.forms.ansible_ini import read_ini
-from orchestrator.hosts.forms.ansible_yaml import is_vault, read_ansible_yaml
+from orchestrator.errors import UsageError
+from orchestrator.hosts.forms.ansible import read_ansible
 from orchestrator.hosts.forms.hostfile import read_hostfile
 from orchestrator.hosts.forms.imported import Imported
 from orchestrator.hosts.forms.ssh_config import SshHost, read_ssh_hosts
 from orchestrator.hosts.node_names import names_in
-from orchestrator.hosts.yamlfile import read_text, yaml_of
+from orchestrator.hosts.yamlfile import read_text
+from orchestrator.text import one_line
 
-_YAML = (".yaml", ".yml", ".json")
-"""As Ansible tells its two forms apart."""
+_LISTING_S = 120.0
+"""For an inventory plugin that asks a cloud."""
 
 
 def from_hostfile(path: Path) -> Imported:
@@ -29,17 +35,42 @@ def from_hostfile(path: Path) -> Imported:
 
 
 def from_ansible(path: Path) -> Imported:
-    text = read_text(path, "an Ansible inventory in YAML or INI")
-    if is_vault(text):
-        words = "is encrypted by ansible-vault; `ansible-vault view` shows its text, which orch can read from a file"
-        raise InventoryError([Mistake(str(path), 1, words)])
-    is_yaml = path.suffix in _YAML
-    found = read_ansible_yaml(yaml_of(str(path), text)) if is_yaml else read_ini(str(path), text)
-    beside = [name for name in ("group_vars", "host_vars") if (path.parent / name).is_dir()]
-    words = (
-        f"{' and '.join(beside)} beside {path.name} not read: `ansible-inventory -i {path.name} --list --yaml` has all"
-    )
-    return replace(found, left_out=(*found.left_out, words)) if beside else found
+    """By Ansible itself. A file that holds what it has listed on another machine needs no Ansible here."""
+    if path.suffix == ".json":
+        found = _json_of(path, read_text(path, "the output of `ansible-inventory --list`"))
+        if isinstance(found, dict) and "_meta" in found:
+            return read_ansible(str(path), found)
+    return read_ansible(str(path), _json_of(path, _listed(path)))
+
+
+def _json_of(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: no JSON of `ansible-inventory --list` ({error})", "list it anew") from error
+
+
+def _listed(path: Path) -> str:
+    """Raises UsageError with Ansible's own words."""
+    program = shutil.which("ansible-inventory")
+    if not path.exists():
+        raise UsageError(f"{path}: no such file", "give the path of an Ansible inventory")
+    if not program:
+        line = f"`ansible-inventory -i {path} --list > hosts.json`"
+        raise UsageError("this machine has no `ansible-inventory`", f"{line} where it is, then --ansible hosts.json")
+    environment = {**os.environ, "ANSIBLE_INVENTORY_UNPARSED_FAILED": "1", "ANSIBLE_NOCOLOR": "1", "COLUMNS": "1000"}
+    argv = [program, "-i", str(path.absolute()), "--list"]
+    try:
+        done = subprocess.run(
+            argv, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL, timeout=_LISTING_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UsageError(f"{path}: `ansible-inventory` took more than {_LISTING_S:g} s", "run it by hand") from error
+    if done.returncode:
+        said = re.findall(r"^\[(?:WARNING|ERROR)\]: (.+)", done.stderr, re.M) or [f"exit code {done.returncode}"]
+        causes = [line for line in said if line.startswith("Failed")] or said
+        raise UsageError(f"{path}: {one_line(causes[-1], 500)}", f"`ansible-inventory -i {path} --list` says more")
+    return done.stdout
 
 
 def from_ssh_config(listed: str) -> Imported:

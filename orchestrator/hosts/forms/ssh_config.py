@@ -1,5 +1,5 @@
-"""Hosts of an SSH configuration, ssh_config(5): from what holds for each of them to our keys, and back. Pure; the
-configuration itself is read by `transport.ssh_config`.
+"""Hosts of an SSH configuration, ssh_config(5): from what holds for each of them to our keys. Pure; the configuration
+itself is read by `transport.ssh_config`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.hosts import grammar
-from orchestrator.hosts.forms.imported import Exported, Given, Imported, ImportedHost, Notes, node_name, without_place
-from orchestrator.hosts.inventory import Node
+from orchestrator.hosts.forms.imported import Given, Imported, ImportedHost, Notes, node_name
 
 _KEYS = {"hostname": "host", "user": "user", "port": "port", "proxyjump": "proxy_jump"}
 _BY_ITSELF = {"identitiesonly", "hostkeyalias", "userknownhostsfile", "globalknownhostsfile"}
-_PLACED = {"name", "host", "port", "user", "key_file", "proxy_jump", "connect_timeout_s"}
 
 
 @dataclass(frozen=True)
@@ -65,28 +63,3 @@ def _key_file(one: SshHost, files: Sequence[str], notes: Notes) -> dict[str, Giv
     for other in files[1:]:
         notes.drop(0, f"a further IdentityFile of Host {one.name} is not carried over: {grammar.show(other)}")
     return {"key_file": Given(files[0], one.line)} if files else {}
-
-
-def write_ssh_config(cluster: str, nodes: Sequence[Node]) -> Exported:
-    """A `Host` for each node, to be included by ~/.ssh/config."""
-    parts = [f"# The hosts of cluster {cluster}, written by orch."]
-    local = [node.name for node in nodes if node.transport == "local"]
-    for node in nodes:
-        if node.transport != "local":
-            parts.append("\n".join([f"Host {node.name}", *(f"    {line}" for line in _lines(node))]))
-    left_out = [f"{name}: this machine itself (transport: local)" for name in local]
-    placed = {*_PLACED, "transport"}
-    return Exported("\n\n".join(parts) + "\n", (*left_out, *without_place(nodes, placed, "an SSH configuration")))
-
-
-def _lines(node: Node) -> list[str]:
-    quoted = '"' + (node.key_file or "").replace("%", "%%").replace('"', '\\"') + '"'
-    lines = {
-        "HostName": node.host,
-        "Port": node.port,
-        "User": node.user,
-        "IdentityFile": node.key_file and quoted,
-        "ProxyJump": node.proxy_jump,
-        "ConnectTimeout": node.connect_timeout_s and round(node.connect_timeout_s),
-    }
-    return [f"{key} {value}" for key, value in lines.items() if value]
