@@ -7,6 +7,7 @@ GENERATED_DRAWS and GENERATED_SEED try others; THOROUGH or ORCH_LONG more of the
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ pytest.importorskip("torchvision")
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tests.support.drawn_scripts import (
     SEQUENTIAL,
@@ -92,6 +94,17 @@ def trained(rank: int, case: tuple[Drawn, int, str]) -> Trained | Refused | Leav
         return Leaves(Refused(str(error), run.updates - number * drawn.cut if run else 0))
     except Exception:
         return Leaves(Raised(traceback.format_exc()))  # others need not wait for it
+    finally:
+        end_loading()
+
+
+def end_loading() -> None:
+    """A script's process ends with it, and this one goes on. Python closes a queue before the loader that is collected
+    with it, so that torch would wait 5 s for each loading process, and for a minute if a dozen are collected at once.
+    """
+    for one in gc.get_objects():
+        if isinstance(one, _MultiProcessingDataLoaderIter):
+            one._shutdown_workers()
 
 
 def _trained(run: Session, drawn: Drawn, model: torch.nn.Module) -> Trained:
