@@ -31,7 +31,7 @@ from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.fields import SettingsError
 
-EXCHANGING = ("ddp", *AFTER_BACKWARD, *(("fsdp",) if NEWEST_FSDP else ()))
+EXCHANGING = ("ddp", "parameter_average", *AFTER_BACKWARD, *(("fsdp",) if NEWEST_FSDP else ()))
 
 
 class Branches(nn.Module):

@@ -115,5 +115,5 @@ def _exact(settings: Settings, model: nn.Module, sums: GradientSum, timer: Timer
     if name == "fsdp":
         return Fsdp(model, sums.group, timer, brake, settings.bucket_mib or FSDP_MIB)
     if name == "parameter_average":
-        return ParameterAverage(model, sums, timer, brake, every=1)
+        return ParameterAverage(model, sums, timer, brake, every=1, is_exact=True)
     return AfterBackward(model, sums, timer, brake, EXCHANGES[name])

@@ -34,12 +34,14 @@ from trainer.shared.errors import TrainError
 from trainer.shared.settings import Settings
 from trainer.strategies.base import Base, Exchange, share_initial_state
 from trainer.strategies.gradient_sum import GradientSum
+from trainer.strategies.without_samples import refuse_unused
 
 
 class ParameterAverage(Base):
     """A rank counts by the samples it has trained on since the last average.
 
     every: updates from one average to the next. overlap: those that go on while it travels, fewer than `every`.
+    is_exact: the update is to be that of one process, in which no parameter is left alone on some ranks only.
     """
 
     updates_alone = True
@@ -54,8 +56,9 @@ class ParameterAverage(Base):
         overlap: int = 0,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
+        is_exact: bool = False,
     ) -> None:
-        self.model = model
+        self.model, self.is_exact = model, is_exact
         self.sums = sums
         self.timer = timer
         self.brake = brake
@@ -82,6 +85,8 @@ class ParameterAverage(Base):
 
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
         self.accumulate(loss_sum, samples, samples)
+        if self.is_exact and any(weight.grad is None for weight in trainable(self.model)):
+            refuse_unused(self.model, loss_sum)
         self.count(samples, of_all=batch)
         self.brake.pause("sync")
         self.pause_before_call()
