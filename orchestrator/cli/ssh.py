@@ -58,9 +58,8 @@ def ssh_config(nodes: str | None, cluster: str | None) -> None:
     \b
     orch ssh-config > ~/.ssh/orch
     scp -F ~/.ssh/orch train.toml v100:conf/
-    rsync -e 'ssh -F ~/.ssh/orch' -a v100:results/ results/
-    ansible all -i a2000,v100, --ssh-common-args '-F ~/.ssh/orch' -m ping
-    echo 'Include ~/.ssh/orch' >> ~/.ssh/config    for editors, at its top
+    rsync -e "ssh -F $HOME/.ssh/orch" -a v100:results/ results/
+    ansible all -i a2000,v100, --ssh-common-args "-F $HOME/.ssh/orch" -m ping
     """
     from orchestrator.hosts.connections import target_of
     from orchestrator.transport.hostkeys import HostKeys

@@ -108,35 +108,6 @@ def chosen_folder(path: Path, *, make: bool = True) -> Iterator[int]:
         os.close(handle)
 
 
-@contextlib.contextmanager
-def chosen_file(path: Path, name: str, *, inside: bool) -> Iterator[tuple[int, str]]:
-    """The open folder of a file that a person chose, and the file's name in it. A link there is followed as
-    `chosen_folder` follows them. inside: the path is that of a folder, as it also may be without that; then the file
-    has this name in it. Raises as `chosen_folder` does, and IsADirectoryError.
-    """
-    is_inside = False
-    for _ in range(MAX_LINKS):
-        if inside or not path.name:
-            path, inside, is_inside = path / name, False, True
-        with chosen_folder(path.parent, make=False) as at:
-            try:
-                found = os.stat(path.name, dir_fd=at, follow_symlinks=False)
-            except FileNotFoundError:
-                yield at, path.name
-                return
-            if stat.S_ISLNK(found.st_mode):
-                _refuse_strangers(path, found)
-                path = Path(os.path.join(path.parent, os.readlink(path.name, dir_fd=at)))
-            elif stat.S_ISDIR(found.st_mode):
-                if is_inside:
-                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-                inside = True
-            else:
-                yield at, path.name
-                return
-    raise OSError(errno.ELOOP, "too many links", str(path))
-
-
 def _step(at: int, part: str, *, make: bool) -> int:
     try:
         return os.open(part, _STEP, dir_fd=at)

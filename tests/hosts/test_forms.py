@@ -157,6 +157,26 @@ def test_what_ansible_refuses_is_refused_in_its_words(tmp_path, ansible):
         sources.from_ansible(tmp_path / "none")
 
 
+def test_a_folder_with_one_file_that_cannot_be_read_is_refused(tmp_path, ansible):
+    (tmp_path / "good").write_text("[a]\nh\n")
+    (tmp_path / "bad").write_text("[x:friends]\nzz\n")
+    with pytest.raises(UsageError, match=r"friends"):
+        sources.from_ansible(tmp_path)
+
+
+def test_many_groups_in_each_other_are_walked_through():
+    deep = {f"g{n}": {"children": [f"g{n + 1}"]} for n in range(3000)} | {"g3000": {"hosts": ["h"]}}
+    assert [host.name for host in read_ansible("hosts", {"_meta": {"hostvars": {}}, **deep}).hosts] == ["h"]
+
+
+def test_an_ansible_that_does_not_start_is_named(tmp_path, monkeypatch):
+    (tmp_path / "ansible-inventory").write_text("#!/nowhere/python\n")
+    (tmp_path / "ansible-inventory").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match=r"ansible-inventory cannot be run"):
+        sources.from_ansible(DATA / "ansible_hosts.ini")
+
+
 def test_without_ansible_its_listing_from_elsewhere_will_do(tmp_path, ansible, monkeypatch):
     printed = subprocess.run(
         ["ansible-inventory", "-i", DATA / "ansible_hosts.ini", "--list"], capture_output=True, check=True
@@ -179,18 +199,31 @@ def listing(text):
 def test_all_mistakes_of_a_listing_at_once():
     hosts = {
         "a": {"ansible_user": "{{ who }}", "ansible_password": "hunter2"},
+        "v": {"ansible_user": {"__ansible_vault": "$ANSIBLE_VAULT;1.1;AES256"}},
         "b": {"ansible_port": "x", "ansible_connection": "docker"},
         "c": {"ansible_port": 70000},
     }
     assert mistakes(listing, json.dumps({"_meta": {"hostvars": hosts}})) == [
         "0: a: ansible_user is a Jinja expression, which Ansible has not computed; write the plain value",
+        "0: v: ansible_user is encrypted by Ansible Vault; write the plain value",
         "0: ansible_connection: 'docker' is not SSH; leave that host out",
         "0: node b: port: must be a whole number, not 'x'; write it plainly, without quotes, unit or leading zero",
         "0: node c: port: must be at most 65535, not 70000",
     ]
 
 
-@pytest.mark.parametrize("text", ["1", "[]", "{}", '{"_meta": 1}', '{"_meta": {"hostvars": []}, "a": {"hosts": 7}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1",
+        "[]",
+        "{}",
+        '{"_meta": 1}',
+        '{"_meta": {"hostvars": []}, "a": {"hosts": 7}}',
+        '{"_meta": {"hostvars": {}}, "a": {"hosts": [1]}}',
+        '{"_meta": {"hostvars": {}}, "a": {"hosts": "abc"}}',
+    ],
+)
 def test_what_is_no_listing_is_refused(text):
     assert mistakes(listing, text) == ["0: is not what `ansible-inventory --list` prints"]
 

@@ -80,8 +80,8 @@ def synchronise_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def refuse_other_ways(model: nn.Module) -> None:
-    """Called by all ranks after a forward pass. Raises TrainError if they came through different BatchNorms, each of
-    which has then mixed its statistics with another's.
+    """Called by all ranks after a forward pass. Raises TrainError if they came through other BatchNorms, as many on
+    each: their statistics are mixed then. (If one came through fewer of them, the others wait for it in vain.)
     """
     synchronised = [module for module in model.modules() if isinstance(module, SynchronisedBatchNorm)]
     if not synchronised:

@@ -59,14 +59,17 @@ class Fsdp(Base):
             sharded.set_custom_reduce_scatter(_Reduce(2 * number + 1, name, self))
         type(sharded).__deepcopy__ = _refuse_copy
 
-    def reduce(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool) -> Any:
-        """The reduce-scatter of one piece: on a GPU in a stream of its own, behind that of the piece before, so that a
-        mark there would say nothing of computing. Gloo knows no average.
+    def reduce(
+        self, piece: _Collective, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool
+    ) -> Any:
+        """On a GPU in a stream of its own, behind that of the piece before, so that a mark there would say nothing of
+        computing. Gloo knows no average.
         """
         self.brake.pause("call")
         if len(self.collectives) == self.reductions - 1:
             self.brake.pause("sync")
         self.computed = self.timer.mark_computing()
+        piece.meet(input_tensor, group)  # waits for slower ranks
         is_mean = op == dist.ReduceOp.AVG
         work = dist.reduce_scatter_tensor(
             output_tensor, input_tensor, op=dist.ReduceOp.SUM if is_mean else op, group=group, async_op=async_op
@@ -143,8 +146,7 @@ class _Reduce(_Collective):
     strategy: Fsdp
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        self.meet(input_tensor, group)
-        return self.strategy.reduce(output_tensor, input_tensor, group, op, async_op)
+        return self.strategy.reduce(self, output_tensor, input_tensor, group, op, async_op)
 
 
 def _newest_fsdp() -> tuple[Any, Any]:
@@ -161,7 +163,9 @@ def _newest_fsdp() -> tuple[Any, Any]:
 
 
 def _pieces(model: nn.Module, most_bytes: float) -> Iterator[list[nn.Module]]:
-    """Parts that follow each other, as many as have so many bytes together: every piece costs a latency three times."""
+    """Parts that follow each other, as many as have so many bytes together: every piece costs a latency six times, of which
+    three are for the comparison of where the ranks are.
+    """
     piece: list[nn.Module] = []
     for part in _parts(model, most_bytes):
         if piece and sum(map(gradient_bytes, [*piece, part])) > most_bytes:

@@ -6,7 +6,7 @@ read_ansible("hosts.ini", json.loads(printed)).hosts[0].keys["user"].value      
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from orchestrator.hosts import grammar
@@ -51,18 +51,21 @@ def _variables(listing: Any) -> dict[str, Mapping[str, Any]] | None:
     try:
         found = {name: own for name, own in listing["_meta"]["hostvars"].items() if isinstance(own, dict)}
         groups = {name: group for name, group in listing.items() if name != "_meta"}
-        hosts = [host for name in ("all", *groups) for host in _hosts_in(name, groups)]
+        waiting, hosts = ["all", *groups][::-1], list[str]()
+        while waiting:  # Ansible lists groups by name, and the children of each in their order
+            group = groups.pop(waiting.pop(), {})
+            hosts += _names(group.get("hosts", []))
+            waiting += reversed(_names(group.get("children", [])))
         return {name: found.get(name, {}) for name in dict.fromkeys([*hosts, *found])}
     except (TypeError, KeyError, AttributeError):
         return None
 
 
-def _hosts_in(name: str, groups: dict[str, Any]) -> Iterator[str]:
-    """Takes the groups out that it has seen: Ansible lists them by name, and the children of each in their order."""
-    group = groups.pop(name, {})
-    yield from group.get("hosts", [])
-    for child in group.get("children", []):
-        yield from _hosts_in(child, groups)
+def _names(listed: Any) -> list[str]:
+    """Raises TypeError for anything else."""
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        raise TypeError(listed)
+    return listed
 
 
 def _keys_of(host: str, variables: Mapping[str, Any], notes: Notes) -> dict[str, Given]:
@@ -74,7 +77,9 @@ def _keys_of(host: str, variables: Mapping[str, Any], notes: Notes) -> dict[str,
         value = variables.get(name)
         if value is None or (key in keys and key != "host"):
             continue
-        if isinstance(value, str) and ("{{" in value or "{%" in value):
+        if isinstance(value, dict) and "__ansible_vault" in value:
+            notes.wrong(0, f"{host}: {name} is encrypted by Ansible Vault; write the plain value")
+        elif isinstance(value, str) and ("{{" in value or "{%" in value):
             notes.wrong(
                 0, f"{host}: {name} is a Jinja expression, which Ansible has not computed; write the plain value"
             )

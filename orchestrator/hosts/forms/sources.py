@@ -58,7 +58,12 @@ def _listed(path: Path) -> str:
     if not program:
         line = f"`ansible-inventory -i {path} --list > hosts.json`"
         raise UsageError("this machine has no `ansible-inventory`", f"{line} where it is, then --ansible hosts.json")
-    environment = {**os.environ, "ANSIBLE_INVENTORY_UNPARSED_FAILED": "1", "ANSIBLE_NOCOLOR": "1", "COLUMNS": "1000"}
+    environment = {
+        **os.environ,
+        "ANSIBLE_INVENTORY_ANY_UNPARSED_IS_FAILED": "1",
+        "ANSIBLE_NOCOLOR": "1",
+        "COLUMNS": "1000",
+    }
     argv = [program, "-i", str(path.absolute()), "--list"]
     try:
         done = subprocess.run(
@@ -66,8 +71,11 @@ def _listed(path: Path) -> str:
         )
     except subprocess.TimeoutExpired as error:
         raise UsageError(f"{path}: `ansible-inventory` took more than {_LISTING_S:g} s", "run it by hand") from error
+    except OSError as error:
+        raise UsageError(f"{program} cannot be run ({error.strerror})", "install Ansible anew") from error
     if done.returncode:
-        said = re.findall(r"^\[(?:WARNING|ERROR)\]: (.+)", done.stderr, re.M) or [f"exit code {done.returncode}"]
+        said = re.findall(r"^(?:\[(?:WARNING|ERROR)\]:|ERROR[:!]) (.+)", done.stderr, re.M)
+        said = said or done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         causes = [line for line in said if line.startswith("Failed")] or said
         raise UsageError(f"{path}: {one_line(causes[-1], 500)}", f"`ansible-inventory -i {path} --list` says more")
     return done.stdout
