@@ -163,8 +163,8 @@ def _newest_fsdp() -> tuple[Any, Any]:
 
 
 def _pieces(model: nn.Module, most_bytes: float) -> Iterator[list[nn.Module]]:
-    """Parts that follow each other, as many as have so many bytes together: every piece costs a latency six times, of which
-    three are for the comparison of where the ranks are.
+    """Parts that follow each other, as many as have so many bytes together: every piece costs a latency six times,
+    three of them to compare where the ranks are.
     """
     piece: list[nn.Module] = []
     for part in _parts(model, most_bytes):
