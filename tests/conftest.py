@@ -83,7 +83,7 @@ class FailuresAtOnce:
 LONGEST = """
 cuda/test_cuda_strategies lab/test_jobs chaos/test_chaos lab/test_wire trainer/test_sync trainer/test_strategies
 remote/test_supervisor trainer/test_checkpoint trainer/test_run forecast/test_plan_command remote/test_watched_steps
-lab/test_itself remote/test_host_limits jobs/test_log_fidelity neighbours/test_neighbours jobs/test_elastic
+lab/test_itself remote/test_host_limits jobs/test_log_fidelity neighbours/test_neighbours
 transport/test_ssh planning/test_profiles lab/test_ports results/test_analyse trainer/test_session
 trainer/test_rebalance trainer/test_shared_network trainer/test_learner cli/test_cli lab/test_watched_steps
 trainer/test_spawn jobs/test_collect cli/test_readme provision/test_setup jobs/test_controller_crash

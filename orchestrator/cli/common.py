@@ -216,11 +216,16 @@ class Called(click.ParamType):  # type: ignore[type-arg]  # as above
             self.fail(str(error), param, ctx)
 
 
+RETRIES = (
+    "`--retries 3 --rejoin --hosts MIN:MAX` starts the job again on the hosts that remain, from its last checkpoint"
+)
 REMOVED = {
     "cp": "`orch ssh-config > ~/.ssh/orch`, then `scp -F ~/.ssh/orch FILE NODE:FILE`",
     "inventory": "`orch ssh-config` is for ssh and Ansible; `orch status --json` has all hosts",
+    "--elastic": RETRIES,
+    "--max-restarts": RETRIES,
 }
-"""Commands of earlier versions, and what takes their place."""
+"""Commands and options of earlier versions, and what takes their place."""
 
 
 class Orch(click.Group):
@@ -252,7 +257,7 @@ class Orch(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         mask = ctx.meta[UMASK] = os.umask(0o077)  # all that we write is for its owner alone: state, logs, reports
         try:
-            return super().invoke(ctx)
+            return self._invoke(ctx)
         except OrchError as error:
             from orchestrator.views import console
 
@@ -267,6 +272,14 @@ class Orch(click.Group):
             ctx.exit(INTERRUPTED)
         finally:
             os.umask(mask)
+
+    def _invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            if error.option_name not in REMOVED:
+                raise
+            raise UsageError(f"{error.option_name} is no option any more", REMOVED[error.option_name]) from None
 
     def main(self, *words: Any, **more: Any) -> Any:
         try:

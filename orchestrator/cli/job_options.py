@@ -26,7 +26,7 @@ from orchestrator.units import parse_duration
 
 _PLAIN = (
     *("exp", "resume", "batch", "pass_local_rank", "no_metrics", "name", "note", "cluster"),
-    *("hosts", "share", "elastic", "max_restarts", "retries", "retry_on", "rejoin"),
+    *("hosts", "share", "retries", "retry_on", "rejoin"),
 )
 """Options that are in the file what they are here."""
 

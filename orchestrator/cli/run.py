@@ -114,18 +114,6 @@ SECOND_CTRL_C_S = 3.0
     "and after that before SIGKILL.",
 )
 @click.option(
-    "--elastic",
-    metavar="MIN:MAX",
-    help="Continue with MIN to MAX nodes when ranks die, or when hosts other than the master are lost.",
-    shell_complete=node_ranges,
-)
-@click.option(
-    "--max-restarts",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="With --elastic: restart a host's ranks at most N times after one of them died. [default: 3]",
-)
-@click.option(
     "--retries",
     type=click.IntRange(min=1),
     metavar="N",
@@ -179,7 +167,6 @@ def run(ctx: click.Context, /, **options: Any) -> None:
     orch run --exp mnist_lenet --set epochs=1
     orch run --exp resnet152_cifar --set strategy=auto --nodes a2000,v100 --detach
     orch run --exp mnist_lenet --set checkpoint_every=500
-    orch run --exp mnist_lenet --elastic 2:3  continues if one of three is lost
     orch run --exp mnist_lenet --hosts 2:4    does without hosts that are off
     orch run --retries 2 --exp mnist_lenet --set checkpoint_every=500
     orch run --resume latest --set epochs=20  from that job's last checkpoint on
@@ -215,7 +202,7 @@ def _start(ctx: click.Context, options: RunOptions) -> None:
     options.check_notify()
     options.waits()
     attempt = options.first_attempt()
-    elastic, hosts = options.wanted_nodes(), options.wanted_hosts()
+    hosts = options.wanted_hosts()
     variables, words = options.variables(), options.words()
     with open_controller() as controller:
         cluster, wish = _wish_of(controller, options, words)
@@ -225,7 +212,7 @@ def _start(ctx: click.Context, options: RunOptions) -> None:
         strays = went_to_script(ctx, wish.request.name, wish.request.command) if words.command else ()
         request = replace(
             wish.request, share_gpus=options.share, grace_s=options.grace, time_limit_s=options.time_limit,
-            hosts=hosts, elastic=elastic, attempt=attempt, env=variables, measures_steps=options.measures_steps(),
+            hosts=hosts, attempt=attempt, env=variables, measures_steps=options.measures_steps(),
             keep=options.kept(),
             notes=(*strays, *wish.request.notes), job_name=options.name, note=options.note,
         )  # fmt: skip

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.errors import UsageError
-from orchestrator.planning.elastic import DEFAULT_MAX_RESTARTS, parse_elastic
 from orchestrator.planning.host_choice import HostRange, parse_hosts
-from orchestrator.planning.launch_plan import Attempt, Elastic
+from orchestrator.planning.launch_plan import Attempt
 from orchestrator.planning.request import Words
 from orchestrator.planning.variables import read_variables
 from orchestrator.starting.retries import first_attempt
@@ -37,8 +36,6 @@ class RunOptions:
     dry_run: bool
     share: bool
     grace: float
-    elastic: str | None
-    max_restarts: int | None
     retries: int | None
     retry_on: str
     rejoin: bool
@@ -110,13 +107,6 @@ class RunOptions:
                 "--set checkpoint_every=500, and later `orch run --resume JOB`",
             )
         return tuple(dict.fromkeys(self.keep))
-
-    def wanted_nodes(self) -> Elastic | None:
-        """Raises UsageError."""
-        if self.max_restarts is not None and not self.elastic:
-            raise UsageError("--max-restarts belongs to --elastic", "--elastic MIN:MAX, numbers of nodes")
-        restarts = DEFAULT_MAX_RESTARTS if self.max_restarts is None else self.max_restarts
-        return parse_elastic(self.elastic, restarts) if self.elastic else None
 
     def wanted_hosts(self) -> HostRange | None:
         """Raises UsageError."""

@@ -64,7 +64,7 @@ def rounds_of(settings: Settings) -> dict[str, Any]:
     return {"every": every, "overlap": overlap, "local_batch": settings.local_batch}
 
 
-def kept(settings: Settings, chosen: Collection[str], *, elastic: bool = False) -> Kept:
+def kept(settings: Settings, chosen: Collection[str]) -> Kept:
     """chosen: settings that the person made."""
     own_mib = settings.bucket_mib if "bucket_mib" in chosen else 0.0
     return Kept(
@@ -74,7 +74,7 @@ def kept(settings: Settings, chosen: Collection[str], *, elastic: bool = False) 
         buckets_mib=(own_mib,) if own_mib else BUCKETS_MIB,
         exact_parts={each: exact_part_of(settings, each) for each in ("compressed", "local")},
         sync_bn=settings.sync_bn,
-        slices=not settings.sync_bn and not elastic and settings.model != OWN,
+        slices=not settings.sync_bn and settings.model != OWN,
         half_outputs=settings.amp != "none",
     )
 

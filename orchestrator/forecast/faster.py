@@ -52,10 +52,10 @@ def faster_ways(plan: LaunchPlan, view: ForecastInputs, chosen: Collection[str])
     now, settings = prediction_of(plan, view), plan.training
     if now is None or settings is None:
         return ()
-    candidates = list(_candidates(settings, chosen, elastic=plan.elastic is not None))
+    candidates = list(_candidates(settings, chosen))
     scenes = (view.scene, *_fewer(plan, view))
     options = [_best(settings, view, scene, candidates) for scene in scenes if scene.holds_whole]
-    options += [] if plan.elastic else [_cut(settings, view, scene, chosen) for scene in scenes]
+    options += [_cut(settings, view, scene, chosen) for scene in scenes]
     speeds = sorted((option for option in options if option), key=lambda each: -_preference(each))
     ones = [option for option in speeds if len(option.hosts) == 1 < len(plan.nodes)]
     best, alone = speeds[:1], ones[:1]
@@ -102,11 +102,9 @@ def _on_fewer(plan: LaunchPlan, settings: Settings, view: ForecastInputs) -> _Op
 # ---- what there is to choose from -----------------------------------------------------------------------------------
 
 
-def _candidates(
-    settings: Settings, chosen: Collection[str], *, elastic: bool
-) -> Iterator[tuple[Way, Mapping[str, Any]]]:
+def _candidates(settings: Settings, chosen: Collection[str]) -> Iterator[tuple[Way, Mapping[str, Any]]]:
     """With the settings that each of them takes."""
-    for way in ways(allowed(settings), kept(settings, chosen, elastic=elastic)):
+    for way in ways(allowed(settings), kept(settings, chosen)):
         if pairs := runnable(settings, way, ()):
             yield way, pairs
 

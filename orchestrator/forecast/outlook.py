@@ -58,13 +58,13 @@ def with_best_way(draft: Draft, settings: Settings, view: ForecastInputs) -> Dra
     settings: the draft's. What the person chose stays. Raises UsageError where none fits that.
     """
     fidelity, chosen = allowed(settings), draft.request.chosen
-    tried = ways(fidelity, kept(settings, chosen, elastic=draft.request.elastic is not None))
+    tried = ways(fidelity, kept(settings, chosen))
     forecasts = [
         (forecast_in(view.scene, way, draft.shares, settings.accumulate), changes)
         for way in (tried if view.scene.holds_whole else ())
         if (changes := runnable(settings, way, chosen))
     ]
-    cut = None if draft.request.elastic else pipeline_for(view.scene, settings, chosen)
+    cut = pipeline_for(view.scene, settings, chosen)
     speeds = (preference(each.way.strategy, each.samples_per_s) for each, _ in forecasts)
     is_own = settings.model == OWN
     if cut and preference("pipeline", cut.samples_per_s, is_own=is_own) > max(speeds, default=0.0):

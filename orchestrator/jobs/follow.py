@@ -21,12 +21,11 @@ from typing import Any
 from orchestrator.errors import ConnectError, HostError, HostsError
 from orchestrator.jobs.asker import Asker
 from orchestrator.jobs.dropped import dropped_words
-from orchestrator.jobs.faults import fault_words
 from orchestrator.jobs.frames import Beat, FilePiece, Frame
 from orchestrator.jobs.heard import Heard
 from orchestrator.jobs.lines import Bars, LogLine, Splitter
 from orchestrator.jobs.live import LiveView, Notice, RunProgress, Silence, Standstill
-from orchestrator.jobs.record import FINAL_STATES, Fault, JobRecord
+from orchestrator.jobs.record import FINAL_STATES, JobRecord
 from orchestrator.jobs.stall import News, standstill
 from orchestrator.planning.launch_plan import LaunchPlan
 
@@ -64,7 +63,6 @@ class Follow:
         self._splitter, self._view, self._news = Splitter(), LiveView(plan), News(plan)
         self._asker = Asker(ask) if ask and until_end else None
         self._standstill = Standstill()
-        self._faults_shown = set[tuple[str, int | None, int | None]]()
         self._is_silent, self._has_progress = until_end, False
         self._progress_due_s, self._bars_due_s = 0.0, time.monotonic() + BARS_S
 
@@ -109,7 +107,6 @@ class Follow:
     def _word(self, now_s: float) -> Iterator[Event]:
         """What hosts say of the job may have changed its state."""
         record = self._remember(self.heard.found(now_s))
-        yield from self._faults(record.faults)
         if self._asker:
             self._asker.tell(record)
         if self._until_end and not (self._asker and self._asker.is_at_work):
@@ -127,17 +124,6 @@ class Follow:
             self._standstill = now
             yield now
         yield from map(Notice, self._news.of(record))
-
-    def _faults(self, faults: Iterable[Fault]) -> Iterator[Notice]:
-        """Each once. Hosts report at different times: a later fault may be listed before an earlier one."""
-        for fault in faults:
-            key = (fault.node, fault.rank, fault.restart)
-            if key in self._faults_shown:
-                continue
-            self._faults_shown.add(key)
-            yield Notice(fault_words(fault))
-            if fault.rank is None:
-                self._view.lose(fault.node)
 
     def _when_due(self) -> Iterator[Event]:
         """What is shown at intervals, however fast it comes; and what has been asked meanwhile."""

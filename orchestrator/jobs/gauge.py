@@ -117,9 +117,6 @@ class Gauge:
     def know(self, record: JobRecord) -> None:
         with self._lock:
             self.record = record
-            for fault in record.faults:
-                if fault.rank is None:  # the job goes on without this host
-                    self._view.lose(fault.node)
 
     def now(self, elapsed_s: float, now_s: float) -> JobNow:
         """A look: each adds one to the speeds."""

@@ -14,8 +14,7 @@ from typing import Literal
 from orchestrator.jobs.record import FirstFailure, JobRecord
 from orchestrator.text import one_line
 
-Whose = Literal["hosts", "script", "person", "unknown"]
-"""unknown: it may still run on hosts that cannot be asked."""
+Whose = Literal["hosts", "script", "person"]
 
 _OF_HOSTS = {"lost", "network", "supervisor", "port"}
 """Kinds of failures that no script brings about."""
@@ -55,8 +54,6 @@ def judge(record: JobRecord) -> Judged | None:
     if failure is None:
         return Judged("script", "its first cause is not known")
     why = f"{failure.node}: {one_line(failure.reason, 200)}"
-    if record.state == "lost" and failure.kind:  # that is a host's word, of an elastic job that others may go on with
-        return Judged("unknown", why)
     if record.state == "lost":  # its hosts, all of them, know of no end: they went down, or somebody removed its files
         return Judged("person" if "its files are gone" in failure.reason else "hosts", why)
     if failure.kind in _OF_PERSONS:

@@ -176,12 +176,5 @@ def node_request(plan: LaunchPlan, node: NodePlan, token: str) -> dict[str, Any]
         "time_limit_s": plan.time_limit_s,
         "longest_s": plan.longest_s,
         "prepare": node.prepare,
-        "elastic": _elastic(plan),
         "after": [one.job for one in plan.attempt.earlier] if plan.attempt else [],
     }
-
-
-def _elastic(plan: LaunchPlan) -> dict[str, Any] | None:
-    if plan.elastic is None:
-        return None
-    return {"min_nodes": plan.elastic.min_nodes, "max_restarts": plan.elastic.max_restarts}

@@ -109,12 +109,6 @@ class LiveView:
             self._ranks[piece.rank] = _Rank()
         return self._ranks[piece.rank].take(piece.offset, piece.data)
 
-    def lose(self, node: str) -> None:
-        """The job goes on without this host."""
-        if gone := self._nodes.pop(node, None):
-            for rank in gone.rank_numbers:
-                del self._ranks[rank]
-
     def progress(self, elapsed_s: float | None = None) -> RunProgress:
         shares = _exchange_shares(self._ranks)
         rows = tuple(row for node in self._nodes.values() if (row := self._row(node, shares)))

@@ -38,15 +38,6 @@ class FirstFailure(Record):
     """The line of the rank's error log that says why, if one does."""
 
 
-class Fault(FirstFailure):
-    """A rank that died, or a host that was lost (no rank), and an elastic job went on."""
-
-    after_s: float = Field(ge=0, allow_inf_nan=False)
-    """Since the ranks were started, by the clock of the host that reports it."""
-    restart: int | None = None
-    """How often the rank had been restarted before."""
-
-
 class NotFinite(Record):
     """The first loss of a job that is NaN or infinite."""
 
@@ -150,8 +141,6 @@ class JobRecord(Record):
     ended: str | None = None
     exit_code: int | None = None
     first_failure: FirstFailure | None = None
-    faults: tuple[Fault, ...] = ()
-    """What an elastic job went on after, in the order of time."""
     stall: Stall | None = None
     """How the ranks of an ended job were found last."""
     name: Words | None = None

@@ -16,7 +16,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from orchestrator.errors import HostError
-from orchestrator.jobs.faults import faults_of, in_own_words, own_loss
 from orchestrator.jobs.record import ENDED, FirstFailure, JobRecord, JobState, NotFinite
 from orchestrator.jobs.stall import joined, stall_of
 from orchestrator.planning.bundle import unsent_words
@@ -41,9 +40,8 @@ def combine(
 
     The master's last word counts for all. Without it: a host that ended on its own account, else a record whose
     supervisor is gone means lost; a host that we cannot reach says nothing. What is known to have ended stays so,
-    whatever an older answer says, or a host whose files are gone (`orch down`). A host that an elastic job went on
-    without speaks of its own end alone; while its master and enough others cannot be asked, such a job counts as lost,
-    which a later answer may mend. Why a host went silent for the others, its own word says, also when it comes late.
+    whatever an older answer says, or a host whose files are gone (`orch down`). Why a host went silent for the others,
+    its own word says, also when it comes late.
     launched: every host had been asked to start before they were asked, so that none of it can be on its way.
     """
     records = {name: dict(record) for name, record in found.items() if isinstance(record, Mapping)}
@@ -60,8 +58,7 @@ def combine(
         return _in_its_own_words(_ended(known, records[plan.master], plan.code), records)
     if final and not alive:
         word = min(final, key=lambda record: record["state"] == "succeeded")
-        ended = _in_its_own_words(_ended(known, word, plan.code), records)
-        return ended.model_copy(update={"state": "lost"}) if _may_go_on(plan, records, word) else ended
+        return _in_its_own_words(_ended(known, word, plan.code), records)
     if alive:
         running = any(record.get("state") != "starting" for record in alive)
         return known.model_copy(update={"state": "running" if running else "starting"})
@@ -69,11 +66,9 @@ def combine(
 
 
 def _as_seen(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any]], known: JobRecord) -> JobRecord:
-    """The same, with how its ranks stand and what it went on after."""
+    """The same, with how its ranks stand."""
     if len(records) == len(plan.nodes):  # else what was seen last
         known = known.model_copy(update={"stall": stall_of(plan, records, known.stall)})
-    if plan.elastic:
-        known = known.model_copy(update={"faults": faults_of(plan, records, known.faults)})
     return known
 
 
@@ -95,13 +90,8 @@ def first_not_finite(
 
 
 def _final(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """The records that speak of an end of the job, and not of their host's own alone."""
-    return [
-        record
-        for name, record in records.items()
-        if record.get("state") in [*ENDED]  # a set would hash whatever the host says
-        and not (plan.elastic and name != plan.master and own_loss(name, record))
-    ]
+    """The records that speak of an end of the job."""
+    return [one for one in records.values() if one.get("state") in [*ENDED]]  # a set would hash whatever the host says
 
 
 def _without_a_supervisor(
@@ -131,17 +121,6 @@ def is_gone(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any] | HostErro
     return len(gone) == len(plan.nodes) and all(gone)
 
 
-def _may_go_on(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any]], word: Mapping[str, Any]) -> bool:
-    """Whether hosts that we cannot ask may be an elastic job that went on without those that we can. word: the last
-    of one of these; it may only say that this host no longer heard the master.
-    """
-    failure = word.get("first_failure")
-    if plan.elastic is None or not isinstance(failure, Mapping) or failure.get("kind") != "lost":
-        return False
-    silent = [node.name for node in plan.nodes if node.name not in records]
-    return failure.get("node") == plan.master in silent and len(silent) >= plan.elastic.min_nodes
-
-
 def _is_young(known: JobRecord, now: datetime) -> bool:
     """Whether the job may still be on its way to its hosts."""
     with contextlib.suppress(TypeError, ValueError):
@@ -166,8 +145,6 @@ def _ended(known: JobRecord, record: Mapping[str, Any], code: CodeFolder) -> Job
 
 def _in_its_own_words(known: JobRecord, records: Mapping[str, Mapping[str, Any]]) -> JobRecord:
     """The same; why a host was lost to the others is as that host itself, or its keeper, says it."""
-    faults = tuple(in_own_words(fault, records.get(fault.node, {})) for fault in known.faults)
-    known = known.model_copy(update={"faults": faults})
     lost = known.first_failure
     if lost is None or lost.kind != "lost":
         return known

@@ -31,17 +31,13 @@ def trainer_settings(draft: Draft, device: str, of_split: Mapping[str, str]) -> 
     return {**theirs, **ours}
 
 
-def torchrun_arguments(
-    nodes: int, node_rank: int, ranks: int, master_address: str, *, elastic: bool = False
-) -> tuple[str, ...]:
+def torchrun_arguments(nodes: int, node_rank: int, ranks: int, master_address: str) -> tuple[str, ...]:
     """torchrun's arguments. Rendezvous is `static`: with `c10d` the node rank is ignored, workers open a second, random
     port, the hosts' wall clocks are compared, and what anybody lays into the store is unpickled.
-
-    elastic: how many hosts there are, and which of them this is, is filled in on the host at each start.
     """
     options: dict[str, str | int] = {
-        "--nnodes": "{nodes}" if elastic else nodes,
-        "--node-rank": "{node_rank}" if elastic else node_rank,
+        "--nnodes": nodes,
+        "--node-rank": node_rank,
         "--nproc-per-node": ranks,
         "--rdzv-backend": "static",
         "--master-addr": master_address,

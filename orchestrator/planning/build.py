@@ -19,7 +19,6 @@ from orchestrator.hosts.inventory import Paced
 from orchestrator.hosts.visible import cuda_environment
 from orchestrator.planning.arguments import torchrun_arguments, trainer_arguments, trainer_settings
 from orchestrator.planning.draft import Draft
-from orchestrator.planning.elastic import elastic_notes
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan, System
 from orchestrator.planning.placement import PlannedNode
 from orchestrator.planning.request import RunRequest
@@ -51,7 +50,6 @@ def build_plan(draft: Draft) -> LaunchPlan:
         share_gpus=request.share_gpus,
         grace_s=request.grace_s,
         time_limit_s=request.time_limit_s,
-        elastic=request.elastic,
         measures_steps=request.measures_steps,
         attempt=request.attempt,
         resumes=request.resumes,
@@ -93,7 +91,6 @@ def _node_plans(draft: Draft) -> tuple[NodePlan, ...]:
 def _node_plan(draft: Draft, one: PlannedNode, ranks_on_machine: int, of_split: Mapping[str, str]) -> NodePlan:
     """of_split: the settings that all ranks get from the split of the batch."""
     node, request, nodes = one.node, draft.request, draft.placement.nodes
-    elastic, master_address = request.elastic is not None, nodes[0].address
     command = trainer_arguments(draft, one.device, of_split) if request.trains else request.command
     wrappers = 1 if request.starter else one.ranks
     return NodePlan(
@@ -114,7 +111,7 @@ def _node_plan(draft: Draft, one: PlannedNode, ranks_on_machine: int, of_split: 
         env=_environment(draft, one, ranks_on_machine, of_split),
         shares=_own_shares(draft.split, one),
         solo_samples_per_s=_alone(draft.split, one),
-        torchrun=torchrun_arguments(len(nodes), one.node_rank, wrappers, master_address, elastic=elastic),
+        torchrun=torchrun_arguments(len(nodes), one.node_rank, wrappers, nodes[0].address),
         command=started_by(request.starter, command, one.ranks) if request.starter else command,
         starts_ranks=request.starter is not None,
         prepare=node.prepare,
@@ -189,7 +186,6 @@ def _for_scripts(draft: Draft) -> dict[str, str]:
 
 def _notes(draft: Draft) -> tuple[str, ...]:
     request, nodes = draft.request, draft.placement.nodes
-    elastic = elastic_notes(request.elastic, request, draft.placement.left_out) if request.elastic else ()
     return (
         *request.notes,
         *_public(nodes),
@@ -198,7 +194,6 @@ def _notes(draft: Draft) -> tuple[str, ...]:
         *_too_few_samples(draft),
         *draft.carrier.notes,
         *_retried(request),
-        *elastic,
         *draft.notes,
     )
 

@@ -14,7 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from orchestrator.planning.launch_plan import LOCAL_RANK, Elastic, HostChoice, LaunchPlan
+from orchestrator.planning.launch_plan import LOCAL_RANK, HostChoice, LaunchPlan
 from orchestrator.planning.request import RunRequest
 from trainer.shared.config import fields_of
 from trainer.shared.experiments import EXPERIMENTS
@@ -27,7 +27,7 @@ def run_line(plan: LaunchPlan, nodes: Collection[str] = (), settings: AnySetting
     """
     names = [node.name for node in plan.nodes if not nodes or node.name in nodes]
     all_nodes = len(names) == len(plan.nodes)
-    options = [*_limits(plan, all_nodes=all_nodes), *_nodes(plan, names, all_nodes=all_nodes)]
+    options = [*_limits(plan), *_nodes(plan, names, all_nodes=all_nodes)]
     what = ["--exp", plan.exp] if plan.kind == "experiment" else []
     what += [word for name, text in settings_of(plan, settings).items() for word in ("--set", f"{name}={text}")]
     script = _script(plan) if plan.kind != "experiment" else []
@@ -37,12 +37,6 @@ def run_line(plan: LaunchPlan, nodes: Collection[str] = (), settings: AnySetting
 def choice_again(plan: LaunchPlan) -> HostChoice | None:
     """How many of which hosts to start it on again; None where it has to be those that it had."""
     return None if plan.recorded.stages else plan.hosts  # stages name their hosts
-
-
-def elastic_again(plan: LaunchPlan, elastic: Elastic) -> str:
-    """With MAX as it was asked for: the job itself had no more hosts than were there."""
-    choice = choice_again(plan)
-    return f"{elastic.min_nodes}:{choice.max_hosts if choice else elastic.max_nodes}"
 
 
 def _nodes(plan: LaunchPlan, names: Sequence[str], *, all_nodes: bool) -> Iterator[str]:
@@ -117,11 +111,8 @@ def program_words(plan: LaunchPlan) -> list[str]:
     return ["python", *flags, *words] if flags else words
 
 
-def _limits(plan: LaunchPlan, *, all_nodes: bool) -> Iterator[str]:
-    """How the job is started and ended. An elastic job counts its nodes: with fewer of them it is another one."""
-    if plan.elastic and all_nodes:
-        yield from ("--elastic", elastic_again(plan, plan.elastic))
-        yield from ("--max-restarts", str(plan.elastic.max_restarts))
+def _limits(plan: LaunchPlan) -> Iterator[str]:
+    """How the job is started and ended."""
     if attempt := plan.attempt:
         yield from ("--retries", str(attempt.most - 1))
         yield from ("--retry-on", "any") if attempt.any_cause else ()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from orchestrator.errors import HostError, TooFewError, UsageError
 from orchestrator.hosts.alike import together
-from orchestrator.planning.launch_plan import Elastic, HostChoice, LeftOut
+from orchestrator.planning.launch_plan import HostChoice, LeftOut
 from orchestrator.text import one_line, some
 from orchestrator.units import counted
 
@@ -24,8 +24,6 @@ FORM = "MIN:MAX or N, numbers of hosts, 1 <= MIN <= MAX"
 class HostRange:
     min_hosts: int
     max_hosts: int
-    min_elastic: int = 1
-    """The fewest with which `--elastic` goes on."""
 
     def __str__(self) -> str:
         return f"--hosts {self.min_hosts}:{self.max_hosts}"
@@ -47,18 +45,6 @@ def parse_hosts(text: str) -> HostRange:
     if not 1 <= least <= most:
         raise UsageError(f"--hosts {text}: expected {FORM}", "like --hosts 2:4")
     return HostRange(least, most)
-
-
-def with_elastic(wanted: HostRange, elastic: Elastic | None) -> HostRange:
-    """The numbers with which an elastic job may begin, too. Raises UsageError where there are none."""
-    if elastic is None:
-        return wanted
-    least, most = max(wanted.min_hosts, elastic.min_nodes), min(wanted.max_hosts, elastic.max_nodes)
-    both = HostRange(least, most, min_elastic=elastic.min_nodes)
-    if both.min_hosts > both.max_hosts:
-        words = f"{wanted} and --elastic {elastic.min_nodes}:{elastic.max_nodes} have no number in common"
-        raise UsageError(words, "give both the same numbers")
-    return both
 
 
 def check_range(wanted: HostRange, candidates: Sequence[str]) -> None:
@@ -117,8 +103,7 @@ def _needed(wanted: HostRange) -> str:
 
 def _fewer(wanted: HostRange, there: int) -> str:
     """What to type so that so many are enough."""
-    numbers = f"{there}:{wanted.max_hosts}"
-    return f"--hosts {numbers}" + (f" --elastic {numbers}" if wanted.min_elastic > there else "")
+    return f"--hosts {there}:{wanted.max_hosts}"
 
 
 def _reason(error: HostError) -> str:

@@ -29,7 +29,6 @@ from orchestrator.hosts import grammar
 from orchestrator.hosts.inventory import EnvName, EnvValue, Name, Written, nearest
 from orchestrator.hosts.inventory_mistakes import mistake_of
 from orchestrator.hosts.yamlfile import REFUSED, Document, read_yaml, resolve_scalar
-from orchestrator.planning.elastic import parse_elastic
 from orchestrator.planning.host_choice import FORM, parse_hosts
 from orchestrator.planning.naming import job_name, job_note, kept_folder
 from orchestrator.planning.request import AUTO
@@ -90,8 +89,6 @@ class JobFile(Written):
     """Without a value: that of this machine's environment."""
     env_files: list[str] = Field(default_factory=list)
     share: bool = False
-    elastic: str | None = None
-    max_restarts: int | None = Field(default=None, ge=0)
     retries: int | None = Field(default=None, ge=1)
     retry_on: Literal["hosts", "any"] = "hosts"
     rejoin: bool = False
@@ -129,9 +126,15 @@ def _mistake(details: Any, document: Document) -> Mistake:
     path = details["loc"]
     if details["type"] == "extra_forbidden":
         known = list(JobFile.model_fields)
+        if path[0] in _REMOVED:
+            return Mistake(document.file, document.line(path), f"`{path[0]}` is no key any more; {_RETRIES}")
         words = f"unknown key {grammar.show(str(path[0]))}; {nearest(str(path[0]), known)}"
         return Mistake(document.file, document.line(path), words)
     return mistake_of(details, document)
+
+
+_RETRIES = "`retries: 3` and `rejoin: true` start the job again on the hosts that remain, from its last checkpoint"
+_REMOVED = ("elastic", "max_restarts")
 
 
 def _mistakes_together(job: JobFile, document: Document) -> Iterator[Mistake]:
@@ -152,8 +155,6 @@ def _mistakes_together(job: JobFile, document: Document) -> Iterator[Mistake]:
         for key in ("args", "folder", "batch", "pass_local_rank", "no_metrics", "keep"):
             if given.get(key):
                 yield at(key, f"`{key}` belongs to a `script` or a `module`{_INSTEAD.get(key, '')}")
-    if job.max_restarts is not None and "elastic" not in given:
-        yield at("max_restarts", "`max_restarts` belongs to `elastic`; write that like 2:3")
     for key in ("retry_on", "rejoin", "retry_wait"):
         if key in given and job.retries is None and "retries" not in given:
             yield at(key, f"`{key}` belongs to `retries`; write that like 2")
@@ -162,11 +163,6 @@ def _mistakes_together(job: JobFile, document: Document) -> Iterator[Mistake]:
             parse_hosts(job.hosts)
         except UsageError:
             yield at("hosts", f"hosts: {grammar.show(job.hosts)} is not {FORM}; write it like 2:4")
-    if job.elastic:
-        try:
-            parse_elastic(job.elastic, 0)
-        except UsageError:
-            yield at("elastic", f"elastic: {grammar.show(job.elastic)} is not MIN:MAX, numbers of nodes like 2:3")
     env = given.get("env")
     for name, value in env.items() if isinstance(env, dict) else ():
         if words := _wrong_variable(str(name), value):

@@ -73,8 +73,7 @@ class NodePlan(Record):
     """What this host does alone, by its profile: all its ranks together, each with the whole batch, or with as large a
     part of it as its memory holds. None where it has none."""
     torchrun: tuple[str, ...]
-    """Arguments after the interpreter; `{python}`, `{rendezvous_port}` and `{job_dir}` are filled in on the host, as
-    are `{nodes}` and `{node_rank}` of an elastic job."""
+    """Arguments after the interpreter; `{python}`, `{rendezvous_port}` and `{job_dir}` are filled in on the host."""
     command: tuple[str, ...]
     """What the rank wrapper runs: arguments after the interpreter."""
     starts_ranks: bool = False
@@ -91,16 +90,6 @@ class NodePlan(Record):
     def rank_numbers(self) -> range:
         """The global ranks that live on this host."""
         return range(self.first_rank, self.first_rank + self.ranks)
-
-
-class Elastic(Record):
-    """How a job goes on when ranks die or hosts are lost."""
-
-    min_nodes: int
-    """With fewer hosts it fails."""
-    max_nodes: int
-    max_restarts: int
-    """How often torchrun restarts a host's ranks after one of them died."""
 
 
 class LeftOut(Record):
@@ -283,8 +272,6 @@ class LaunchPlan(Record):
     time_limit_s: float | None = None
     hosts: HostChoice | None = None
     """None: it has exactly those that were named."""
-    elastic: Elastic | None = None
-    """None: the first failure ends the job everywhere."""
     attempt: Attempt | None = None
     """None: it is not tried again."""
     resumes: str | None = None

@@ -187,13 +187,13 @@ def _launched(launcher: _Launcher, typed: Sequence[str], words: Sequence[str]) -
             f"{' '.join(typed)} passes these options to the script as variables, and orch needs to set those itself",
             f"orch run {pairs} {'-m ' * is_module}{_tail(rest)}",
         )
-    elastic = "; `orch run --elastic MIN:MAX` continues after failures" if _is_elastic(left) else ""
+    again = "; `orch run --retries N` starts the job again" if _goes_on(left) else ""
     return Program(
-        rest[0], tuple(rest[1:]), is_module, notes=(f"left out: {shlex.join(left)}; {launcher.note}{elastic}",)
+        rest[0], tuple(rest[1:]), is_module, notes=(f"left out: {shlex.join(left)}; {launcher.note}{again}",)
     )
 
 
-def _is_elastic(left: Sequence[str]) -> bool:
+def _goes_on(left: Sequence[str]) -> bool:
     """Whether the launcher was asked to go on with fewer hosts or after failures."""
     words = [part for word in left for part in word.split("=", 1)]
     pairs = dict(pairwise(words))

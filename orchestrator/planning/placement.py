@@ -16,7 +16,6 @@ from orchestrator.hosts.election import Election
 from orchestrator.hosts.facts import Gpu, NodeFacts
 from orchestrator.hosts.inventory import Node
 from orchestrator.hosts.visible import visible_gpus
-from orchestrator.planning.elastic import check_elastic
 from orchestrator.planning.request import RunRequest
 
 Device = Literal["cuda", "cpu"]
@@ -46,8 +45,6 @@ class Placement:
 
     nodes: tuple[PlannedNode, ...]
     """In node-rank order, the master first."""
-    left_out: tuple[str, ...] = ()
-    """Nodes that an elastic job has no room for."""
     second: str | None = None
     """Who would be the master without the present one; None where it is alone."""
 
@@ -66,15 +63,9 @@ def _refuse_several_likes(nodes: Sequence[Node]) -> None:
 
 
 def place(nodes: Sequence[Node], facts: Mapping[str, NodeFacts], election: Election, request: RunRequest) -> Placement:
-    """nodes: those that take part, all with facts. Raises UsageError where no training address can be found, or the
-    nodes do not do for the elastic job that is wanted.
-    """
+    """nodes: those that take part, all with facts. Raises UsageError where no training address can be found."""
     _refuse_several_likes(nodes)
-    ordered, left_out = sorted(nodes, key=lambda node: node.name != election.master), list[Node]()
-    if request.elastic:
-        training = request.training
-        check_elastic(request.elastic, len(ordered), training.strategy if training else None)
-        ordered, left_out = ordered[: request.elastic.max_nodes], ordered[request.elastic.max_nodes :]
+    ordered = sorted(nodes, key=lambda node: node.name != election.master)
     addresses = {node.name: _address(node, facts[node.name], ordered) for node in ordered}
     planned, first_rank = list[PlannedNode](), 0
     for node_rank, node in enumerate(ordered):
@@ -99,7 +90,7 @@ def place(nodes: Sequence[Node], facts: Mapping[str, NodeFacts], election: Elect
     _refuse_other_addresses(planned)
     rest = [one.node.name for one in planned[1:]]
     second = next((one.name for one in election.candidates if one.name in rest), None)
-    return Placement(tuple(planned), tuple(node.name for node in left_out), second)
+    return Placement(tuple(planned), second)
 
 
 def _refuse_other_addresses(planned: Sequence[PlannedNode]) -> None:

@@ -8,7 +8,7 @@ that were given for the job it has the names: their values are kept nowhere.
 
 from __future__ import annotations
 
-from orchestrator.planning.command_line import choice_again, elastic_again, gives_local_rank, program_words, settings_of
+from orchestrator.planning.command_line import choice_again, gives_local_rank, program_words, settings_of
 from orchestrator.planning.job_file import JobFile
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.request import RunRequest
@@ -35,7 +35,7 @@ def _program(plan: LaunchPlan) -> dict[str, object]:
 
 
 def _limits(plan: LaunchPlan) -> dict[str, object]:
-    elastic, choice, attempt = plan.elastic, choice_again(plan), plan.attempt
+    choice, attempt = choice_again(plan), plan.attempt
     return {
         "cluster": plan.cluster,
         "name": plan.name,
@@ -44,8 +44,6 @@ def _limits(plan: LaunchPlan) -> dict[str, object]:
         "hosts": choice.words if choice else None,
         "env": dict.fromkeys(plan.variables),
         "share": plan.share_gpus,
-        "elastic": elastic_again(plan, elastic) if elastic else None,
-        "max_restarts": elastic.max_restarts if elastic else None,
         "retries": attempt.most - 1 if attempt else None,
         "retry_on": "any" if attempt and attempt.any_cause else "hosts",
         "rejoin": bool(attempt and attempt.rejoin),

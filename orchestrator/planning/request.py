@@ -16,7 +16,7 @@ from typing import Any, Literal
 from orchestrator.errors import UsageError
 from orchestrator.planning.bundle import names_in, pack_folder, trainer_folder
 from orchestrator.planning.host_choice import HostRange
-from orchestrator.planning.launch_plan import LOCAL_RANK, Attempt, CodeFolder, Elastic
+from orchestrator.planning.launch_plan import LOCAL_RANK, Attempt, CodeFolder
 from orchestrator.planning.launchers import Program, not_python, read_program
 from orchestrator.planning.secret_words import names_secret, shows_secret
 from orchestrator.planning.starters import Starter
@@ -52,7 +52,6 @@ class RunRequest:
     time_limit_s: float | None = None
     hosts: HostRange | None = None
     """How many of the nodes are enough, and how many at most; None: all of them take part."""
-    elastic: Elastic | None = None
     resumes: str | None = None
     """An earlier job of a script that resumes by itself: it starts with the files that this one wrote."""
     keep: tuple[str, ...] = ()
@@ -94,7 +93,7 @@ class RunRequest:
         """Whether hosts without which the job is faster may be left out: the person leaves the choice of a way, or of
         the shares, to what is known of speeds.
         """
-        if self.elastic or not self.training:
+        if not self.training:
             return False
         shares = self.training.shares
         return (shares == "measured" and "shares" in self.chosen) or (self.best_way and shares in WORDS)

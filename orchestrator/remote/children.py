@@ -23,7 +23,6 @@ from . import trouble
 from .layout import JobFolder
 from .plain_asyncio import asyncio
 from .processes import (
-    LAST_WORDS_S,
     MARK,
     Identity,
     Killing,
@@ -143,16 +142,6 @@ class Children:
         await self._killed()
         await until(lambda: not below_or_marked(self._job.root), GPU_WATCH_S)
         return [describe(process) for process in below_or_marked(self._job.root)]
-
-    async def kill_all_of_it(self, scripts: Sequence[Identity]) -> bool:
-        """With no grace: for ranks that wait in a collective, where they hear nothing. Whether all of it is gone.
-
-        scripts: what the ranks run. They go first: then their wrappers carry their last words into the logs.
-        """
-        self.end_gpu_watch()
-        end_all(scripts, signal.SIGKILL)
-        await until(lambda: not self._left(), LAST_WORDS_S)
-        return await self._killed()
 
     async def _killed(self) -> bool:
         killing = Killing()

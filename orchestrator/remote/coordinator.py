@@ -1,4 +1,4 @@
-"""The master's part: everybody's status in, one order out (`verdict`, `generations`), obeyed here like everywhere.
+"""The master's part: everybody's status in, one order out (`verdict`), obeyed here like everywhere.
 
 coordinator = Coordinator(node, state, peers, takes_part, obey)
 port = await coordinator.listen()
@@ -13,11 +13,10 @@ from typing import Any
 
 from . import verdict
 from .children import KILL_S, until
-from .generations import Generations
 from .host_state import HostState
 from .hub import Hub
 from .lease import LEASE_S
-from .messages import Failure, Order, Status, failure, finish
+from .messages import Failure, Order, Status, failure
 from .peers import Peers
 from .plain_asyncio import asyncio
 from .rendezvous import Rendezvous
@@ -44,7 +43,6 @@ class Coordinator:
         self._takes_part, self._obey = takes_part, obey
         members = {name for name in node["members"] if name != node["name"]}
         self._hub = Hub(members, bytes.fromhex(node["token"]), lambda: self.order, self.decide)
-        self._generations = Generations(node["elastic"]["max_restarts"]) if node.get("elastic") else None
         self._arrivals: dict[tuple[str, str, int | None], int] = {}
 
     async def listen(self) -> int:
@@ -78,13 +76,10 @@ class Coordinator:
         if self.order["do"] == "finish" or not self._takes_part():
             return
         order = self._verdict(self._statuses(), settled)
-        if order["do"] == "give up":
-            self._state.fail(order["cause"])
-            return
         if order["do"] == "wait" and "rendezvous_port" in self.order:
             order["rendezvous_port"] = self.order["rendezvous_port"]
         if order["do"] == "start":
-            port = self._port_of(order)
+            port = self._port_of()
             if port is None:
                 return  # that is a failure, which has been decided on
             order["rendezvous_port"] = port
@@ -109,32 +104,10 @@ class Coordinator:
         return self._arrivals.setdefault(key, len(self._arrivals))
 
     def _verdict(self, statuses: dict[str, Status], settled: bool) -> Order:
-        """In an elastic job, who is spared is a fault, and out for good."""
         if self.order["do"] in ("wait", "start"):
             for node, why in verdict.severed(statuses, self._hub.lost).items():
                 self._hub.lost.setdefault(node, why)
-        if self._state.elastic is None:
-            return verdict.decide(statuses, self._lost(), settled)
-        lost = self._lost_of_elastic(statuses)
-        order = verdict.decide(statuses, lost, settled, self._state.elastic.minimum)
-        if order["do"] != "start" or not self._generations:
-            return order
-        return self._generations.order({node: status for node, status in statuses.items() if node not in lost})
-
-    def _lost_of_elastic(self, statuses: dict[str, Status]) -> dict[str, str]:
-        """Who is gone, and why; those that the job goes on without are dismissed."""
-        assert self._state.elastic
-        for node in self._hub.statuses:  # a host that shuts down says so, and is as good as gone
-            leaves = [one for one in statuses[node].get("failures", ()) if one["kind"] == "supervisor"]
-            if leaves:
-                self._hub.lost.setdefault(node, leaves[0]["reason"])
-        lost = self._lost()
-        for node in verdict.spare(list(statuses), list(lost), self._state.elastic.minimum):
-            if not self._hub.is_dismissed(node):
-                loss = failure("lost", node, lost[node])
-                self._hub.dismiss(node, finish("failed", loss))
-                self._state.elastic.add(loss)
-        return lost
+        return verdict.decide(statuses, self._lost(), settled)
 
     def _lost(self) -> dict[str, str]:
         """Who is gone, and why, as the hub sees it; ourselves first where we are the one that is cut off."""
@@ -145,9 +118,9 @@ class Coordinator:
 
     # ---- where the ranks meet ---------------------------------------------------------------------------------
 
-    def _port_of(self, start: Order) -> int | None:
-        """Each generation has a port of its own, and the first one's has been tried; None where there is none."""
-        if self.order["do"] == "start" and self.order.get("generation") == start.get("generation"):
+    def _port_of(self) -> int | None:
+        """The one that has been tried; None if there is none."""
+        if self.order["do"] == "start":
             return self.order["rendezvous_port"]
         self._peers.close_rendezvous()
         port = self.rendezvous.port if self.order["do"] == "wait" else self._claim_port()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from .door import MAX_LINE
-from .elastic import ElasticState
 from .fitting import fitted
 from .layout import JobFolder
 from .messages import AgentRecord, Failure, Phase, Status, failure
@@ -35,7 +34,6 @@ class HostState:
         self.failures: list[Failure] = []
         self.leftovers: list[str] = []
         self.ranks = Ranks(job, node["rank_numbers"])
-        self.elastic = ElasticState(node, self.ranks.records) if node.get("elastic") else None
         self.changed = changed
         self._job, self._name, self._cut = job, node["name"], cut
 
@@ -49,14 +47,6 @@ class HostState:
         self.failures.append(cause if self.has_folder() else self.without_folder())
         self.changed()
 
-    def rank_failed(self, cause: Failure) -> None:
-        """In an elastic job the hub has all ranks start again, until it has enough; any other job ends."""
-        if self.elastic is None:
-            self.fail(cause)
-        else:
-            self.elastic.add(cause)
-            self.changed()
-
     def has_folder(self) -> bool:
         """Whether the job's folder is there: without it nobody can speak to us."""
         try:
@@ -67,13 +57,8 @@ class HostState:
     def without_folder(self) -> Failure:
         return failure("folder", self._name, f"the job's folder was removed ({self._job.root})")
 
-    @property
-    def generation(self) -> int:
-        return self.elastic.generation if self.elastic else 0
-
     def status(self) -> Status:
         status: Status = {
-            **(self.elastic.status() if self.elastic else Status()),
             "phase": self.phase,
             "failures": self._worst(),
             "cancelled": self.cancelled,
@@ -86,16 +71,13 @@ class HostState:
 
     def record(self) -> AgentRecord:
         """The same for agent.json."""
-        record: AgentRecord = {
+        return {
             "phase": self.phase,
             "ranks": self.ranks.records,
             "failures": self._worst(),
             "leftovers": self.leftovers,
             **self.ranks.quiet,
         }
-        if self.elastic:
-            record["faults"] = self.elastic.faults
-        return record
 
     def _worst(self) -> list[Failure]:
         """As many as a message and the record hold: causes before what only followed from another's death."""

@@ -37,7 +37,6 @@ class Hub:
         self._links: dict[str, Link] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._heard_at: dict[str, float] = {}
-        self._dismissed: dict[str, Order] = {}
         self._door = Door(self._serve)
         self._place = ""
         self._beats: asyncio.Task[None] | None = None
@@ -59,18 +58,6 @@ class Hub:
         for link in self._links.values():
             link.send(self._order())
 
-    def is_dismissed(self, node: str) -> bool:
-        return node in self._dismissed
-
-    def dismiss(self, node: str, farewell: Order) -> None:
-        """Excludes this host from now on; should it come back, this farewell is all that it hears."""
-        self._dismissed[node] = farewell
-        if node in self._deadlines:
-            self._deadlines.pop(node).cancel()
-        if link := self._links.pop(node, None):
-            link.send(farewell)
-            link.close()
-
     @property
     def connected(self) -> int:
         return len(self._links)
@@ -79,8 +66,7 @@ class Hub:
     def is_cut_off(self) -> bool:
         """Whether all of several hosts fell silent at once: then it is rather we who cannot be reached."""
         since = asyncio.get_running_loop().time() - (lease.LEASE_S - 2 * lease.BEAT_S)
-        present = self._members - self._dismissed.keys()
-        return len(present) > 1 and all(self._heard_at.get(node, since + 1) < since for node in present)
+        return len(self._members) > 1 and all(self._heard_at.get(node, since + 1) < since for node in self._members)
 
     def close(self) -> None:
         if self._beats:
@@ -101,9 +87,7 @@ class Hub:
     ) -> None:
         node, link = await greet_member(reader, writer, self._token)  # what a stranger says ends no more than its visit
         known()
-        if node not in self._members or node in self._dismissed:
-            if node in self._dismissed:
-                link.send(self._dismissed[node])
+        if node not in self._members:
             return
         previous = self._links.get(node)
         if previous:
@@ -119,8 +103,6 @@ class Hub:
             self._broken(node, link, silent=isinstance(error, asyncio.TimeoutError))
 
     def _heard(self, node: str, status: Status) -> None:
-        if node in self._dismissed:
-            return
         self._heard_at[node] = asyncio.get_running_loop().time()
         self._set_deadline(node, lease.LEASE_S, f"no word for {lease.LEASE_S:.0f} s: host down, frozen or cut off")
         if self.statuses.get(node) != status:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict
 
-Phase = Literal["joining", "joined", "running", "regrouping", "done", "stopping", "ended"]
+Phase = Literal["joining", "joined", "running", "done", "stopping", "ended"]
 FinalState = Literal["succeeded", "failed", "cancelled"]
 
 
@@ -34,16 +34,6 @@ class Failure(_Failure, total=False):
     """As the hub heard of it."""
 
 
-class ReportedFault(Failure):
-    """A failure after which an elastic job goes on."""
-
-    after_s: float
-    """Since the word to go."""
-    restart: int | None
-    """How often the rank had been started again before; None of a lost host."""
-    generation: int
-
-
 class RankRecord(TypedDict, total=False):
     """What a supervisor knows of one of its ranks; times are seconds since the epoch."""
 
@@ -52,9 +42,6 @@ class RankRecord(TypedDict, total=False):
     """The pid of `rank`, whose child the script is."""
     started: float
     ended: float
-    restarts: int
-    world_size: int
-    """The world size of an elastic job in this generation."""
     met: bool
     """Whether it has met other ranks; not there while nobody knows."""
     not_finite: dict[str, Any]
@@ -72,9 +59,6 @@ class RankRecord(TypedDict, total=False):
 class Status(TypedDict, total=False):
     """What a member reports to the hub: its whole present state. {} of one that was not heard of yet."""
 
-    generation: int
-    faults: list[ReportedFault]
-    """Its own, the newest of them; this and its generation of an elastic job alone."""
     phase: Phase
     failures: list[Failure]
     cancelled: bool
@@ -86,22 +70,16 @@ class Status(TypedDict, total=False):
 
 
 class _Order(TypedDict):
-    do: Literal["wait", "start", "regroup", "stop", "finish", "give up"]
+    do: Literal["wait", "start", "stop", "finish"]
 
 
 class Order(_Order, total=False):
-    """What the hub orders all members to do. "give up" is for the hub alone: the job fails, by `cause`."""
+    """What the hub orders all members to do."""
 
     rendezvous_port: int
     """Where the ranks meet: of a start, and of a wait as soon as it is known."""
-    generation: int
-    members: list[str]
-    """Who starts, in the order of their node ranks."""
-    hearsay: bool
-    """In a regroup: whether all that is known is that a connection broke."""
     state: FinalState
     first_failure: Failure | None
-    cause: Failure
 
 
 class Process(TypedDict):
@@ -130,7 +108,6 @@ class AgentRecord(TypedDict, total=False):
     ranks: dict[str, RankRecord]
     failures: list[Failure]
     leftovers: list[str]
-    faults: list[ReportedFault]
     dropped: dict[str, dict[str, int]]
     """By host; the master's record has those of all."""
     go: float

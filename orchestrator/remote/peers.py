@@ -19,7 +19,7 @@ import functools
 import hashlib
 import hmac
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from . import way
@@ -91,18 +91,13 @@ class Peers:
         for name in self._watched():
             self._watches[name] = asyncio.get_running_loop().create_task(self._watch(name))
 
-    def forget(self, names: Iterable[str]) -> None:
-        """The job goes on without these hosts."""
-        for name in names:
-            if name in self._watches:
-                self._watches.pop(name).cancel()
-            self.cut.pop(name, None)
-
     def close(self) -> None:
         if self._door:
             self._door.close()
         self.close_rendezvous()
-        self.forget([*self._watches])
+        for watch in self._watches.values():
+            watch.cancel()
+        self.cut.clear()
         for link in self._links.values():
             link.close()
 

@@ -55,41 +55,31 @@ class Programs:
         self.failures.forget_memory_kills()  # from here on they are the ranks'
         return code == 0
 
-    def torchrun_argv(self, order: Order, members: Sequence[str]) -> list[str]:
-        """order: a start. members: who starts, in the order of their node ranks."""
+    def torchrun_argv(self, order: Order) -> list[str]:
+        """order: a start."""
         values = {
             "rendezvous_port": str(order["rendezvous_port"]),
             "job_dir": str(self._job.root),
             "python": sys.executable,
-            "nodes": str(len(members)),
-            "node_rank": str(members.index(self._node["name"])),
         }
         return [sys.executable, *(_filled(part, values) for part in self._node["torchrun"])]
 
     async def run_torchrun(self, argv: list[str]) -> None:
-        generation = self._state.generation
         if not (ended := self._start_torchrun(argv)):
             return
         self.children.watch_gpus()
         code = await ended
-        if generation != self._state.generation:
-            return  # we ended it, and the next one may run already
         self.children.end_gpu_watch()
         self._drain()
-        if self._state.phase != "running" or (self._state.elastic and self._state.elastic.has_fallen()):
+        if self._state.phase != "running":
             return
         if code == 0:
             self._state.enter("done")
         elif not self._state.failures:
-            self._torchrun_failed(code)
-
-    def _torchrun_failed(self, code: int) -> None:
-        found = self.failures.of_program("torchrun", f"torchrun {how_it_ended(code)}", self._job.torchrun_log, code)
-        if self._state.elastic and found["secondary"]:  # another host's fell while they met
-            found["rank"] = self._node["rank_numbers"][0]
-            self._state.rank_failed(found)
-        else:
-            self._state.fail(found)
+            failed = self.failures.of_program(
+                "torchrun", f"torchrun {how_it_ended(code)}", self._job.torchrun_log, code
+            )
+            self._state.fail(failed)
 
     def _start_torchrun(self, argv: list[str]) -> asyncio.Future[int] | None:
         """The master's gets the socket that its store is to listen on, and we keep none of it."""

@@ -70,8 +70,7 @@ def main() -> None:
         why = trouble.describe(error) if isinstance(error, OSError) else f"{error}: see `ulimit -u` on that host"
         _report(job, ranks, {"event": "ended", **_describe(1, None), "trouble": why})
         sys.exit(f"rank {ranks[0]} did not start: {why}")
-    _report(job, ranks, {"event": "started", "pid": child.pid, "wrapper": os.getpid(),
-                         "world_size": int(os.environ["WORLD_SIZE"])})  # fmt: skip
+    _report(job, ranks, {"event": "started", "pid": child.pid, "wrapper": os.getpid()})
     look = _look_out(job, ranks, child.pid, meeting)
     cause = _watch(child, wakeup, alive, int(agent.get("pid", 0)), look)
     end = _describe(child.wait(), cause)
@@ -92,20 +91,17 @@ def main() -> None:
 
 def _start(job: JobFolder, node: dict[str, Any], ranks: list[int]) -> tuple[subprocess.Popen[bytes], list[Pump]]:
     folder = job.rank(ranks[0])
-    again = folder.is_dir()
     folder.mkdir(exist_ok=True)
     ours = {"ORCH_METRICS": str(folder / "metrics.jsonl"), "ORCH_CHECKPOINTS": str(job.checkpoints)}
     environment = {**os.environ, **ours}
     measured = environment.pop(WATCH, "") == "on"
     environment |= watched(job, environment, steps=measured, stacks=job.stacks(ranks[0]))
     if node["shares"]:
-        environment["ORCH_SHARE"] = str(_share(node))
+        environment["ORCH_SHARE"] = str(node["shares"][int(os.environ["LOCAL_RANK"])])
         environment["ORCH_BATCH"] = str(node["settings"]["batch"])
     if node.get("starts_ranks"):
         make_folders(job, ranks[1:])
         environment = without_torchrun(environment, job)
-    if node.get("elastic"):
-        environment["ORCH_RESTARTED"] = str(int(again))
     pumps = [Pump(folder / f"{name}.log", PrintTimes(folder / f"{name}.times")) for name in ("stdout", "stderr")]
     command = [LOCAL_RANK.format(**os.environ) if part == LOCAL_RANK else part for part in node["command"]]
     wrapper = os.getpid()
@@ -129,14 +125,6 @@ def _start(job: JobFolder, node: dict[str, Any], ranks: list[int]) -> tuple[subp
     for pump in pumps:  # after the fork: a forked child of a process with threads is not to be trusted
         pump.start()
     return child, pumps
-
-
-def _share(node: dict[str, Any]) -> int:
-    """This rank's samples of the batch: of an elastic job, with the ranks that there are now."""
-    if not node.get("elastic"):
-        return int(node["shares"][int(os.environ["LOCAL_RANK"])])
-    whole, rest = divmod(int(node["settings"]["batch"]), int(os.environ["WORLD_SIZE"]))
-    return whole + (int(os.environ["RANK"]) < rest)
 
 
 def _catch_signals() -> int:

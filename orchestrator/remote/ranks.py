@@ -32,17 +32,9 @@ class Ranks:
         self._stillness = Stillness(job)
 
     def started(self, event: dict[str, Any]) -> None:
-        """For the first time, or again. Raises KeyError where that is no rank of ours."""
-        rank = str(event["rank"])
-        before = self.records[rank]
-        record: RankRecord = {"pid": event["pid"], "wrapper": event.get("wrapper"), "started": time.time()}
-        if before:
-            record["restarts"] = before.get("restarts", 0) + 1
-        if "dropped_bytes" in before:
-            record["dropped_bytes"] = before["dropped_bytes"]
-        if "not_finite" in before:
-            record["not_finite"] = before["not_finite"]
-        self.records[rank] = record
+        """Raises KeyError where that is no rank of ours."""
+        record = self.records[str(event["rank"])]
+        record.update({"pid": event["pid"], "wrapper": event.get("wrapper"), "started": time.time()})
 
     def reported(self, event: dict[str, Any]) -> None:
         """What a rank's wrapper has seen while the rank runs."""

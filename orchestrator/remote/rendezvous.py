@@ -1,4 +1,4 @@
-"""The port that the ranks meet at, on the master: claimed for the job, another one for each of its generations.
+"""The port that the ranks meet at, on the master: claimed for the job.
 
 rendezvous = Rendezvous("10.0.0.1", 29500)
 port = rendezvous.claim()                       # raises OSError

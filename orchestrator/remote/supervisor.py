@@ -97,8 +97,6 @@ class Supervisor:
 
     async def _take_part(self, go: dict[str, Any]) -> None:
         self._record.said["go"] = time.time()
-        if self.state.elastic:
-            self.state.elastic.begin()
         self._peers.places = {name: Place(*place) for name, place in self._job.read_peers().items()}
         if self._coordinator:
             self._coordinator.open()
@@ -180,12 +178,8 @@ class Supervisor:
         if self._rendezvous_port is None and "rendezvous_port" in order:
             self._rendezvous_port = int(order["rendezvous_port"])
             self._may_meet.set()
-        state = self.state
-        if order["do"] == "start" and state.phase == "joined" and order.get("generation", 0) == state.generation:
+        if order["do"] == "start" and self.state.phase == "joined":
             self._start_ranks(order)
-        elif order["do"] == "regroup" and state.elastic and order["generation"] > state.elastic.wanted:
-            state.elastic.wanted = order["generation"]
-            self._tasks.spawn(self._regroup(HEARSAY_S if order["hearsay"] else SETTLE_S))
         elif order["do"] == "stop":
             self._stop(self._settle_s(order))
         elif order["do"] == "finish":
@@ -198,29 +192,9 @@ class Supervisor:
         return HEARSAY_S if first and first.get("secondary") else SETTLE_S
 
     def _start_ranks(self, order: Order) -> None:
-        members = order.get("members", self._node["members"])
-        self._peers.forget(set(self._node["members"]) - set(members))
         self.state.phase = "running"
         self._write({"state": "running", "rendezvous_port": order["rendezvous_port"]})
-        self._tasks.spawn(self._programs.run_torchrun(self._programs.torchrun_argv(order, members)))
-
-    async def _regroup(self, settle_s: float) -> None:
-        """Ends what is left of this generation, and is ready for the next one."""
-        assert self.state.elastic
-        await asyncio.sleep(settle_s)
-        if self._stopping:
-            return
-        self._fifo.drain()
-        self.state.enter("regrouping")
-        gone = await self._programs.children.kill_all_of_it(self.state.elastic.leave())
-        self._fifo.drain()
-        if self._stopping:
-            return
-        if not gone:
-            self._fail("supervisor", "what its ranks left does not end, though it was killed")
-            return
-        self.state.elastic.enter(self.state.elastic.wanted)
-        self.state.enter("joined")
+        self._tasks.spawn(self._programs.run_torchrun(self._programs.torchrun_argv(order)))
 
     def _stop(self, settle_s: float = 0.0) -> None:
         if self._stopping is None:
@@ -308,16 +282,12 @@ class Supervisor:
         state = self.state
         if event["event"] == "started":
             state.ranks.started(event)
-            if state.elastic:
-                state.elastic.started(event)
         elif event["event"] in ("met", "not finite"):
             state.ranks.reported(event)
         else:
             state.ranks.ended(event, look=state.phase == "running")
             if state.phase == "running" and event["exit_code"] != 0 and event["cause"] is None:
                 log = self._job.rank(event["rank"]) / "stderr.log"
-                state.rank_failed(self._programs.failures.of_rank(event, log))
+                state.fail(self._programs.failures.of_rank(event, log))
                 return
-            if state.elastic and state.phase == "running" and state.elastic.is_through():
-                state.phase = "done"  # torchrun would still wait for the others' to be done
         self._changed()

@@ -1,7 +1,4 @@
-"""What the hub decides from everybody's status: pure, so that every case can be tested without a process.
-
-In an elastic job a start may be the start of another generation (`generations`), for which hosts are "regrouping".
-"""
+"""What the hub decides from everybody's status: pure, so that every case can be tested without a process."""
 
 from __future__ import annotations
 
@@ -10,14 +7,13 @@ from collections.abc import Iterable, Mapping
 from .messages import Failure, FinalState, Order, Status, failure, finish
 
 
-def decide(statuses: Mapping[str, Status], lost: Mapping[str, str], settled: bool, minimum: int | None = None) -> Order:
+def decide(statuses: Mapping[str, Status], lost: Mapping[str, str], settled: bool) -> Order:
     """The order that follows. statuses: every member's latest, in node-rank order (a member not heard of yet has {}).
     lost: nodes that are gone, and why, in the order of their loss. settled: whether the time for stragglers to report
-    after a stop is over. minimum: with so many hosts an elastic job goes on.
+    after a stop is over.
     """
-    spared = spare(list(statuses), list(lost), minimum)
-    failures = [f for node, status in statuses.items() if node not in spared for f in status.get("failures", ())]
-    failures += [failure("lost", node, why) for node, why in lost.items() if node not in spared]
+    failures = [f for status in statuses.values() for f in status.get("failures", ())]
+    failures += [failure("lost", node, why) for node, why in lost.items()]
     cancelled = any(status.get("cancelled") for status in statuses.values())
     phases = [status.get("phase") for node, status in statuses.items() if node not in lost]
     if failures or cancelled:
@@ -33,15 +29,6 @@ def decide(statuses: Mapping[str, Status], lost: Mapping[str, str], settled: boo
     if all(phase not in (None, "joining") for phase in phases):
         return {"do": "start"}
     return {"do": "wait"}
-
-
-def spare(members: list[str], lost: list[str], minimum: int | None) -> list[str]:
-    """The lost hosts that an elastic job goes on without: as long as `minimum` are left and the master, which holds the
-    rendezvous, is one of them. members: the master first. lost: the first to be lost first.
-    """
-    if minimum is None or members[0] in lost:
-        return []
-    return lost[: max(0, len(members) - minimum)]
 
 
 def severed(statuses: Mapping[str, Status], lost: Iterable[str]) -> dict[str, str]:

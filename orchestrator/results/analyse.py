@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 from orchestrator.errors import OrchError
 from orchestrator.files import write_json
-from orchestrator.jobs.faults import lost_nodes
 from orchestrator.jobs.metric_lines import count, number, text
 from orchestrator.jobs.record import FirstFailure, JobRecord
 from orchestrator.jobs.stall import last_words
@@ -68,7 +67,6 @@ def analyse(run: RunFolder, solo: Mapping[str, float] | None = None) -> Summary:
     except OrchError as error:
         missing.append(f"The job's record is not here ({error.message}), so how it ended is not known.")
     repeat = run_line(plan)
-    plan = _without_lost(plan, job)
     missing += [*tried_before(plan), *left_out(plan), *left_on_hosts(plan, run)]
     files = [
         MetricsFile(node.name, rank, run.metrics(node.name, rank)) for node in plan.nodes for rank in node.rank_numbers
@@ -81,13 +79,6 @@ def analyse(run: RunFolder, solo: Mapping[str, float] | None = None) -> Summary:
         summary = _summarise(plan, job, figures, events, nodes, missing).model_copy(update={"repeat": repeat})
     write_json(run.summary, summary.to_json())
     return summary
-
-
-def _without_lost(plan: LaunchPlan, job: JobRecord | None) -> LaunchPlan:
-    """The plan as it was carried out in the end: of an elastic job, without the hosts that it went on without."""
-    lost = lost_nodes(job.faults) if job else frozenset[str]()
-    left = tuple(node for node in plan.nodes if node.name not in lost)
-    return plan.model_copy(update={"nodes": left, "world_size": sum(node.ranks for node in left)}) if lost else plan
 
 
 def _summarise(
@@ -143,7 +134,6 @@ def _from_record(job: JobRecord | None) -> dict[str, Any]:
         "started": job.started,
         "ended": job.ended,
         "first_failure": _cleaned(job.first_failure) if job.first_failure else None,
-        "faults": tuple(_cleaned(fault) for fault in job.faults),
         "not_finite": job.not_finite,
     }
 

@@ -75,7 +75,7 @@ class Events:
         return found
 
     def starts(self) -> dict[int, int]:
-        """How often each rank was started and took a step: again in an elastic job, or by torchrun's --max-restarts."""
+        """How often each rank was started and took a step: again by torchrun's --max-restarts."""
         return dict(self.connection.execute("SELECT rank, times FROM starts").fetchall())
 
     def of_rank(self, rank: int, event: str, limit: int) -> list[dict[str, Any]]:

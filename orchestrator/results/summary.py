@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from orchestrator.jobs.record import Fault, FirstFailure, NotFinite
+from orchestrator.jobs.record import FirstFailure, NotFinite
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import CodeFolder, Faster, Prediction, System
 from orchestrator.planning.recorded_settings import RecordedSettings, read_settings
@@ -177,8 +177,6 @@ class Summary(Record):
     warnings: tuple[str, ...] = ()
     """What is here and could not be used, or must be read with care, a sentence each."""
     first_failure: FirstFailure | None = None
-    faults: tuple[Fault, ...] = ()
-    """What an elastic job went on after, in the order of time; hosts that were lost are not among `nodes`."""
     restarts: int = 0
     """How often the ranks were started again."""
     metrics: bool = True

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 from orchestrator.clusters import Clusters
 from orchestrator.errors import HostError, HostsError, UnlikeError, UsageError
@@ -21,7 +20,6 @@ from orchestrator.planning.host_choice import (
     choice_of,
     ranked,
     those_there,
-    with_elastic,
 )
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
 from orchestrator.planning.request import RunRequest
@@ -63,8 +61,6 @@ class HostChooser:
         worth = self._planner.worth(cluster, request, code, there) if len(there) > wanted.max_hosts else None
         best = ranked(there, worth, pin) if worth else there
         taken = [name for name in there if name in best[: wanted.max_hosts]]
-        if elastic := request.elastic:
-            request = replace(request, elastic=elastic.model_copy(update={"max_nodes": len(taken)}))
         least = None if only else wanted.min_hosts
         others = choice_of(wanted, away, best[wanted.max_hosts :], candidates)
         with _naming_the_others(choice_notes(others, away, worth)):
@@ -88,7 +84,7 @@ def _naming_the_others(notes: Sequence[str]) -> Iterator[None]:
 
 
 def _wanted(cluster: Cluster, request: RunRequest) -> HostRange:
-    return with_elastic(request.hosts or HostRange(1, len(cluster.nodes)), request.elastic)
+    return request.hosts or HostRange(1, len(cluster.nodes))
 
 
 def _names(cluster: Cluster, only: Sequence[str]) -> list[str]:

@@ -90,7 +90,7 @@ class Planner:
         """What each of these hosts is worth to the job."""
         worth = None
         with suppress(UsageError, UnlikeError):  # which may not hold for those that are taken
-            draft, profiles, _ = self._drawn(cluster, replace(request, elastic=None), code, there)
+            draft, profiles, _ = self._drawn(cluster, request, code, there)
             worth = by_speed(build_plan(draft), profiles)
         return worth or by_memory(self._clusters.ready(cluster, there).election.candidates)
 

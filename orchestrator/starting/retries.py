@@ -43,7 +43,6 @@ LOOK_S = 1.0
 _NOT_AGAIN = {
     "script": "the script's own failure, not the hosts'",
     "person": "somebody ended it",
-    "unknown": "it may still run on hosts that give no answer",
 }
 
 

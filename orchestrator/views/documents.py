@@ -121,7 +121,7 @@ def jobs_json(
     jobs: Sequence[JobRecord], unheard: Mapping[str, Mapping[str, HostError]] | None = None
 ) -> dict[str, Any]:
     """unheard: by job that may still run, the hosts that gave no answer."""
-    when = ("started", "ended", "exit_code", "first_failure", "faults", "stall", "joined", "not_finite")
+    when = ("started", "ended", "exit_code", "first_failure", "stall", "joined", "not_finite")
     keys = ("id", "name", "note", "state", "exp", "cluster", "nodes", "hosts", "attempt", *when)
     rows = [{key: job.model_dump(mode="json")[key] for key in keys} for job in jobs]
     return {"schema": 1, "jobs": [{**row, "unheard": list((unheard or {}).get(row["id"], ()))} for row in rows]}

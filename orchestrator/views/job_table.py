@@ -11,7 +11,6 @@ from rich.text import Text
 
 from orchestrator.errors import HostError
 from orchestrator.hosts.alike import host_set, reasons
-from orchestrator.jobs.faults import fault_words
 from orchestrator.jobs.queued import Rival
 from orchestrator.jobs.record import FirstFailure, JobRecord
 from orchestrator.jobs.stall import alarm_words
@@ -132,8 +131,6 @@ def print_end(job: JobRecord) -> None:
     """How a job ended; the failing rank's own code is on the last line."""
     colour = STATE_COLOURS.get(job.state, "default")
     console.err.print(Text.assemble((job.state, colour), " ", console.plain(job.id)))
-    for fault in job.faults:
-        console.say(fault_words(fault))
     if job.not_finite:
         console.warn(job.not_finite.words)
     if job.first_failure:

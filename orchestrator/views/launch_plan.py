@@ -24,9 +24,6 @@ def print_plan(plan: LaunchPlan, files: Sequence[str] = ()) -> None:
     if plan.hosts:
         least, most = plan.hosts.min_hosts, plan.hosts.max_hosts
         console.put(f"hosts {least} to {most} of {some(plan.hosts.candidates, 12)}")
-    if plan.elastic:
-        nodes = f"{plan.elastic.min_nodes} to {plan.elastic.max_nodes} nodes"
-        console.put(f"elastic: {nodes}, at most {plan.elastic.max_restarts} restarts of a host's ranks")
     if plan.attempt:
         whose = "whatever the cause" if plan.attempt.any_cause else "where the cause is the hosts'"
         console.put(f"attempt {plan.attempt.words}, {whose}")

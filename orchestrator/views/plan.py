@@ -96,7 +96,7 @@ def outlook_of(plan: LaunchPlan, view: ForecastInputs, chosen: Collection[str]) 
         advice=advice,
         basis=(*view.basis, *(f"sets {setting.words}" for setting in plan.nccl), *limits),
         speeds_from=view.speeds_from,
-        **_pipelines(view.scene, plan.training, chosen, advice, elastic=plan.elastic is not None),
+        **_pipelines(view.scene, plan.training, chosen, advice),
         faster=faster,
         command=faster[0].command if faster else run_line(plan),
     )
@@ -142,11 +142,9 @@ def _advised(
     return advice, [*memory_words(scene, shares, speeds_from, settings), *_unseen_words(settings, chosen, unseen)]
 
 
-def _pipelines(
-    scene: Scene, settings: Settings, chosen: Collection[str], advice: Advice, *, elastic: bool = False
-) -> dict[str, Any]:
+def _pipelines(scene: Scene, settings: Settings, chosen: Collection[str], advice: Advice) -> dict[str, Any]:
     """Of an Outlook."""
-    found = None if elastic else pipeline_for(scene, settings, chosen)
+    found = pipeline_for(scene, settings, chosen)
     then: dict[str, PipelineChoice] = {}
     if found and len(scene.hosts) <= MOST_CUTS and found.samples_per_s > advice.best[advice.fidelity].samples_per_s:
         for words, changed_scene in changed(scene):

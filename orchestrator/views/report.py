@@ -22,7 +22,6 @@ from typing import Any
 from jinja2 import Environment
 
 from orchestrator.files import write_atomic
-from orchestrator.jobs.faults import fault_words
 from orchestrator.jobs.record import FirstFailure
 from orchestrator.jobs.redraw import Drawing
 from orchestrator.paths import RunFolder
@@ -275,6 +274,4 @@ def _how(end: RankEnd) -> str:
 
 @cache
 def _environment() -> Environment:
-    return environment(
-        fault=fault_words, how=_how, part_shares=_part_shares, times_by_size=_times_by_size, link_matrix=link_matrix
-    )
+    return environment(how=_how, part_shares=_part_shares, times_by_size=_times_by_size, link_matrix=link_matrix)

@@ -26,7 +26,7 @@ def test_a_job_file_has_every_option_that_describes_a_job() -> None:
     assert {one.name for one in run.params} - words - here == {*JobFile.model_fields} - {"script", "module", "args"}
 
 
-LIMITS = ["--grace", "5s", "--time-limit", "90m", "--elastic", "1:2", "--max-restarts", "0", "--share"]
+LIMITS = ["--grace", "5s", "--time-limit", "90m", "--share"]
 ASKED = {
     "as many hosts as there are": ["--exp", "mnist_lenet", "--hosts", "1:2"],
     "an experiment": ["--exp", "mnist_lenet", "--set", "epochs=1", "--set", "lr=1e-2", "--nodes", "b"],

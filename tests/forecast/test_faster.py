@@ -12,7 +12,7 @@ from orchestrator.forecast.advice import preference
 from orchestrator.forecast.faster import faster_ways
 from orchestrator.forecast.inputs import inputs_of
 from orchestrator.planning.command_line import run_line
-from orchestrator.planning.launch_plan import CodeFolder, Elastic, LaunchPlan
+from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
 from orchestrator.results.analyse import analyse
 from orchestrator.results.faster import WORTH, measured
 from orchestrator.views import comparison, console
@@ -106,7 +106,6 @@ def test_auto_leaves_a_host_out_and_says_so_unless_it_is_named():
     assert "--nodes v100,a2000 keeps them" in said
     assert len(dry_run("--set", "strategy=auto", "--nodes", "a2000,v100").nodes) == 2
     assert len(dry_run("--set", "strategy=auto", "--set", "batch=2048", "--set", "shares=auto").nodes) == 1
-    assert len(dry_run("--set", "strategy=auto", "--elastic", "1:2").nodes) == 2
     assert len(dry_run("--set", "strategy=auto", "--set", "shares=v100=5,a2000=2").nodes) == 2
 
 
@@ -197,13 +196,6 @@ def test_a_script_keeps_its_folder_its_arguments_and_their_quotes():
 def replace_command(plan, command, kind):
     nodes = tuple(node.model_copy(update={"command": command}) for node in plan.nodes)
     return plan.model_copy(update={"nodes": nodes, "kind": kind})
-
-
-def test_an_elastic_job_is_one_with_all_its_hosts_alone():
-    elastic = Elastic(min_nodes=1, max_nodes=2, max_restarts=3)
-    plan = dry_run().model_copy(update={"elastic": elastic, "grace_s": 10.0})
-    assert "--elastic 1:2 --max-restarts 3 --grace 10s" in run_line(plan)
-    assert "--elastic" not in run_line(plan, ["v100"])
 
 
 def test_a_pipeline_whose_blocks_nobody_timed_has_to_be_a_fifth_faster():

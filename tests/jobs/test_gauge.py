@@ -20,7 +20,7 @@ from orchestrator.jobs.frames import Agent, FilePiece
 from orchestrator.jobs.gauge import FRESH_S, Gauge, HostNow, JobNow, held_up_by
 from orchestrator.jobs.gauging import GaugedJob
 from orchestrator.jobs.live import HostRow
-from orchestrator.jobs.record import Fault, JobRecord
+from orchestrator.jobs.record import JobRecord
 from orchestrator.views import documents, top
 from tests.jobs.test_live import plan_of
 
@@ -102,13 +102,6 @@ def test_a_host_that_gives_no_answer_is_said_until_it_does() -> None:
     assert "no route" in shown(feed.now(), 80) and "no answer from b" in top.line(feed.now())
     feed.gauge.take("b", Agent({"state": "running"}), 1.0)
     assert not any(host.silent for host in feed.now().hosts)
-
-
-def test_a_host_that_the_job_lost_counts_no_more() -> None:
-    feed = fed()
-    lost = Fault(kind="lost", node="a", reason="no heartbeat", after_s=3.0)
-    feed.gauge.know(feed.record.model_copy(update={"faults": (lost,)}))
-    assert [row.node for row in feed.now().progress.rows] == ["b"]
 
 
 @pytest.mark.parametrize(

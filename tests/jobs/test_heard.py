@@ -1,14 +1,9 @@
 """Whose last word counts while a job is followed: pure, with times given."""
 
-import itertools
-
-import pytest
-
 from orchestrator.errors import ConnectError, HostError
 from orchestrator.jobs.frames import Agent, Beat
 from orchestrator.jobs.heard import SILENT_S, Heard
 from orchestrator.jobs.state import combine
-from orchestrator.planning.launch_plan import Elastic
 from tests.support.job_states import GONE, PLAN, alive, known, over
 
 BROKE = ConnectError("a", "the SSH connection broke")
@@ -91,19 +86,3 @@ def test_a_host_that_is_no_longer_dialled_speaks_of_its_end_alone():
     heard = heard_after(*RUNNING, (1.0, "a", refused), (2.0, "b", NO_WORD), (3.0, "c", NO_WORD))
     assert state(heard, 3.0) == "failed"
     assert state(heard_after((0.0, "a", over("succeeded")), (1.0, "a", refused)), 1.0) == "succeeded"
-
-
-@pytest.mark.parametrize(("minimum", "gone"), [*itertools.product((1, 2, 3), ("a", "ac", "ab", "c"))])
-def test_an_elastic_job_whose_master_and_enough_others_cannot_be_asked_may_go_on(minimum, gone):
-    plan = PLAN.model_copy(update={"elastic": Elastic(min_nodes=minimum, max_nodes=3, max_restarts=3)})
-    items = [(1.0, name, BROKE) if name in gone else (1.0, name, NO_WORD) for name in "abc"]
-    may_go_on = "a" in gone and len(gone) >= minimum
-    assert state(heard_after(*RUNNING, *items), LATE_S, plan) == ("lost" if may_go_on else "failed")
-
-
-def test_an_elastic_jobs_end_by_another_cause_is_the_hubs_word_and_no_guess():
-    plan = PLAN.model_copy(update={"elastic": Elastic(min_nodes=1, max_nodes=3, max_restarts=3)})
-    rank = over("failed", first_failure={"node": "b", "rank": 1, "kind": "rank", "reason": "rank 1 exited 7"})
-    for word, expected in ((rank, "failed"), (over("succeeded"), "succeeded")):
-        heard = heard_after(*RUNNING, (1.0, "a", BROKE), (1.0, "b", word), (1.0, "c", word))
-        assert state(heard, LATE_S, plan) == expected

@@ -64,11 +64,6 @@ def test_of_a_lost_job_all_hosts_went_down_or_somebody_has_removed_it(reason: st
     assert found and (found.whose, found.without) == (whose, None)
 
 
-def test_an_elastic_job_that_others_may_go_on_with_is_left_to_them() -> None:
-    found = judge(known("lost", first_failure=FirstFailure(node="a", kind="lost", reason=SILENT)))
-    assert found and found.whose == "unknown"
-
-
 @pytest.mark.parametrize("state", ["starting", "running", "succeeded", "cancelled"])
 def test_what_did_not_fail_is_not_tried_again(state: str) -> None:
     assert judge(known(state, first_failure=FirstFailure(node="a", kind="lost", reason=SILENT))) is None

@@ -18,7 +18,6 @@ import sys
 import termios
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -26,11 +25,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from orchestrator.jobs import follow
-from orchestrator.jobs.faults import fault_words
-from orchestrator.jobs.frames import Agent, Beat, FilePiece
+from orchestrator.jobs.frames import Beat, FilePiece
 from orchestrator.jobs.lines import Bars, LogLine
 from orchestrator.jobs.live import KEPT_STEPS, HostRow, LiveView, Notice, RunProgress, Silence, Standstill
-from orchestrator.jobs.record import Fault
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
 from orchestrator.views import console, following, progress
 from tests.support import forks
@@ -79,18 +76,6 @@ def line(**fields: object) -> bytes:
 
 
 # ---- the fold -------------------------------------------------------------------------------------------------
-
-
-def test_a_lost_host_is_no_longer_shown_and_the_others_waiting_is_computed_without_it():
-    feed = Feed(a=1, b=1, c=1)
-    for rank in range(3):
-        feed.step(rank, 0, exposed_ms=10.0 * (rank + 1))
-    feed.view.lose("c")
-    for rank in range(2):
-        feed.step(rank, 1, exposed_ms=10.0 * (rank + 1))
-    assert not feed.step(2, 1)
-    assert {name: (row.step, row.wait_share) for name, row in feed.rows().items()} == {"a": (2, 0.0), "b": (2, 0.1)}
-    feed.view.lose("c")
 
 
 def test_a_host_shows_its_step_its_ranks_speeds_together_and_their_mean_loss():
@@ -416,17 +401,6 @@ def test_ranks_are_starting_until_the_first_line_or_metric_and_bars_come_folded(
     assert [event.ranks for event in events[:2]] == [1, 1]
     texts = [[line.text for line in (event.lines if isinstance(event, Bars) else event)] for event in events[2:]]
     assert texts == [[" 1%"], [" 3%"], [" 4%", "end"], []]
-
-
-def test_each_fault_of_an_elastic_job_is_shown_once_wherever_it_is_listed():
-    later, earlier = Fault(node="b", reason="lost", after_s=9.0), Fault(node="a", rank=0, reason="died", after_s=4.0)
-    records = [
-        SimpleNamespace(state="running", faults=faults, stall=None, joined=None, not_finite=None)
-        for faults in ((later,), (earlier, later), (earlier, later))
-    ]
-    followed = events_of(plan_of(a=1, b=1), [("a", Agent({}))] * 3, lambda found: records.pop(0))
-    notices = [event.text for event in followed if isinstance(event, Notice)]
-    assert notices == [fault_words(later), fault_words(earlier)]
 
 
 # ---- on a pipe ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from orchestrator.jobs import control
 from orchestrator.jobs.record import FirstFailure
 from orchestrator.paths import Home
 from orchestrator.planning.host_choice import HostRange
-from orchestrator.planning.launch_plan import Attempt, Earlier, Elastic, LaunchPlan
+from orchestrator.planning.launch_plan import Attempt, Earlier, LaunchPlan
 from orchestrator.planning.request import RunRequest, Wish, Words, read_wish
 from orchestrator.remote import coordinator, lease
 from orchestrator.starting import retries
@@ -138,20 +138,16 @@ def test_what_does_not_go_together_is_one_line(rack: Rack, words: tuple[str, ...
     assert shown.startswith(f"error: {said}") and shown.count("error:") == 1
 
 
-@pytest.mark.parametrize("elastic", [None, Elastic(min_nodes=1, max_nodes=2, max_restarts=1)])
-def test_another_attempt_in_turn_does_without_a_host_that_is_off(
-    rack: Rack, monkeypatch: pytest.MonkeyPatch, elastic: Elastic | None
-) -> None:
+def test_another_attempt_in_turn_does_without_a_host_that_is_off(rack: Rack, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in rack.environment.items():
         monkeypatch.setenv(name, value)
     shown: list[LaunchPlan] = []
     with opened(Home.default()) as controller:
         cluster, wish = controller.store.cluster("rack"), read_wish(Words(command=(f"{rack.folder}/code/train.py",)))
-        wish = replace(wish, request=replace(wish.request, hosts=HostRange(1, 2), elastic=elastic))
+        wish = replace(wish, request=replace(wish.request, hosts=HostRange(1, 2)))
         job = controller.start_in_turn(cluster, wish, ("a2000", "gone"), shown.append)
         assert [*job.follow()] and job.record.state == "succeeded"
     assert [tuple(node.name for node in plan.nodes) for plan in shown] == [("a2000",)]
-    assert not elastic or (shown[0].elastic and shown[0].elastic.max_nodes == 1)
 
 
 def test_a_host_with_anything_left_of_an_earlier_attempt_refuses_the_next(tmp_path: Path) -> None:

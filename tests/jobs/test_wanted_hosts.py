@@ -188,14 +188,6 @@ def test_of_more_than_the_most_the_best_are_taken_and_a_spare_takes_the_place_of
     rack.types("master", "--elect")
 
 
-def test_an_elastic_job_begins_with_those_that_are_there(rack: Rack) -> None:
-    words = ("run", "--dry-run", "--json", "--hosts", "1:3", "--elastic")
-    plan = json.loads(rack.types(*words, "2:3", "code/train.py").stdout)
-    assert (plan["elastic"]["min_nodes"], plan["elastic"]["max_nodes"], plan["world_size"]) == (2, 2, 2)
-    said = rack.types(*words, "3:3", "code/train.py", exit_code=3).stderr
-    assert "2 of 3 hosts can take part, and 3 are needed" in said
-
-
 def test_a_released_host_may_be_named_and_is_left_out(rack: Rack) -> None:
     rack.types("node", "release", "a2000")
     plan = json.loads(

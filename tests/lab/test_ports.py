@@ -110,7 +110,7 @@ def until_it_trains(person: Person, job: str) -> None:
 
 
 def test_nothing_listens_on_a_wildcard_and_what_is_laid_into_a_store_runs_nowhere(person):
-    words = ("run", "--detach", "--nodes", "alpha,beta", "--elastic", "1:2", "--", "code/trains.py")
+    words = ("run", "--detach", "--nodes", "alpha,beta", "--", "code/trains.py")
     job = person.types(*words).stdout.strip().splitlines()[-1]
     until_it_trains(person, job)
 

@@ -19,9 +19,7 @@ from orchestrator.planning.host_choice import (
     parse_hosts,
     ranked,
     those_there,
-    with_elastic,
 )
-from orchestrator.planning.launch_plan import Elastic
 from orchestrator.planning.repeated import job_of
 from tests.support.plans import a2000_v100
 
@@ -70,25 +68,9 @@ def test_with_too_few_each_that_is_missing_is_named_with_its_reason() -> None:
     assert "--hosts 2:6" in found.value.remedy
 
 
-def test_fewer_are_enough_only_where_elastic_goes_on_with_them_too() -> None:
-    """What is proposed is no mistake itself."""
-    elastic = Elastic(min_nodes=3, max_nodes=4, max_restarts=0)
-    with pytest.raises(TooFewError) as found:
-        those_there(with_elastic(HostRange(1, 4), elastic), NAMES, {name: off(name) for name in NAMES[2:]})
-    assert found.value.remedy.endswith(", or --hosts 2:4 --elastic 2:4")
-    with pytest.raises(UsageError, match=r"2 hosts .* --hosts 2:4 --elastic 2:4, or name more"):
-        check_range(with_elastic(HostRange(1, 4), elastic), NAMES[:2])
-
-
 def test_of_one_host_is_spoken_as_of_one() -> None:
     with pytest.raises(TooFewError, match="0 of 1 host can take part, and 1 is needed"):
         those_there(HostRange(1, 2), NAMES[:1], {NAMES[0]: off(NAMES[0])})
-
-
-def test_an_elastic_job_begins_with_as_many_as_it_may_go_on_with() -> None:
-    assert with_elastic(HostRange(1, 4), Elastic(min_nodes=2, max_nodes=3, max_restarts=0)) == HostRange(2, 3, 2)
-    with pytest.raises(UsageError, match="--hosts 1:2 and --elastic 3:4 have no number in common"):
-        with_elastic(HostRange(1, 2), Elastic(min_nodes=3, max_nodes=4, max_restarts=0))
 
 
 NUMBERS = st.integers(1, len(NAMES))
@@ -137,12 +119,11 @@ def test_notes_name_who_is_left_out_and_why_others_are_spare() -> None:
 
 def test_a_job_is_repeated_with_the_same_choice_among_the_same_hosts() -> None:
     choice = choice_of(HostRange(1, 3), {}, ["a16"], ["a16", "a2000", "v100", "k80"])
-    elastic = Elastic(min_nodes=1, max_nodes=2, max_restarts=3)  # two were there
-    plan = a2000_v100().model_copy(update={"hosts": choice, "elastic": elastic})
+    plan = a2000_v100().model_copy(update={"hosts": choice})
     line = run_line(plan)
-    assert "--nodes a16,a2000,v100,k80 --hosts 1:3" in line and "--elastic 1:3" in line
+    assert "--nodes a16,a2000,v100,k80 --hosts 1:3" in line
     job = job_of(plan)
-    assert (job.nodes, job.hosts, job.elastic) == (["a16", "a2000", "v100", "k80"], "1:3", "1:3")
+    assert (job.nodes, job.hosts) == (["a16", "a2000", "v100", "k80"], "1:3")
     assert run_line(plan, ["v100"]).endswith("--nodes v100")  # these and no others
 
 

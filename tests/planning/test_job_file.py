@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.errors import InventoryError, UsageError
 from orchestrator.planning.job_file import JobFile, job_text, read_job, write_job
-from orchestrator.planning.launch_plan import LOCAL_RANK, CodeFolder, Elastic
+from orchestrator.planning.launch_plan import LOCAL_RANK, CodeFolder
 from orchestrator.planning.repeated import job_of
 from tests.support.plans import a2000_v100
 
@@ -51,7 +51,7 @@ def test_all_mistakes_are_named_at_once_with_their_lines_and_no_secret(tmp_path:
         (4, "grace: must be text, not 3"),
         (5, "time_limit: '5 minutes' is not a time"),
         (6, "batch: must be at least 1, not 0"),
-        (7, "`max_restarts` belongs to `elastic`"),
+        (7, "`max_restarts` is no key any more"),
         (9, "env.HF_TOKEN looks like a secret"),
         (10, "env.RANK cannot be given: torchrun sets it, for each rank another"),
         (11, "nodes: must be a list, one item a line behind `- `, not 'a,b'"),
@@ -75,7 +75,7 @@ def test_a_number_of_hosts_needs_no_quotes(tmp_path: Path) -> None:
         ("nodes: [a]\n", "job.yaml: says nothing to run; give one of `exp`, `script` and `module`"),
         ("exp: mnist_lenet\nmodule: a.b\n", "job.yaml:2: `exp` and `module` contradict each other; keep one"),
         ("exp: mnist_lenet\nresume: latest\n", "job.yaml:1: `resume` runs what the job ran"),
-        ("exp: mnist_lenet\nelastic: '2'\n", "job.yaml:2: elastic: '2' is not MIN:MAX"),
+        ("exp: mnist_lenet\nelastic: '2:3'\n", "job.yaml:2: `elastic` is no key any more; `retries: 3`"),
         ("exp: mnist_lenet\nbatch: 8\n", "job.yaml:2: `batch` belongs to a `script` or a `module`; an experiment's"),
     ],
 )
@@ -135,7 +135,7 @@ def test_a_plan_is_written_so_that_it_runs_again() -> None:
     found = a2000_v100()
     nodes = tuple(node.model_copy(update={"command": command}) for node in found.nodes)
     more = {"kind": "script", "code": code, "settings": {"batch": 96}, "nodes": nodes, "variables": ("HF_TOKEN",)}
-    more |= {"elastic": Elastic(min_nodes=1, max_nodes=2, max_restarts=0), "measures_steps": False, "grace_s": 0.5}
+    more |= {"measures_steps": False, "grace_s": 0.5}
     assert job_of(found.model_copy(update=more)) == JobFile(
         script="python",
         args=["-u", "/home/me/my code/sub/train.py", "--name", "two words"],
@@ -146,7 +146,5 @@ def test_a_plan_is_written_so_that_it_runs_again() -> None:
         cluster="a2000-v100",
         nodes=["v100", "a2000"],
         env={"HF_TOKEN": None},
-        elastic="1:2",
-        max_restarts=0,
         grace="0.5s",
     )

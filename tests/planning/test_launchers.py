@@ -33,9 +33,9 @@ def test_a_launcher_before_the_script_is_understood_and_named(line):
 def test_what_a_launchers_options_say_of_ranks_is_named():
     (note,) = read_program(shlex.split("torchrun --nproc_per_node=4 --nnodes 2:3 train.py")).notes
     assert "torchrun --nproc_per_node=4 --nnodes 2:3;" in note
-    assert "`ranks:`" in note and "--nodes A,B" in note and "--elastic MIN:MAX" in note
+    assert "`ranks:`" in note and "--nodes A,B" in note and "--retries N" in note
     (note,) = read_program(shlex.split("torchrun --nproc-per-node 4 --max-restarts=0 train.py")).notes
-    assert "--elastic" not in note
+    assert "--retries" not in note
 
 
 REFUSED = {

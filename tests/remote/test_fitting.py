@@ -20,10 +20,9 @@ def long_failure(rank):
 
 def worst_record(ranks):
     failures = [long_failure(rank) for rank in range(MOST_REPORTED)]
-    faults = [{**long_failure(0), "after_s": float(n), "restart": n, "generation": n} for n in range(20)]
     of_rank = {"pid": 4194303, "wrapper": 4194303, "started": 1.7e9 + 1 / 3, "ended": 1.7e9 + 1 / 3, "cause": None}
     return {
-        "state": "failed", "job": "j" * 128, "node": "n" * 64, "failures": failures, "faults": faults,
+        "state": "failed", "job": "j" * 128, "node": "n" * 64, "failures": failures,
         "leftovers": [LONG] * 300, "first_failure": long_failure(0), "ended": 1.7e9,
         "ranks": {str(rank): {**of_rank, "exit_code": rank % 2, "signal": None} for rank in range(ranks)},
         "dropped": {f"node-{n}": {str(n): 10**12} for n in range(2000)},
@@ -39,7 +38,6 @@ def test_the_last_word_fits_into_its_reserve_whatever_was_printed(tmp_path, rank
     assert job.agent.stat().st_size <= RECORD_BYTES < RESERVE_BYTES
     kept = job.read_agent()
     assert kept["failures"][0]["reason"].startswith("0 \U0001f642")
-    assert kept["faults"][-1]["restart"] == 19
     assert (kept["state"], kept["job"], kept["first_failure"]["rank"]) == ("failed", "j" * 128, 0)
     assert (
         len(record["failures"]) == MOST_REPORTED and record["first_failure"]["log_line"] == LONG
@@ -47,7 +45,7 @@ def test_the_last_word_fits_into_its_reserve_whatever_was_printed(tmp_path, rank
 
 
 def test_what_fits_is_reported_as_it_is():
-    record = {"state": "failed", "failures": [long_failure(0)], "faults": [], "ranks": {"0": {"exit_code": 0}}}
+    record = {"state": "failed", "failures": [long_failure(0)], "ranks": {"0": {"exit_code": 0}}}
     assert fitted(record, 1 << 20) == record
     assert fitted(record, len(json.dumps(record))) == record
 

@@ -379,24 +379,3 @@ class Member:
     async def leave(self):
         self.it.close()
         await asyncio.wait_for(self.task, SOON_S)
-
-
-@on_a_hub
-async def test_a_dismissed_member_hears_its_farewell_and_nothing_else(wired):
-    link = await wired.join()
-    link.send({"phase": "joined"})
-    await wired.until(lambda hub: "b" in hub.statuses)
-    wired.hub.dismiss("b", {"do": "finish", "state": "failed"})
-    heard = await link.receive(1)
-    while heard["do"] == "wait":  # sent before
-        heard = await link.receive(1)
-    assert heard["do"] == "finish"
-    again = await wired.join()  # its link heals
-    assert (await again.receive(1))["do"] == "finish"
-    again.send({"phase": "running"})
-    with pytest.raises((ConnectionError, OSError)):
-        await again.receive(1)
-    assert wired.hub.statuses["b"] == {"phase": "joined"}
-    assert wired.hub.connected == 0
-    link.close()
-    again.close()

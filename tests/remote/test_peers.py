@@ -236,20 +236,6 @@ def test_a_host_that_accepts_and_says_nothing_is_stopped_or_busy_and_not_cut_off
     run(test)
 
 
-def test_a_host_that_the_job_goes_on_without_is_watched_no_more():
-    async def test(ring):
-        await asyncio.gather(*(one.reach() for one in ring.of.values()))
-        b = ring.of["b"]
-        b.cut["c"] = "no connection"
-        b.watch()
-        b.forget(["c", "nobody"])
-        ring.of["c"].close()
-        await asyncio.sleep(2 * wire.CUT_S)  # the time that must not strike
-        assert b.cut == {}
-
-    run(test)
-
-
 def test_where_the_ranks_will_meet_can_be_tried_until_they_do():
     async def test(ring):
         await asyncio.gather(*(one.reach() for one in ring.of.values()))

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from orchestrator.remote.verdict import decide, first_cause, severed, spare
+from orchestrator.remote.verdict import decide, first_cause, severed
 
 
 def status(phase, *failures, cancelled=False):
@@ -115,57 +115,3 @@ def test_every_cut_pair_loses_one_and_whoever_is_lost_already_explains_its_own()
     assert sorted(severed(cut(a="b", c="d"), {})) == ["b", "d"]
     assert severed(cut(b="c"), {"c": "no word for 20 s"}) == {}
     assert severed(cut(b="xyz"), {}) == {}
-
-
-# ---- elastic jobs ---------------------------------------------------------------------------------------------------
-
-LOST = "no word for 20 s"
-
-
-def three(**phases):
-    return {name: status(phases.get(name, "running")) for name in "abc"}
-
-
-def test_an_elastic_job_goes_on_without_a_lost_host():
-    assert decide(three(), {"c": LOST}, False, 2) == {"do": "start"}
-    assert decide(three(a="joined", b="regrouping", c="joining"), {"c": LOST}, False, 1) == {"do": "start"}
-    assert decide(three(), {"c": LOST}, False) | {"first_failure": None} == {
-        "do": "stop",
-        "state": "failed",
-        "first_failure": None,
-    }
-
-
-def test_an_elastic_job_succeeds_when_those_that_are_left_are_done():
-    assert decide(three(a="done", b="done"), {"c": LOST}, False, 2)["state"] == "succeeded"
-    assert decide(three(a="done"), {"c": LOST}, False, 2)["do"] == "start"
-
-
-def test_below_the_minimum_the_host_that_was_one_too_many_is_the_cause():
-    order = decide(three(), {"c": LOST, "b": "gone"}, False, 2)
-    assert (order["do"], order["state"], order["first_failure"]["node"]) == ("stop", "failed", "b")
-    assert decide(three(a="ended"), {"c": LOST, "b": "gone"}, False, 2)["do"] == "finish"
-
-
-def test_without_its_master_no_elastic_job_goes_on():
-    assert decide(three(), {"a": LOST}, False, 1)["first_failure"]["node"] == "a"
-    cut_off = dict.fromkeys("abc", LOST)
-    assert decide(three(), cut_off, False, 1)["first_failure"]["node"] == "a"
-
-
-def test_what_a_lost_host_complained_of_is_no_failure_of_an_elastic_job():
-    statuses = three() | {"c": status("running", failure("c", kind="supervisor"))}
-    assert decide(statuses, {"c": LOST}, False, 2)["do"] == "start"
-    assert decide(statuses, {}, False, 2)["do"] == "stop"
-
-
-def test_a_failure_ends_an_elastic_job_as_any_other():
-    statuses = three() | {"b": status("running", failure("b", 1))}
-    assert decide(statuses, {"c": LOST}, False, 2)["first_failure"]["rank"] == 1
-
-
-@pytest.mark.parametrize("minimum", [1, 2, 3, 4])
-def test_so_many_are_spared_as_the_minimum_allows(minimum):
-    for lost in itertools.permutations("bcd"):
-        assert spare(list("abcd"), list(lost), minimum) == list(lost)[: 4 - minimum]
-    assert spare(list("abcd"), ["b"], None) == []

@@ -161,20 +161,6 @@ def test_of_ranks_that_were_restarted_the_last_start_is_measured(tmp_path: Path)
     assert summary.warnings == ("The ranks were restarted once; speeds and times are those after the last start.",)
 
 
-def test_figures_are_of_the_hosts_that_went_on_and_the_page_says_who_was_lost(tmp_path: Path) -> None:
-    lost = {"node": "v100", "rank": None, "reason": "no word for 20 s", "after_s": 61.2}
-    died = {"node": "a2000", "rank": 0, "exit_code": 7, "reason": "rank 0 exited 7", "after_s": 12.0, "restart": 0}
-    metrics = {0: [start(), *ten_steps(16), start(), *ten_steps(), end()], 1: [start(), *ten_steps(16)]}
-    run = write_run(tmp_path / "run", TWO, metrics, faults=[died, lost])
-    summary = analyse(run)
-    assert ([one.name for one in summary.nodes], summary.world_size) == (["a2000"], 1)
-    assert (summary.samples_per_s, summary.missing) == (pytest.approx(32 / 0.05), ())
-    assert [fault.node for fault in summary.faults] == ["a2000", "v100"]
-    page = render_report(summary)
-    assert "v100: lost after 61 s: no word for 20 s; the job continues without it" in page
-    assert "a2000: rank 0 exited 7 after 12 s; the ranks are restarted" in page
-
-
 def test_a_host_slow_at_loading_is_named_with_that_reason(tmp_path: Path) -> None:
     slow = [step(n, 32, 45, 20, 5, 1) for n in range(10)]
     fast = [step(n, 32, 3, 20, 47, 1) for n in range(10)]

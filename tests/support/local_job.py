@@ -21,7 +21,7 @@ from orchestrator.jobs.record import JobRecord
 from orchestrator.jobs.state import combine
 from orchestrator.planning.build import torchrun_arguments
 from orchestrator.planning.bundle import pack_folder
-from orchestrator.planning.launch_plan import Elastic, LaunchPlan, NodePlan
+from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.remote import processes, reader
 from orchestrator.remote.agent import agent_state
 from orchestrator.remote.layout import JobFolder
@@ -117,7 +117,6 @@ def gang(
     ranks: Sequence[int] = (1, 1),
     torch_free: bool = True,
     warm: bool | None = None,
-    elastic: Elastic | None = None,
     command: Sequence[str] = ("script.py",),
     env: Mapping[str, str] | None = None,
     activate: str | None = None,
@@ -139,7 +138,7 @@ def gang(
     for index, count in enumerate(ranks):
         torchrun = launcher_arguments(str(LAUNCHER), ranks, index, "127.0.0.1")
         if not torch_free:
-            torchrun = torchrun_arguments(len(ranks), index, count, "127.0.0.1", elastic=bool(elastic))
+            torchrun = torchrun_arguments(len(ranks), index, count, "127.0.0.1")
         nodes.append(
             NodePlan(
                 name="abcdefgh"[index],
@@ -161,7 +160,7 @@ def gang(
     plan = LaunchPlan(
         schema=1, job=job_id, exp="script.py", kind="script", cluster="test", master="a",
         master_address="127.0.0.1", rendezvous_port=29500, world_size=sum(ranks), created="2026-01-01T00:00:00+00:00",
-        code=code, nodes=tuple(nodes), elastic=elastic,
+        code=code, nodes=tuple(nodes),
     ).model_copy(update={"grace_s": 1.0, **plan_changes})  # fmt: skip
     made = Gang(plan, blob, activate)
     try:

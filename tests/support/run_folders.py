@@ -96,7 +96,6 @@ def write_run(
     settings: Mapping[str, Any] | None = None,
     state: str = "succeeded",
     first_failure: Mapping[str, Any] | None = None,
-    faults: Sequence[Mapping[str, Any]] = (),
     gpu: Mapping[str, bytes | Iterable[Any]] | None = None,
 ) -> RunFolder:
     """metrics: by rank, gpu: by node; events, or the very bytes of the file. A rank or node not named has no file."""
@@ -116,7 +115,6 @@ def write_run(
         "ended": "2026-11-21T09:20:00Z",
         "exit_code": 0 if state == "succeeded" else 1,
         "first_failure": first_failure,
-        "faults": list(faults),
     }
     run.job.write_text(json.dumps(job))
     for node in plan["nodes"]:

@@ -24,9 +24,7 @@ def folder_of(settings: Settings) -> Path:
 def source_of(settings: Settings) -> Path | None:
     """What to go on from: what the person names, and after a restart by torchrun the newest of this very job."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # torchrun does not count a start that another host asked for; the launcher reports each.
-    again = (restarts.isdecimal() and int(restarts) > 0) or os.environ.get("ORCH_RESTARTED") == "1"
-    if again and settings.checkpoint_every and newest(folder_of(settings)):
+    if restarts.isdecimal() and int(restarts) > 0 and settings.checkpoint_every and newest(folder_of(settings)):
         return folder_of(settings)
     return Path(settings.resume).expanduser().absolute() if settings.resume else None
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 from trainer.ranks.agreement import gather_lines
 from trainer.ranks.rank_info import RankInfo
 from trainer.shared.errors import TrainError
 from trainer.shared.settings import Settings
-from trainer.shared.shares import Speed, at_most, parse_speeds, split_batch, without_absent
+from trainer.shared.shares import Speed, at_most, parse_speeds, split_batch
 
 
 def shares_of_ranks(settings: Settings, info: RankInfo) -> tuple[tuple[int, ...], list[Speed | None]]:
@@ -19,10 +17,8 @@ def shares_of_ranks(settings: Settings, info: RankInfo) -> tuple[tuple[int, ...]
     names = [line.rpartition(":") for line in gather_lines(f"{info.node}:{info.local_rank}")]
     ranks = [(node, int(local_rank)) for node, _, local_rank in names]
     speeds = {rank: at_most(speed, settings.local_batch) for rank, speed in parse_speeds(settings.speeds).items()}
-    # In an elastic job, which alone sets this variable, a node that is spoken of may have been lost.
-    wanted = without_absent(settings.shares, ranks) if "ORCH_RESTARTED" in os.environ else settings.shares
     try:
-        shares = split_batch(wanted, speeds, ranks, settings.batch)
+        shares = split_batch(settings.shares, speeds, ranks, settings.batch)
     except ValueError as error:
         raise TrainError(f"shares: {error}") from error
     return shares, [speeds.get(rank) for rank in ranks]

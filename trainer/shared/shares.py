@@ -87,15 +87,6 @@ def parse_shares(text: str) -> Wanted:
     return wanted
 
 
-def without_absent(text: str, ranks: Sequence[tuple[str, int]]) -> str:
-    """The setting `shares` less the parts of nodes that none of these ranks is on; equal where no sample is left."""
-    present = {node for node, _ in ranks}
-    parts = [item for item in text.split(",") if item.partition("=")[0].strip().partition(":")[0] in present]
-    if "=" not in text:
-        return text
-    return ",".join(parts) if any(int(part.partition("=")[2]) for part in parts) else "equal"
-
-
 def choose_shares(wanted: Wanted, ranks: Sequence[tuple[str, int]], batch: int) -> tuple[int, ...]:
     """Whole samples for each rank, equal or in the wanted proportion. A rank's own word goes before its node's.
 
