@@ -90,7 +90,8 @@ class Differentiated(Update):
     def _exchanged(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
         """Raises TrainError, with the rank, for a network whose parameters are not all used, or not the same on all."""
         try:
-            refuse_other_ways(self.run.model)
+            if self.run.settings.sync_bn:
+                refuse_other_ways(self.run.model)
             return self.strategy.backward(loss_sum, samples, batch)
         except TrainError as error:
             info = self.run.info
