@@ -163,7 +163,7 @@ def test_rates_that_differ_are_reported_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("thing", "words"),
     [
-        ("object()", "a object lacks state_dict or load_state_dict"),
+        ("object()", "object has no state_dict or no load_state_dict"),
         ("Odd()", "the state_dict of Odd cannot be stored"),
     ],
 )

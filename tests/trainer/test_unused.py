@@ -312,4 +312,4 @@ def test_what_one_rank_cannot_keep_is_the_reason_on_all(tmp_path: Path) -> None:
     )
     for rank, (code, _, errors) in enumerate(outcomes(tmp_path, script)):
         said = errors.removeprefix(f"error: {BY_ANOTHER}: " if rank == 0 else "error: ")
-        assert code == 1 and said.startswith("run.keep(mine=...): a object lacks state_dict"), errors
+        assert code == 1 and said.startswith("run.keep(mine=...): object has no state_dict"), errors

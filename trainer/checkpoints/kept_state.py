@@ -41,7 +41,7 @@ class Kept:
                 getattr(thing, "load_state_dict", None)
             ):
                 raise TrainError(
-                    f"run.keep({name}=...): a {type(thing).__name__} lacks state_dict or load_state_dict: give it both"
+                    f"run.keep({name}=...): {type(thing).__name__} has no state_dict or no load_state_dict: add them"
                 )
             if name in self._things:
                 raise TrainError(f"run.keep({name}=...): something else is kept by this name already")
