@@ -36,20 +36,20 @@ def together(node: str) -> Iterator[None]:
             raise TrainError(line)
 
 
-def gather_lines(own: str) -> list[str]:
+def gather_lines(own: str, group: dist.ProcessGroup | None = None) -> list[str]:
     """Each rank's line, in the order of ranks; what goes beyond 1,000 bytes is cut off."""
     mine = torch.tensor(list(own.encode()[:_LINE_BYTES].ljust(_LINE_BYTES, b"\0")), dtype=torch.uint8)
-    lines = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(lines, mine)
+    lines = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lines, mine, group=group)
     return [bytes(line.tolist()).rstrip(b"\0").decode(errors="replace") for line in lines]
 
 
-def agreed(values: list[float], how: dist.ReduceOp.RedOpType) -> list[float]:
+def agreed(values: list[float], how: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None = None) -> list[float]:
     """The least, largest or sum over all ranks, value by value, in double precision."""
-    if dist.get_world_size() == 1:
+    if dist.get_world_size(group) == 1:
         return [float(value) for value in values]
     tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor, op=how)
+    dist.all_reduce(tensor, op=how, group=group)
     return [float(value) for value in tensor.tolist()]
 
 
@@ -57,7 +57,10 @@ def sum_over_ranks(values: list[float]) -> list[float]:
     return agreed(values, dist.ReduceOp.SUM)
 
 
-def differing(number: int, name: str) -> str:
-    """What ranks are at, if it is not the same on all, judged by its number: `name, name`. Called by all."""
-    highest, lowest = agreed([number, -number], dist.ReduceOp.MAX)
-    return "" if highest == -lowest else ", ".join(dict.fromkeys(gather_lines(name)))
+def differing(number: int, name: str, group: dist.ProcessGroup) -> str:
+    """What ranks of a group are at, if it is not the same on all, judged by its number: `name, name`. Called by all of
+    them; if the group is not of Gloo, it is one of all ranks.
+    """
+    among = group if dist.get_backend(group) == "gloo" else None
+    highest, lowest = agreed([number, -number], dist.ReduceOp.MAX, among)
+    return "" if highest == -lowest else ", ".join(dict.fromkeys(gather_lines(name, among)))

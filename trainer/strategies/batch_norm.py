@@ -88,7 +88,7 @@ def refuse_other_ways(model: nn.Module) -> None:
         return
     passed = synchronised[0].passed
     left_out = [module.name for module in synchronised if module.name not in passed]
-    others = differing(zlib.crc32("\n".join(passed).encode()), ", ".join(left_out) or "none")
+    others = differing(zlib.crc32("\n".join(passed).encode()), ", ".join(left_out) or "none", synchronised[0].group)
     passed.clear()
     if others:
         raise TrainError(

@@ -129,7 +129,7 @@ class _Collective:
 
     def meet(self, sent: Tensor, group: dist.ProcessGroup) -> None:
         """Raises TrainError on all ranks if they are at different pieces, or at different weights of one."""
-        if group.size() > 1 and (others := differing(self.number * 2**36 + sent.numel(), self.name)):
+        if group.size() > 1 and (others := differing(self.number * 2**36 + sent.numel(), self.name, group)):
             raise TrainError(
                 f"strategy fsdp: ranks use different parts of the network in one update (they part at {others}), and "
                 "all have to use the same ones: use ddp with unused_parameters=zeros"
