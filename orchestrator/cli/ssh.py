@@ -69,15 +69,14 @@ def ssh_config(nodes: str | None, cluster: str | None) -> None:
     with open_controller() as controller:
         known, home = controller.store.cluster(cluster), controller.store.home
     failed: list[OrchError] = []
+    host_keys, pins = HostKeys.default(home), home.root / "pinned_hosts"
     click.echo(f"# The hosts of cluster {known.name}, written by `orch ssh-config`.")
     for node in known.chosen(known.names(nodes)):
         if node.transport == "local":
             console.say(f"{node.name} is this machine (transport: local)")
             continue
         try:
-            click.echo(
-                f"\n{host_entry(target_of(node), HostKeys.default(home), pins=home.root / 'pinned_hosts')}", nl=False
-            )
+            click.echo(f"\n{host_entry(target_of(node), host_keys, pins=pins)}", nl=False)
         except OrchError as error:
             failed.append(error)
     console.fail_each(failed)

@@ -66,7 +66,7 @@ def combine(
 
 
 def _as_seen(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any]], known: JobRecord) -> JobRecord:
-    """The same, with how its ranks stand."""
+    """Adds how its ranks stand."""
     if len(records) == len(plan.nodes):  # else what was seen last
         known = known.model_copy(update={"stall": stall_of(plan, records, known.stall)})
     return known

@@ -139,13 +139,10 @@ class Children:
             ranks = [process for process in self._left() if process.pid in first]
             end_all(ranks if signum == signal.SIGINT and ranks else self._left(), signum)
             await until(lambda: not self._left(), grace_s)
-        await self._killed()
+        killing = Killing()
+        await until(lambda: not self._left(), KILL_S, lambda: killing.of(self._left()))
         await until(lambda: not below_or_marked(self._job.root), GPU_WATCH_S)
         return [describe(process) for process in below_or_marked(self._job.root)]
-
-    async def _killed(self) -> bool:
-        killing = Killing()
-        return await until(lambda: not self._left(), KILL_S, lambda: killing.of(self._left()))
 
     def _left(self) -> list[Identity]:
         """What the ladder has to end. The GPU watch was killed before it, and a sick driver may hold that for long."""

@@ -123,7 +123,7 @@ class Coordinator:
         if self.order["do"] == "start":
             return self.order["rendezvous_port"]
         self._peers.close_rendezvous()
-        port = self.rendezvous.port if self.order["do"] == "wait" else self._claim_port()
+        port = self.rendezvous.port
         if port is not None:
             self.rendezvous.admit(self._hub.addresses.values())
         return port

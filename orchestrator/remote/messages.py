@@ -74,7 +74,7 @@ class _Order(TypedDict):
 
 
 class Order(_Order, total=False):
-    """What the hub orders all members to do."""
+    """The hub's order to all members."""
 
     rendezvous_port: int
     """Where the ranks meet: of a start, and of a wait as soon as it is known."""

@@ -23,9 +23,6 @@ class Rendezvous:
 
     def claim(self) -> int:
         """The port that the plan names if nobody has it, else another, ours until the job ends. Raises OSError."""
-        if self._claim:
-            self._claim.close()
-            self._claim = None
         self._claim = claim_port(self._address, self._wanted)
         return self._claim.number
 

@@ -1,4 +1,4 @@
-"""What the hub decides from everybody's status: pure, so that every case can be tested without a process."""
+"""Decides the hub's next order from everybody's status: pure, so that every case can be tested without a process."""
 
 from __future__ import annotations
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from orchestrator.cli import main
+from tests.support.commands import Types, typist
 from tests.support.run_folders import steady_run
-
-Types = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -22,14 +19,7 @@ def orch(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "runs").mkdir()
     steady_run(tmp_path / "runs" / "slow", 88)
     steady_run(tmp_path / "runs" / "fast", 38, strategy="ddp")
-
-    def types(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            main(list(words), prog_name="orch")
-        shown = capfd.readouterr()
-        return int(end.value.code or 0), shown.out, shown.err
-
-    return types
+    return typist(capfd)
 
 
 def test_two_runs_are_shown_side_by_side_in_80_columns(orch: Types, tmp_path: Path) -> None:

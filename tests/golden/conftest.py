@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cli import main
+from tests.support.commands import Types, typist
 from tests.support.plan_command import remember
 
 KEPT = Path(__file__).parent / "kept"
 IS_WRITTEN = os.environ.get("GOLDEN") == "write"
 Golden = Callable[[str, str], None]
-Types = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[2]
 
 CHANGING = {
@@ -78,11 +77,4 @@ def orch(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     }.items():
         monkeypatch.setenv(name, value)
     remember(tmp_path, "a2000_v100.yaml")
-
-    def types(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            main(list(words), prog_name="orch")
-        shown = capfd.readouterr()
-        return int(end.value.code or 0), shown.out, shown.err
-
-    return types
+    return typist(capfd)

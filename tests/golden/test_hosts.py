@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from orchestrator.transport.sources import PACKAGE, needed, shipped_sources
-from tests.golden.conftest import IS_WRITTEN, KEPT, Golden
+from tests.golden.conftest import IS_WRITTEN, KEPT, Golden, masked
 from tests.support.local_job import gang
 
 SCRIPT = "import os, pathlib\npathlib.Path('out').mkdir(exist_ok=True)\nprint('trains', flush=True)\n"
@@ -43,4 +43,4 @@ def test_a_job_leaves_the_files_that_it_left(golden: Golden, tmp_path: Path) -> 
         ]
         listed = [f"{path.relative_to(folder)}{'/' * path.is_dir()} {path.lstat().st_mode & 0o777:o}" for path in paths]
     listing = "\n".join(sorted(listed)) + "\n"
-    golden("work_folder.txt", re.sub(r"\b[0-9a-f]{64}\b", "SHA256", listing.replace(job.plan.job, "JOB")))
+    golden("work_folder.txt", masked(listing, JOB=job.plan.job))

@@ -1,8 +1,11 @@
-"""Every command of `orch`."""
+"""Every command of `orch`, and one typed in this process."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import click
+import pytest
 
 from orchestrator.cli import main
 
@@ -16,3 +19,17 @@ def commands(group=main, above=()):
 
 
 COMMANDS = dict(commands())
+
+Types = Callable[..., tuple[int, str, str]]
+
+
+def typist(capfd: pytest.CaptureFixture[str]) -> Types:
+    """Types a command; gives exit code, standard output and standard error."""
+
+    def types(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            main(list(words), prog_name="orch")
+        shown = capfd.readouterr()
+        return int(end.value.code or 0), shown.out, shown.err
+
+    return types

@@ -59,26 +59,6 @@ class Fsdp(Base):
             sharded.set_custom_reduce_scatter(_Reduce(2 * number + 1, name, self))
         type(sharded).__deepcopy__ = _refuse_copy
 
-    def reduce(
-        self, piece: _Collective, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool
-    ) -> Any:
-        """On a GPU in a stream of its own, behind that of the piece before, so that a mark there would say nothing of
-        computing. Gloo knows no average.
-        """
-        self.brake.pause("call")
-        if len(self.collectives) == self.reductions - 1:
-            self.brake.pause("sync")
-        self.computed = self.timer.mark_computing()
-        piece.meet(input_tensor, group)  # waits for slower ranks
-        is_mean = op == dist.ReduceOp.AVG
-        work = dist.reduce_scatter_tensor(
-            output_tensor, input_tensor, op=dist.ReduceOp.SUM if is_mean else op, group=group, async_op=async_op
-        )
-        if is_mean:
-            output_tensor /= group.size()
-        self.collectives.append((self.computed, self.timer.mark()))
-        return work
-
     @property
     def meets_in_forward(self) -> bool:
         return self.group.size() > 1
@@ -121,15 +101,15 @@ class Fsdp(Base):
 class _Collective:
     """Of one piece, as fully_shard calls it. Gloo aborts the process if ranks come with different numbers of bytes."""
 
-    def __init__(self, number: int, name: str, strategy: Fsdp | None = None) -> None:
-        self.number, self.name, self.strategy = number, name, strategy
+    def __init__(self, number: int, name: str) -> None:
+        self.number, self.name = number, name
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def meet(self, sent: Tensor, group: dist.ProcessGroup) -> None:
         """Raises TrainError on all ranks if they are at different pieces, or at different weights of one."""
-        if group.size() > 1 and (others := differing(self.number * 2**36 + sent.numel(), self.name, group)):
+        if others := differing(self.number * 2**36 + sent.numel(), self.name, group):
             raise TrainError(
                 f"strategy fsdp: ranks use different parts of the network in one update (they part at {others}), and "
                 "all have to use the same ones: use ddp with unused_parameters=zeros"
@@ -143,10 +123,29 @@ class _Gather(_Collective):
 
 
 class _Reduce(_Collective):
-    strategy: Fsdp
+    """On a GPU in a stream of its own, behind that of the piece before, so that a mark there would say nothing of
+    computing. Gloo knows no average.
+    """
+
+    def __init__(self, number: int, name: str, strategy: Fsdp) -> None:
+        super().__init__(number, name)
+        self.strategy = strategy
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        return self.strategy.reduce(self, output_tensor, input_tensor, group, op, async_op)
+        of = self.strategy
+        of.brake.pause("call")
+        if len(of.collectives) == of.reductions - 1:
+            of.brake.pause("sync")
+        of.computed = of.timer.mark_computing()
+        self.meet(input_tensor, group)  # waits for slower ranks
+        is_mean = op == dist.ReduceOp.AVG
+        work = dist.reduce_scatter_tensor(
+            output_tensor, input_tensor, op=dist.ReduceOp.SUM if is_mean else op, group=group, async_op=async_op
+        )
+        if is_mean:
+            output_tensor /= group.size()
+        of.collectives.append((of.computed, of.timer.mark()))
+        return work
 
 
 def _newest_fsdp() -> tuple[Any, Any]:
