@@ -15,74 +15,25 @@ try. Jobs do not depend on the program: leave it, and `Cluster("rack").job()` fi
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, TypeVar
-
-from typing_extensions import TypedDict, Unpack
+from typing import Any
 
 from orchestrator.controller import Controller, opened
 from orchestrator.errors import HostsError, UsageError
-from orchestrator.hosts.cluster import Cluster as Remembered
 from orchestrator.hosts.consent import allow, not_allowed
 from orchestrator.hosts.inventory_file import load_inventory
 from orchestrator.jobs.queued import Rival
 from orchestrator.jobs.record import JobRecord
 from orchestrator.jobs.running import RunningJob
 from orchestrator.paths import Home, RunFolder
-from orchestrator.planning.host_choice import parse_hosts
+from orchestrator.planning.job_spec import PYTHON, checked
 from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.planning.naming import job_name, job_note, kept_folder
-from orchestrator.planning.request import Wish, Words, read_wish
-from orchestrator.planning.variables import read_variables
 from orchestrator.results.summary import Summary
-from orchestrator.starting.retries import First, Retries, first_attempt
-
-Usual = TypeVar("Usual", float, None)
-
-
-class Options(TypedDict, total=False):
-    """What `run` and `plan` take by name, as `orch run` has it."""
-
-    exp: str
-    """An experiment, where no script is named."""
-    settings: Mapping[str, object]
-    """Of an experiment, or of a script that takes part by `trainer.join`."""
-    nodes: str | Sequence[str]
-    """Names, ranges and patterns; all hosts without it."""
-    hosts: str | int
-    """`2:4`, or a number: the best of these that can take part, so many at least and at most."""
-    env: Mapping[str, str] | Sequence[str]
-    """Variables of this job alone, by name; or names alone, whose values are those of this process."""
-    batch: int
-    """Samples of an update of a script, to be split among its ranks."""
-    folder: str | PathLike[str]
-    """What to ship in place of the script's own folder."""
-    time_limit_s: float
-    wait: bool
-    """To queue for GPUs that are in use: `run` returns when they are free and the job runs."""
-    wait_limit_s: float
-    """To wait no longer than this; means `wait`."""
-    retries: int
-    """So often it is tried again where its hosts failed it: while the program is in `Job.wait` or `Job.lines`."""
-    retry_on: Literal["hosts", "any"]
-    """any: also where the script failed by itself."""
-    rejoin: bool
-    """To take a lost host in again once it answers."""
-    retry_wait_s: float
-    """Before the second attempt, 10 without it; twice as long before each further one."""
-    name: str
-    """What the job's id begins with."""
-    note: str
-    keep: Sequence[str]
-    """Folders of a script's working folder that it takes over from its job before."""
+from orchestrator.starting.retries import Asked, Retries
 
 
 class Cluster:
@@ -133,48 +84,26 @@ class Cluster:
 
     # ---- jobs -----------------------------------------------------------------------------------------------------
 
-    def plan(self, *command: str, **options: Unpack[Options]) -> LaunchPlan:
-        """What `run` would start; nothing is."""
-        cluster, wish, only = self._asked(command, options)
-        plan = self._controller.choice.plan(cluster, wish.request, wish.code, only)
-        return self._controller.handovers.noted(plan, wish.blob)
+    def plan(self, *command: str, **options: Any) -> LaunchPlan:
+        """The plan that `run` would start."""
+        return self._controller.plan(self._asked(command, options))
 
-    def run(self, *command: str, **options: Unpack[Options]) -> Job:
+    def run(self, *command: str, **options: Any) -> Job:
         """`orch run --detach`: starts a script with its arguments, or the experiment of the options, on all hosts or on
-        none. Raises OrchError.
+        none. options: the fields of `JobSpec`. Raises OrchError.
         """
-        first = First(*self._asked(command, options))
-        retry_wait_s, wait_limit_s = _seconds(options, "retry_wait_s", 10.0), _seconds(options, "wait_limit_s", None)
-        if "retry_wait_s" in options and not first.wish.request.attempt:
-            raise UsageError("retry_wait_s= belongs to retries=", "retries=N")
-        waits = options.get("wait", "wait_limit_s" in options)
-        if waits and first.wish.request.hosts:
-            raise UsageError("hosts= does without hosts that are in use, wait= waits for them", "leave one of them out")
-        start = self._controller.start
-        if waits:
-            start = partial(self._controller.start_in_turn, limit_s=wait_limit_s)
-        job = start(first.cluster, first.wish, first.only)
-        again = self._controller.retries(first, start, retry_wait_s) if first.wish.request.attempt else None
-        return Job(self._controller, job, again)
+        asked = self._asked(command, options)
+        job = self._controller.start(asked)
+        retries = self._controller.retries(asked, self._controller.start) if asked.request.attempt else None
+        return Job(self._controller, job, retries)
 
-    def _asked(self, command: Sequence[str], options: Options) -> tuple[Remembered, Wish, list[str]]:
-        """On which cluster, what, and which of its nodes."""
-        cluster, wish = self._controller.store.cluster(self.name), read_wish(_words(command, options))
-        request = replace(
-            wish.request,
-            env=read_variables(_pairs(options.get("env", ())), (), os.environ),
-            hosts=parse_hosts(str(options["hosts"])) if "hosts" in options else None,
-            time_limit_s=_seconds(options, "time_limit_s", None),
-            attempt=first_attempt(
-                options.get("retries"), options.get("retry_on", "hosts"), rejoin=options.get("rejoin", False)
-            ),
-            job_name=_called(job_name, options.get("name")),
-            note=_called(job_note, options.get("note")),
-            keep=_kept(command, options),
-        )
-        nodes = options.get("nodes", ())
-        only = cluster.names(nodes if isinstance(nodes, str) else ",".join(nodes))
-        return cluster, replace(wish, request=request), only
+    def _asked(self, command: Sequence[str], options: Mapping[str, Any]) -> Asked:
+        program: dict[str, Any] = {}
+        if command and options.get("module") is None:
+            program = {"script": command[0], "args": [*command[1:]] or None}
+        elif command:
+            program = {"args": [*command]}
+        return self._controller.read(checked({"cluster": self.name, **options, **program}, PYTHON))
 
     def job(self, wanted: str = "latest") -> Job:
         """wanted: an id, the beginning of one, or `latest`. Raises UsageError."""
@@ -266,41 +195,3 @@ class Job:
     def run_folder(self, out: str | PathLike[str] = "runs") -> RunFolder:
         """Where `collect` puts it: `.report`, `.steps` and so on are its files."""
         return RunFolder(Path(out) / self.id)
-
-
-def _seconds(options: Options, name: str, usual: Usual) -> float | Usual:
-    """Raises UsageError."""
-    given = options.get(name)
-    if given is None:
-        return usual
-    if not isinstance(given, (int, float)) or not 0 <= given < math.inf:
-        raise UsageError(f"{name}={given!r}: expected seconds, 0 or more", "")
-    return float(given)
-
-
-def _words(command: Sequence[str], options: Options) -> Words:
-    settings = tuple(_pairs(options.get("settings", {})))
-    folder = Path(options["folder"]) if "folder" in options else None
-    return Words(options.get("exp"), settings, command=tuple(command), batch=options.get("batch"), folder=folder)
-
-
-def _called(read: Callable[[str], str], text: str | None) -> str | None:
-    try:
-        return None if text is None else read(text)
-    except ValueError as error:
-        raise UsageError(str(error), "choose another one") from error
-
-
-def _kept(command: Sequence[str], options: Options) -> tuple[str, ...]:
-    folders = options.get("keep", ())
-    if folders and not command:
-        raise UsageError("keep= belongs to a script of your own", "settings={'checkpoint_every': 500}")
-    folders = [folders] if isinstance(folders, str) else folders
-    return tuple(dict.fromkeys(filter(None, (_called(kept_folder, folder) for folder in folders))))
-
-
-def _pairs(values: Mapping[str, object] | Sequence[str]) -> list[str]:
-    """NAME=value each; names alone stay. Settings write true and false in small letters."""
-    if not isinstance(values, Mapping):
-        return [values] if isinstance(values, str) else list(values)
-    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()]

@@ -1,4 +1,4 @@
-"""From a wish to a job, and from a job to its report: the order of these stages. Prints nothing.
+"""From a spec to a job, and from a job to its report: the order of these stages. Prints nothing.
 
 request → plan → (GPUs looked at) → launch → RunningJob                         run
 RunningJob → collect → analyse → report                                         collect
@@ -28,19 +28,20 @@ from orchestrator.jobs.known import KnownJobs
 from orchestrator.jobs.launch import Prepared, launch
 from orchestrator.jobs.lost import LostJobs
 from orchestrator.jobs.record import JobRecord
-from orchestrator.jobs.resume import keepers_of, kept_by, last_checkpoint, settings_of, wish_for
+from orchestrator.jobs.resume import job_from, keepers_of, kept_by, last_checkpoint, settings_of
 from orchestrator.jobs.running import RunningJob
 from orchestrator.jobs.waiting import CROSSED_S, Queue, Turn, crossed
 from orchestrator.owner import read_owner
 from orchestrator.paths import Home, RunFolder
+from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.planning.request import Wish, Words, read_wish
+from orchestrator.planning.request import parse_job
 from orchestrator.results.collectives import LinksCarried, links_carried
 from orchestrator.results.summary import Summary
 from orchestrator.starting.choice import HostChooser
 from orchestrator.starting.handover import Handovers
 from orchestrator.starting.planner import Planner
-from orchestrator.starting.retries import First, Retries
+from orchestrator.starting.retries import Asked, Retries
 from orchestrator.store import Store
 from orchestrator.transport.fanout import errors, values
 
@@ -88,21 +89,24 @@ class Controller:
 
     # ---- running ----------------------------------------------------------------------------------------------
 
-    def resume(
-        self, wanted: str, words: Words, nodes: str | None = None, *, named: str | None = None
-    ) -> tuple[Cluster, Wish]:
-        """To go on from a job's last checkpoint: its cluster with the host that holds it as the master, and what to run
-        there; of a script that resumes by itself all files that it wrote, whichever hosts take part. words: the
-        settings that shall differ, and the script where it was one. nodes: as --nodes has them. named: the cluster that
-        the person named. Raises UsageError or HostsError where it cannot be had.
+    def read(self, spec: JobSpec) -> Asked:
+        """The job that a spec asks for. Raises OrchError."""
+        if spec.resume:
+            return self._resumed(spec, spec.resume)
+        job, cluster = parse_job(spec), self.store.cluster(spec.cluster)
+        return Asked(cluster, job, cluster.names(spec.nodes))
+
+    def _resumed(self, spec: JobSpec, wanted: str) -> Asked:
+        """Goes on from a job's last checkpoint: its cluster with the host that holds it as the master. A script that
+        resumes by itself gets all files that it wrote, whichever hosts take part. Raises UsageError or HostsError.
         """
-        old = self.jobs.find(wanted, named).plan
-        exp, kept = settings_of(old, words)
+        old = self.jobs.find(wanted, spec.cluster).plan
+        exp, kept = settings_of(old, spec)
         cluster = self.store.cluster(old.cluster)
-        only, keepers = cluster.names(nodes), [cluster.node(name) for name in keepers_of(old)]
+        only, keepers = cluster.names(spec.nodes), [cluster.node(name) for name in keepers_of(old)]
         if self._saved_its_own(old, keepers):
-            wish = read_wish(words)
-            return cluster, replace(wish, request=replace(wish.request, resumes=old.job))
+            job = parse_job(spec)
+            return Asked(cluster, replace(job, request=replace(job.request, resumes=old.job)), only)
         there = [one for one in keepers if one.name not in cluster.released and (not only or one.name in only)]
         if not there:
             names = [one.name for one in keepers]
@@ -115,7 +119,7 @@ class Controller:
             raise HostsError(errors(opened))
         found = last_checkpoint(old, values(opened))
         pinned = cluster.model_copy(update={"master_pin": found.node})
-        return pinned, wish_for(exp, kept, found.path, words)
+        return Asked(pinned, job_from(exp, kept, found.path, spec), only)
 
     def _saved_its_own(self, old: LaunchPlan, keepers: Sequence[Node]) -> bool:
         """Whether it ran a script that saves its checkpoints itself. `trainer` may lie beside it, for another script of
@@ -126,50 +130,35 @@ class Controller:
         there = values(self.connections.open(keepers)) if old.training else {}
         return not old.training or (bool(there) and not any(kept_by(old, host) for host in there.values()))
 
-    def start(
-        self,
-        cluster: Cluster,
-        wish: Wish,
-        only: Sequence[str] = (),
-        shown: Callable[[LaunchPlan], None] = lambda _: None,
-    ) -> RunningJob:
-        """Plans a job and launches it. With `request.hosts` hosts that refuse it are left out while enough remain:
-        another plan is tried then, where spares take their places. shown: called with each plan before it is tried.
+    def plan(self, asked: Asked) -> LaunchPlan:
+        """What `start` would start."""
+        job = asked.job
+        return self.handovers.noted(self.choice.plan(asked.cluster, job.request, job.code, asked.only), job.blob)
+
+    def start(self, asked: Asked, shown: Callable[[LaunchPlan], None] = lambda _: None) -> RunningJob:
+        """Plans a job and launches it; one that waits is launched when its GPUs are free and its turn has come. With
+        `request.hosts` hosts that refuse it are left out while enough remain: another plan is tried then, where spares
+        take their places. shown: called with each plan before it is tried. Raises TurnError, too.
         """
-        request, code = wish.request, wish.code
-        if request.hosts is None:
-            shown(plan := self.choice.plan(cluster, request, code, only))
-            return self._launch_before_rivals(plan, wish.blob)
-        away, said = self.choice.away(cluster, request, only), set[str]()
+        cluster, request, code = asked.cluster, asked.request, asked.job.code
+        if request.hosts is None or request.spec.waits:
+            shown(plan := self.choice.plan(cluster, request, code, asked.only))
+            if request.spec.waits:
+                return self.launch_in_turn(plan, asked.job.blob, request.spec.wait_limit_s)
+            return self._launch_before_rivals(plan, asked.job.blob)
+        away, said = self.choice.away(cluster, request, asked.only), set[str]()
         while True:
-            shown(plan := self.choice.of_those_there(cluster, request, code, only, away))
+            shown(plan := self.choice.of_those_there(cluster, request, code, asked.only, away))
             try:
-                return self.launch(plan, wish.blob, said)
+                return self.launch(plan, asked.job.blob, said)
             except RefusedError as error:
                 away |= {each.node: each for each in error.errors}
             if plan.job in self.store.job_ids() and self.store.job_record(plan.job).state == "cancelled":
                 self.store.forget_job(plan.job)
 
-    def start_in_turn(
-        self,
-        cluster: Cluster,
-        wish: Wish,
-        only: Sequence[str] = (),
-        shown: Callable[[LaunchPlan], None] = lambda _: None,
-        *,
-        limit_s: float | None = None,
-    ) -> RunningJob:
-        """The same when its GPUs are free and nobody waits before it. With `request.hosts` those that give no answer
-        are left out; none is because it is in use. limit_s: it waits no longer. Raises TurnError, too.
-        """
-        shown(plan := self.choice.plan(cluster, wish.request, wish.code, only))
-        return self.launch_in_turn(plan, wish.blob, limit_s)
-
-    def retries(
-        self, first: First, start: Callable[[Cluster, Wish, Sequence[str]], RunningJob], wait_s: float
-    ) -> Retries:
+    def retries(self, asked: Asked, start: Callable[[Asked], RunningJob]) -> Retries:
         """For a job that is tried again, by `request.attempt`. start: `start`, with what a person sees of it."""
-        return Retries(self.clusters, self.connections, start, self.say, first, wait_s)
+        return Retries(self.clusters, self.connections, start, self.say, asked)
 
     def launch(self, plan: LaunchPlan, blob: bytes, said: set[str] | None = None) -> RunningJob:
         """Starts the job on all its hosts or on none; remembers it first. Raises HostsError, of which RefusedError says

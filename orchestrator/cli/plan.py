@@ -14,22 +14,17 @@ from orchestrator.cli.common import (
     json_option,
     open_controller,
     out_option,
-    settings_option,
 )
-from orchestrator.cli.complete import experiments, node_names
-from orchestrator.cli.script_words import ScriptCommand, folder_option, module_option, script_argument
+from orchestrator.cli.complete import node_names
+from orchestrator.cli.spec_words import ScriptCommand, script_argument, spec_of
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from orchestrator.planning.request import Words
+    from orchestrator.planning.job_spec import JobSpec
     from orchestrator.views.plan import Outlook
 
 
 @click.command(cls=ScriptCommand)
-@click.option("--exp", metavar="NAME", help="A named experiment.", shell_complete=experiments)
-@settings_option("A setting; repeatable.")
-@module_option
-@folder_option
 @click.option(
     "--nodes",
     metavar="A,B",
@@ -46,8 +41,16 @@ if TYPE_CHECKING:
 @cluster_option
 @json_option
 @script_argument
+@click.pass_context
 def plan(
-    nodes: str | None, bandwidth: float | None, out: Path, cluster: str | None, as_json: bool, **what: Any
+    ctx: click.Context,
+    /,
+    nodes: str | None,
+    bandwidth: float | None,
+    out: Path,
+    cluster: str | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Predict the step time and samples/s of the ways to run an experiment or a script.
 
@@ -64,45 +67,44 @@ def plan(
     orch plan --set fidelity=local -- train.py --width 512
     """
     from orchestrator.forecast.imagined import is_imagined
-    from orchestrator.planning.request import Words
     from orchestrator.views import console
     from orchestrator.views.documents import plan_json
 
-    words = Words(**what)
+    spec = spec_of(ctx, options)
     if nodes and is_imagined(nodes):
-        outlook = _imagined(words, nodes, bandwidth)
+        outlook = _imagined(spec, nodes, bandwidth)
     else:
-        outlook = _own(words, nodes, bandwidth, out, cluster)
+        outlook = _own(spec, nodes, bandwidth, out, cluster)
     console.print_json(plan_json(outlook)) if as_json else _show(outlook)
 
 
-def _own(words: Words, nodes: str | None, bandwidth: float | None, out: Path, cluster: str | None) -> Outlook:
-    from orchestrator.planning.request import read_wish, refuse_without_trainer
+def _own(spec: JobSpec, nodes: str | None, bandwidth: float | None, out: Path, cluster: str | None) -> Outlook:
+    from orchestrator.planning.request import parse_job, refuse_without_trainer
     from orchestrator.views.plan import outlook_of
 
-    wish = read_wish(words)
-    refuse_without_trainer(wish)
+    job = parse_job(spec)
+    refuse_without_trainer(job)
     with open_controller() as controller:
         chosen = controller.store.cluster(cluster)
         made, view = controller.planner.outlook(
-            chosen, wish.request, wish.code, chosen.names(nodes), out=given_out(out), bandwidth_bps=bandwidth
+            chosen, job.request, job.code, chosen.names(nodes), out=given_out(out), bandwidth_bps=bandwidth
         )
-    return outlook_of(made, view, wish.request.chosen)
+    return outlook_of(made, view, job.request.chosen)
 
 
-def _imagined(words: Words, nodes: str, bandwidth: float | None) -> Outlook:
+def _imagined(spec: JobSpec, nodes: str, bandwidth: float | None) -> Outlook:
     from orchestrator.forecast.imagined import parse_groups
-    from orchestrator.planning.request import read_wish
+    from orchestrator.planning.request import parse_job
     from orchestrator.views.plan import imagined_outlook
 
     groups = parse_groups(nodes)
     if bandwidth is None:
         raise UsageError("the links of hosts that you do not have are unknown", "give --bandwidth 2.5Gbps")
-    request = read_wish(words).request
+    request = parse_job(spec).request
     if not request.trains:
         raise UsageError("what a script does on hosts that you do not have is unknown", "name hosts, or an experiment")
     if request.training is None:
-        raise UsageError(f"{words.exp} trains nothing whose speed could be predicted", "choose another --exp")
+        raise UsageError(f"{spec.exp} trains nothing whose speed could be predicted", "choose another --exp")
     return imagined_outlook(groups, request.training, bandwidth, request.chosen)
 
 

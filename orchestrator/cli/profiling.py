@@ -12,10 +12,8 @@ from orchestrator.cli.common import (
     json_option,
     nodes_option,
     open_controller,
-    settings_option,
 )
-from orchestrator.cli.complete import experiments
-from orchestrator.cli.script_words import ScriptCommand, folder_option, module_option, script_argument
+from orchestrator.cli.spec_words import ScriptCommand, script_argument, spec_of
 
 if TYPE_CHECKING:
     from orchestrator.jobs.running import RunningJob
@@ -23,23 +21,29 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=ScriptCommand)
-@click.option("--exp", metavar="NAME", help="The experiment whose network is timed.", shell_complete=experiments)
-@settings_option("A setting; repeatable. profile_s is the time for each host.")
-@module_option
-@folder_option
 @nodes_option
 @click.option("--each", is_flag=True, help="Measure every host, not just one of each kind.")
 @click.option("--again", is_flag=True, help="Measure again what is already known.")
 @cluster_option
 @json_option
 @script_argument
-def profile(nodes: str | None, each: bool, again: bool, cluster: str | None, as_json: bool, **what: Any) -> None:
-    """Measure how fast each host computes alone.
+@click.pass_context
+def profile(
+    ctx: click.Context,
+    /,
+    nodes: str | None,
+    each: bool,
+    again: bool,
+    cluster: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Measure how fast each host computes by itself.
 
-    This takes about 15 s for each kind of host; different machines are measured at the same time. A profile is kept
-    until the GPU, its driver, torch or the network's settings change. Runs then split a batch by it (`--set
-    shares=equal` splits it evenly), and efficiency is reported against it. The exit code is 1 where a paced host kept
-    its pace at fewer than two batch sizes: it has no profile.
+    This takes about 15 s for each kind of host (`--set profile_s=15`); different machines are measured at the same
+    time. A profile is kept until the GPU, its driver, torch or the network's settings change. Runs then split a batch
+    by it (`--set shares=equal` splits it evenly), and efficiency is reported against it. The exit code is 1 if a paced
+    host kept its pace at fewer than two batch sizes: it has no profile.
 
     A script of your own is measured if it takes part by `trainer.join`: its loop runs on each host alone, with batches
     of growing sizes, and ends when they are measured.
@@ -51,19 +55,18 @@ def profile(nodes: str | None, each: bool, again: bool, cluster: str | None, as_
     orch run --set shares=measured -- train.py --width 512
     """
     from orchestrator.measuring.profiling import Profiling
-    from orchestrator.planning.request import Words
     from orchestrator.views import console, documents, profile_table
 
-    words = Words(**what)
+    spec = spec_of(ctx, options)
     with open_controller() as controller:
         known = controller.store.cluster(cluster)
-        one = Profiling(controller, known, words, only=known.names(nodes), each=each)
+        one = Profiling(controller, known, spec, only=known.names(nodes), each=each)
         if one.left_out:
             console.warn(f"ignored, since they change nothing that a host does alone: {', '.join(one.left_out)}")
         found = one.run(_follower(), again=again)
     batch = one.batch_of(found)
     if as_json:
-        console.print_json(documents.profile_json(one.wish.request.name, batch, found))
+        console.print_json(documents.profile_json(one.job.request.name, batch, found))
     else:
         profile_table.print_profiles(batch, found)
     _judge(one.line, list({each.profile.node: each.profile for each in found}.values()))

@@ -1,148 +1,45 @@
-"""The command `run`: launches a job, follows it, says how it ended."""
+"""The command `run`: launches a job, follows it, reports how it ended."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from orchestrator.cli.common import (
-    Called,
-    Quantity,
-    busy,
-    cluster_option,
-    json_option,
-    nodes_option,
-    open_controller,
-    settings_option,
-)
-from orchestrator.cli.complete import experiments, job_ids, node_ranges
-from orchestrator.cli.script_words import (
-    RunCommand,
-    folder_option,
-    is_job_file,
-    module_option,
-    script_argument,
-    went_to_script,
-)
+from orchestrator.cli.common import busy, json_option, open_controller
+from orchestrator.cli.jobs import cancel_job
+from orchestrator.cli.spec_words import JOB_FILES, RunCommand, is_job_file, script_argument, spec_of, went_to_script
+from orchestrator.errors import OrchError, UsageError
 
 if TYPE_CHECKING:
-    from orchestrator.cli.run_options import RunOptions
     from orchestrator.controller import Controller
     from orchestrator.doctor.judge import Finding
-    from orchestrator.hosts.cluster import Cluster
     from orchestrator.jobs.running import RunningJob
+    from orchestrator.planning.job_spec import JobSpec
     from orchestrator.planning.launch_plan import LaunchPlan
-    from orchestrator.planning.request import Wish, Words
-    from orchestrator.starting.retries import First, Retries
-
-from orchestrator.cli.jobs import cancel_job
-from orchestrator.errors import OrchError
+    from orchestrator.starting.retries import Asked, Retries
 
 SECOND_CTRL_C_S = 3.0
 
 
+@dataclass(frozen=True)
+class _Way:
+    """How this command starts the job and shows it, which is not part of the job."""
+
+    detach: bool
+    dry_run: bool
+    notify: str | None
+    save: Path | None
+    as_json: bool
+
+
 @click.command(cls=RunCommand)
-@click.option(
-    "--exp",
-    metavar="NAME",
-    help="A named experiment: mnist_lenet, resnet152_cifar, resnet50_imagenet, or collectives (how fast the network "
-    "is).",
-    shell_complete=experiments,
-)
-@settings_option("A setting of the experiment; repeatable. `python -m trainer --help` lists all.")
-@click.option(
-    "--resume",
-    metavar="JOB",
-    help="Start a new job from the last checkpoint of this one; a script that resumes by itself begins with the files "
-    "that this one wrote.",
-    shell_complete=job_ids,
-)
-@click.option(
-    "--keep",
-    type=Called("keep"),
-    multiple=True,
-    metavar="FOLDER",
-    help="Begin with this folder as the script's job before left it (out/); repeatable.",
-)
-@module_option
-@folder_option
-@click.option(
-    "--batch",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Samples of an update, over all ranks; each rank finds its part in ORCH_SHARE.",
-)
-@click.option(
-    "--pass-local-rank", is_flag=True, help="Give the script --local_rank=N, as torch.distributed.launch does."
-)
-@click.option("--no-metrics", is_flag=True, help="Do not measure the steps of a script: install no hooks in its torch.")
-@click.option(
-    "--env",
-    multiple=True,
-    metavar="NAME[=VALUE]",
-    help="A variable for the ranks of this job; repeatable. NAME alone takes its value from here.",
-)
-@click.option(
-    "--env-file",
-    "env_files",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="A file of such variables, one NAME=value per line; overrides the inventory's `env:`, --env overrides it.",
-)
-@nodes_option
-@click.option(
-    "--hosts",
-    metavar="MIN:MAX",
-    help="Start on the hosts that can take part, the best MAX of them; start nothing on fewer than MIN. N means N:N.",
-    shell_complete=node_ranges,
-)
 @click.option("--detach", is_flag=True, help="Return as soon as the job runs.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and start nothing.")
-@click.option("--share", is_flag=True, help="Use GPUs even if another job or other people are on them.")
-@click.option("--wait", is_flag=True, help="Queue for GPUs in use, and start when they are free.")
-@click.option("--wait-limit", type=Quantity("time"), help="Wait no longer than this: 30m, 12h. Means --wait.")
-@click.option(
-    "--grace",
-    type=Quantity("time"),
-    default="3s",
-    show_default=True,
-    help="How long ranks have after the first signal (SIGTERM if the script handles it, else SIGINT) before SIGTERM, "
-    "and after that before SIGKILL.",
-)
-@click.option(
-    "--retries",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="If hosts make the job fail, start it again on those that remain, from its last checkpoint; at most N times.",
-)
-@click.option(
-    "--retry-on",
-    type=click.Choice(["hosts", "any"]),
-    default="hosts",
-    show_default=True,
-    help="With --retries: any also tries again where the script failed by itself.",
-)
-@click.option("--rejoin", is_flag=True, help="With --retries: take a lost host in again once it answers.")
-@click.option(
-    "--retry-wait",
-    type=Quantity("time"),
-    default="10s",
-    show_default=True,
-    help="With --retries: the pause before the first one; it doubles each time, up to 6m.",
-)
-@click.option(
-    "--time-limit",
-    type=Quantity("time"),
-    help="End the job after this time: 90s, 30m, 12h. Then it may start before queued jobs that it does not delay.",
-)
-@click.option("--name", type=Called("name"), metavar="NAME", help="What the job's id begins with.")
-@click.option(
-    "--note", type=Called("note"), metavar="TEXT", help="A line that `orch jobs` and the report show with it."
-)
 @click.option(
     "--notify",
     metavar="CMD",
@@ -154,11 +51,19 @@ SECOND_CTRL_C_S = 3.0
     metavar="FILE",
     help="Also write this job as a file that `orch run FILE` runs; its name ends in .yaml.",
 )
-@cluster_option
 @json_option
 @script_argument
 @click.pass_context
-def run(ctx: click.Context, /, **options: Any) -> None:
+def run(
+    ctx: click.Context,
+    /,
+    detach: bool,
+    dry_run: bool,
+    notify: str | None,
+    save: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Launch a job on every host and follow it.
 
     Ctrl-C leaves the job running and says how to reattach; a second one within 3 s cancels it.
@@ -184,44 +89,33 @@ def run(ctx: click.Context, /, **options: Any) -> None:
     Options of orch stand before the script or module; everything after it is passed to it. Instead of a script you can
     give a whole `python train.py`, `torchrun ... train.py` or `accelerate launch ... train.py`.
     """
-    from orchestrator.cli.run_options import RunOptions
-
-    asked = RunOptions(**options)
-    if asked.command and is_job_file(asked.command[0]) and not asked.is_module:
-        from orchestrator.cli.job_options import with_file
-
-        asked = with_file(ctx, asked)
-    _start(ctx, asked)
+    spec = spec_of(ctx, options)
+    _start(ctx, spec, _Way(detach, dry_run, notify, save, as_json))
 
 
-def _start(ctx: click.Context, options: RunOptions) -> None:
-    from dataclasses import replace
-
-    from orchestrator.starting.retries import First
-
-    options.check_notify()
-    options.waits()
-    attempt = options.first_attempt()
-    hosts = options.wanted_hosts()
-    variables, words = options.variables(), options.words()
+def _start(ctx: click.Context, spec: JobSpec, way: _Way) -> None:
+    _refuse_detached(spec, way)
     with open_controller() as controller:
-        cluster, wish = _wish_of(controller, options, words)
-        if options.save:
-            _save(controller, options, options.save)
-            cluster, wish = _wish_of(controller, options, words)  # the file may lie in the folder that is shipped
-        strays = went_to_script(ctx, wish.request.name, wish.request.command) if words.command else ()
-        request = replace(
-            wish.request, share_gpus=options.share, grace_s=options.grace, time_limit_s=options.time_limit,
-            hosts=hosts, attempt=attempt, env=variables, measures_steps=options.measures_steps(),
-            keep=options.kept(),
-            notes=(*strays, *wish.request.notes), job_name=options.name, note=options.note,
-        )  # fmt: skip
-        only = cluster.names(options.nodes)
-        if options.dry_run:
-            plan = controller.handovers.noted(controller.choice.plan(cluster, request, wish.code, only), wish.blob)
-            return _show_plan(plan, wish, options.as_json)
-        _run(controller, First(cluster, replace(wish, request=request), only), options)
-    return None
+        asked = controller.read(spec)
+        if way.save:
+            _save(controller, spec, way.save)
+            asked = controller.read(spec)  # the file may lie in the folder that is shipped
+        request = asked.request
+        strays = tuple(went_to_script(ctx, request.name, request.command)) if spec.command else ()
+        request = replace(request, notes=(*strays, *request.notes))
+        asked = replace(asked, job=replace(asked.job, request=request))
+        if way.dry_run:
+            return _show_plan(controller.plan(asked), asked, way.as_json)
+        return _run(controller, asked, way)
+
+
+def _refuse_detached(spec: JobSpec, way: _Way) -> None:
+    for option in ("--notify",) * bool(way.notify) + ("--retries",) * bool(spec.retries):
+        if way.detach:
+            raise UsageError(
+                f"{option} works only while `orch run` follows the job",
+                "leave --detach out; `nohup orch run ... &` outlives this terminal",
+            )
 
 
 def _print_refusal(error: OrchError, findings: Sequence[Finding]) -> None:
@@ -230,67 +124,57 @@ def _print_refusal(error: OrchError, findings: Sequence[Finding]) -> None:
     console.print_json({"schema": 1, "error": str(error), "findings": documents.findings_json(findings)})
 
 
-def _wish_of(controller: Controller, options: RunOptions, words: Words) -> tuple[Cluster, Wish]:
-    from orchestrator.planning.request import read_wish
-
-    if options.resume:
-        return controller.resume(options.resume, words, options.nodes, named=options.cluster)
-    wish = read_wish(words)
-    return controller.store.cluster(options.cluster), wish
-
-
-def _save(controller: Controller, options: RunOptions, file: Path) -> None:
-    from dataclasses import replace
-
-    from orchestrator.cli.job_options import save
+def _save(controller: Controller, spec: JobSpec, file: Path) -> None:
+    from orchestrator.planning.job_file import write_job
     from orchestrator.views import console
 
-    if options.resume:  # tomorrow's `latest` is another job
-        options = replace(options, resume=controller.store.find_job(options.resume, options.cluster))
-    replaced = save(options, file)
+    if not is_job_file(file.name):
+        raise UsageError(f"{file}: a job file's name ends in {' or '.join(JOB_FILES)}", f"--save {file}.yaml")
+    if spec.resume:  # tomorrow's `latest` is another job
+        spec = spec.updated(resume=controller.store.find_job(spec.resume, spec.cluster))
+    replaced = write_job(file, spec)
     console.say(f"{'replaced' if replaced else 'wrote'} {file}: `orch run {file}` runs this job again")
 
 
-def _show_plan(plan: LaunchPlan, wish: Wish, as_json: bool) -> None:
+def _show_plan(plan: LaunchPlan, asked: Asked, as_json: bool) -> None:
     from orchestrator.planning.bundle import names_in
     from orchestrator.views import console, documents, launch_plan
 
-    shown, names = plan.masked(), names_in(wish.blob)
+    shown, names = plan.masked(), names_in(asked.job.blob)
     if as_json:
         return console.print_json(documents.dry_run_json(shown, names))
     return launch_plan.print_plan(shown, names)
 
 
-def _run(controller: Controller, first: First, options: RunOptions) -> None:
+def _run(controller: Controller, asked: Asked, way: _Way) -> None:
     """To its end, or until it runs."""
 
-    def start(cluster: Cluster, wish: Wish, only: Sequence[str]) -> RunningJob:
-        return _launch(controller, cluster, wish, only, options)
+    def start(attempt: Asked) -> RunningJob:
+        return _launch(controller, attempt)
 
     try:
-        job = start(first.cluster, first.wish, first.only)
+        job = start(asked)
     except OrchError as error:
-        if options.as_json:
+        if way.as_json:
             _print_refusal(error, controller.checks.findings)
         raise
-    if not options.detach:
-        retries = controller.retries(first, start, options.retry_wait)
-        job = _follow_all(job, retries, options)
-        if options.notify:
+    if not way.detach:
+        job = _follow_all(job, controller.retries(asked, start), way)
+        if way.notify:
             from orchestrator.cli.notify import notify
 
-            notify(options.notify, job.record)
-    _finish(job, controller.checks.findings if options.as_json else None, detached=options.detach)
+            notify(way.notify, job.record)
+    _finish(job, controller.checks.findings if way.as_json else None, detached=way.detach)
 
 
-def _follow_all(job: RunningJob, retries: Retries, options: RunOptions) -> RunningJob:
+def _follow_all(job: RunningJob, retries: Retries, way: _Way) -> RunningJob:
     """Attempt after attempt; the last one, which has ended."""
     from orchestrator.views import console
 
     again: RunningJob | None = job
     while again:
         job = again
-        _follow(job, as_json=options.as_json)
+        _follow(job, as_json=way.as_json)
         try:
             again = retries.after(job)
         except OrchError as error:
@@ -302,9 +186,7 @@ def _follow_all(job: RunningJob, retries: Retries, options: RunOptions) -> Runni
     return job
 
 
-def _launch(
-    controller: Controller, cluster: Cluster, wish: Wish, only: Sequence[str], options: RunOptions
-) -> RunningJob:
+def _launch(controller: Controller, asked: Asked) -> RunningJob:
     from orchestrator.units import counted
     from orchestrator.views import console, launch_plan
 
@@ -316,12 +198,9 @@ def _launch(
         tried.append(plan.job)
         now_at(f"starting {plan.job} on {counted(len(plan.nodes), 'host')}")
 
-    with busy(f"planning for {cluster.name}") as now_at:
+    with busy(f"planning for {asked.cluster.name}") as now_at:
         try:
-            if options.waits():
-                job = controller.start_in_turn(cluster, wish, only, show, limit_s=options.wait_limit)
-            else:
-                job = controller.start(cluster, wish, only, show)
+            job = controller.start(asked, show)
         except KeyboardInterrupt:
             if tried:
                 console.say(f"{tried[-1]} was not started; what was begun is undone")

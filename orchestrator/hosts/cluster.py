@@ -79,9 +79,10 @@ class Cluster(Record):
         known = ", ".join(node.name for node in self.nodes)
         raise UsageError(f"{name}: no such node in cluster {self.name}", f"its nodes: {known}")
 
-    def names(self, listed: str | None) -> list[str]:
+    def names(self, listed: str | Sequence[str] | None) -> list[str]:
         """The nodes that --nodes means, see `node_names`; a plain name may be of none. Raises UsageError."""
-        return names_in(listed, [node.name for node in self.nodes], f"cluster {self.name}")
+        listed = listed if isinstance(listed, str) or listed is None else ",".join(listed)
+        return names_in(listed or None, [node.name for node in self.nodes], f"cluster {self.name}")
 
     def chosen(self, only: Sequence[str]) -> list[Node]:
         """The nodes named, else all that are not released. Raises UsageError for one that is not there."""

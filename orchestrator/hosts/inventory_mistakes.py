@@ -35,7 +35,7 @@ def mistake_of(details: ErrorDetails, document: Document) -> Mistake:
     elif kind == "extra_forbidden":
         message = _unknown_key(path)
     else:
-        return Mistake(document.file, document.line(path), f"{_where(path, document)}{_problem(details)}")
+        return Mistake(document.file, document.line(path), f"{_where(path, document)}{problem(details)}")
     return Mistake(document.file, document.line(path), f"{_where(path[:-1], document)}{message}")
 
 
@@ -76,7 +76,7 @@ def _unknown_key(path: KeyPath) -> str:
     return f"unknown key {grammar.show(key)}; {nearest(key, list(model.model_fields))}"
 
 
-def _problem(details: ErrorDetails) -> str:
+def problem(details: ErrorDetails) -> str:
     kind, found, limits = details["type"], details["input"], details.get("ctx", {})
     if kind == "value_error":
         return str(limits["error"])

@@ -1,8 +1,8 @@
 """Going on from a job's last checkpoint, in a new job.
 
-    exp, kept = settings_of(plan, words)                ("mnist_lenet", {"epochs": 20, "checkpoint_every": 500})
+    exp, kept = settings_of(plan, spec)                 ("mnist_lenet", {"epochs": 20, "checkpoint_every": 500})
     found = last_checkpoint(plan, hosts)                where it lies: on the old job's master, or the host with a copy
-    wish = wish_for(exp, kept, found.path, words)
+    job = job_from(exp, kept, found.path, spec)
 
 The file stays where it is, so that host is the new job's master; the other hosts need none.
 """
@@ -12,18 +12,17 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.errors import UsageError
 from orchestrator.jobs.control import ask_host
+from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.planning.request import Wish, Words, parse_pairs, read_experiment, read_wish
+from orchestrator.planning.request import ParsedJob, parse_job
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost
 from trainer.shared.experiments import EXPERIMENTS
-
-NO_WORDS = Words()
 
 
 @dataclass(frozen=True)
@@ -44,15 +43,15 @@ class KeptCheckpoint:
         return posixpath.dirname(self.path)
 
 
-def settings_of(plan: LaunchPlan, words: Words = NO_WORDS) -> tuple[str, dict[str, Any]]:
+def settings_of(plan: LaunchPlan, spec: JobSpec) -> tuple[str, dict[str, Any]]:
     """The job's experiment, and each setting that is not the experiment's own; of a script all that it was given.
 
-    words: what the person wants to go on with. Raises UsageError where that is not what the job ran.
+    spec: of the job that goes on. Raises UsageError if it runs something else.
     """
     own = EXPERIMENTS.get(plan.exp, {}) if plan.kind == "experiment" else {}
-    if own and words.command:
-        raise UsageError(f"{plan.job} ran {plan.exp}, not {words.command[0]}", "give --resume the settings alone")
-    if not own and not words.command:
+    if own and spec.command:
+        raise UsageError(f"{plan.job} ran {plan.exp}, not {spec.command[0]}", "give --resume the settings alone")
+    if not own and not spec.command:
         raise UsageError(
             f"{plan.job} ran {plan.exp}, whose files are here and may have changed",
             f"name it again: `orch run --resume {plan.job} -- {plan.exp}`",
@@ -61,13 +60,13 @@ def settings_of(plan: LaunchPlan, words: Words = NO_WORDS) -> tuple[str, dict[st
     return plan.exp, {key: value for key, value in changed.items() if key not in ("exp", "resume")}
 
 
-def wish_for(exp: str, kept: Mapping[str, Any], path: str, words: Words) -> Wish:
-    """kept: settings of the old job, which those of `words` go before. path: of the checkpoint. Raises UsageError."""
-    pairs = {**parse_pairs(words.settings, "--set KEY=VALUE"), "resume": path}
-    if not words.command:
-        return read_experiment(exp, pairs, kept)
-    left = {key: value for key, value in kept.items() if key != "batch" or words.batch is None}
-    return read_wish(replace(words, settings=tuple(f"{key}={value}" for key, value in {**left, **pairs}.items())))
+def job_from(exp: str, kept: Mapping[str, Any], path: str, spec: JobSpec) -> ParsedJob:
+    """kept: settings of the old job, which those of the spec win over. path: of the checkpoint. Raises UsageError."""
+    pairs = {**spec.settings, "resume": path}
+    if not spec.command:
+        return parse_job(spec.updated(exp=exp, settings=pairs), kept)
+    left = {key: str(value) for key, value in kept.items() if key != "batch" or spec.batch is None}
+    return parse_job(spec.updated(settings={**left, **pairs}))
 
 
 def keepers_of(plan: LaunchPlan) -> tuple[str, ...]:

@@ -47,9 +47,9 @@ from orchestrator.jobs.watch import watch, watch_records
 from orchestrator.jobs.why import looks
 from orchestrator.owner import read_owner
 from orchestrator.paths import RunFolder
+from orchestrator.planning.command_line import spec_of
 from orchestrator.planning.job_file import write_job
 from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.planning.repeated import job_of
 from orchestrator.record import write_record
 from orchestrator.text import one_line
 from orchestrator.transport.ask import ConnectedHost, understood, words_of
@@ -301,7 +301,7 @@ class RunningJob:
         write_record(run.job, record)
         if not run.job_file.exists():  # a person may have changed it
             with suppress(ValueError, UsageError):  # a plan that came from a host may hold what no job file can
-                write_job(run.job_file, job_of(self.plan))
+                write_job(run.job_file, spec_of(self.plan))
         notices = (*collected.notices, *dropped_words(self.plan, collected.agents))
         return Fetched(record, collected.new_bytes, {**away, **collected.errors}, notices)
 

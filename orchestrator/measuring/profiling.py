@@ -1,6 +1,6 @@
 """Measures hosts alone, each by an ordinary job of its own, and remembers what came of it.
 
-    profiling = Profiling(controller, cluster, Words(exp="resnet152_cifar", settings=("batch=512",)), each=False)
+    profiling = Profiling(controller, cluster, JobSpec(exp="resnet152_cifar"), each=False)
     for found in profiling.run(follow):
         found.rank, found.profile.samples_per_s(512), found.fresh
 
@@ -27,6 +27,7 @@ from orchestrator.jobs import collect
 from orchestrator.jobs.record import FINAL_STATES
 from orchestrator.jobs.running import RunningJob
 from orchestrator.paths import RunFolder
+from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.planning.measurement import Measurement
 from orchestrator.planning.profiles import (
@@ -39,7 +40,7 @@ from orchestrator.planning.profiles import (
     profile_line,
     tf32_of,
 )
-from orchestrator.planning.request import Wish, Words, parse_pairs, read_wish, refuse_without_trainer, request_of
+from orchestrator.planning.request import parse_job, refuse_without_trainer, request_of
 from orchestrator.results.events import Events, MetricsFile
 from orchestrator.results.tables import read_events
 
@@ -59,10 +60,6 @@ def _cuda_graph(exp: str, asked: Mapping[str, str]) -> str:
     return cuda_graph_of(settings) if settings else "auto"
 
 
-def _with(words: Words, pairs: Mapping[str, str]) -> Wish:
-    return read_wish(replace(words, settings=tuple(f"{key}={value}" for key, value in pairs.items())))
-
-
 class Profiling:
     """left_out: settings that were asked for and change nothing that a rank does alone. line: the command for it.
 
@@ -74,34 +71,34 @@ class Profiling:
         self,
         controller: Controller,
         cluster: Cluster,
-        words: Words,
+        spec: JobSpec,
         *,
         only: Sequence[str] = (),
         each: bool = False,
     ) -> None:
-        asked = parse_pairs(words.settings, "--set KEY=VALUE")
+        asked = spec.settings
         self.left_out = tuple(
             f"{key}={asked[key]}" for key in _LEFT_OUT if asked.get(key, _LEFT_OUT[key]) != _LEFT_OUT[key]
         )
         pairs = {"profile_s": str(BUDGET_S), **asked, **_LEFT_OUT}
-        if words.exp == "collectives":
+        if spec.exp == "collectives":
             raise UsageError("collectives trains nothing that a host could do alone", "choose another --exp")
         self.controller, self.cluster = controller, cluster
-        if words.exp:
-            pairs["cuda_graph"] = _cuda_graph(words.exp, asked)
-        self.wish = _with(words, pairs)
-        refuse_without_trainer(self.wish)
-        training = self.wish.request.training
+        if spec.exp:
+            pairs["cuda_graph"] = _cuda_graph(spec.exp, asked)
+        self.job = parse_job(spec.updated(settings=pairs))
+        refuse_without_trainer(self.job)
+        training = self.job.request.training
         if training is None or not training.profile_s:
             raise UsageError("profile_s=0 measures nothing", "leave it out")
         self._batch = training.batch
         self.line = profile_line(training)
         facts = controller.clusters.ready(cluster, only).facts
-        self.whole = controller.choice.plan(cluster, self.wish.request, self.wish.code, only)
+        self.whole = controller.choice.plan(cluster, self.job.request, self.job.code, only)
         if "tf32" not in pairs:  # of all hosts: one that is measured alone does not know the others
             pairs["tf32"] = tf32_of(training.tf32, self.whole.nodes, facts)
-            packed = replace(self.wish, request=request_of(words.exp, pairs)) if words.exp else None
-            self.wish = packed or _with(words, pairs)
+            packed = replace(self.job, request=request_of(spec.exp, pairs)) if spec.exp else None
+            self.job = packed or parse_job(spec.updated(settings=pairs))
         self.machines = {name: fact.boot_id for name, fact in facts.items()}
         self.kinds = self._kinds(kinds_of(self.whole, facts), each)
 
@@ -117,7 +114,7 @@ class Profiling:
     def batch_of(self, found: Sequence[RankProfile]) -> int:
         """Of an update over all ranks: what the settings say, or else the script said where it was measured."""
         own = next((each.profile.batch for each in found if each.profile.batch), None)
-        return own if own and self.wish.request.batch is None and not self.wish.request.trains else self._batch
+        return own if own and self.job.request.batch is None and not self.job.request.trains else self._batch
 
     def run(self, follow: Follow, *, again: bool = False) -> list[RankProfile]:
         """Every rank's profile, those that were not known measured. Raises HostsError or OrchError where that fails.
@@ -158,7 +155,7 @@ class Profiling:
         launched = list[RunningJob]()
         try:
             for plan in plans:
-                launched.append(self.controller.launch(plan, self.wish.blob))
+                launched.append(self.controller.launch(plan, self.job.blob))
             for job in launched:
                 follow(job)
             return [profile for job in launched for profile in self._read(job)]
@@ -171,7 +168,7 @@ class Profiling:
 
     def _plan_of(self, name: str) -> LaunchPlan:
         """A plan for this node alone, its ranks with the threads that they have among all."""
-        plan = self.controller.choice.plan(self.cluster, self.wish.request, self.wish.code, [name])
+        plan = self.controller.choice.plan(self.cluster, self.job.request, self.job.code, [name])
         threads = {key: value for key, value in self.whole.node(name).env.items() if key == "OMP_NUM_THREADS"}
         node = plan.nodes[0]
         return plan.model_copy(update={"nodes": (node.model_copy(update={"env": {**node.env, **threads}}),)})
@@ -214,7 +211,7 @@ class Profiling:
                 schema=1,
                 node=node.name,
                 created=now_utc(),
-                code=None if self.wish.request.trains else plan.code.sha256,
+                code=None if self.job.request.trains else plan.code.sha256,
                 valid=end.get("valid") is not False,
             )
             other = by_key.setdefault(kind.key, profile)

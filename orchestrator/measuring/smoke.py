@@ -20,7 +20,8 @@ from orchestrator.errors import HostError, HostsError, OrchError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.jobs.record import FINAL_STATES
 from orchestrator.jobs.running import RunningJob
-from orchestrator.planning.request import Wish, Words, read_wish
+from orchestrator.planning.job_spec import JobSpec
+from orchestrator.planning.request import parse_job
 
 LIMIT_S = 60.0
 """Of one try. Most of it is torch's, which a cold disk may take half a minute to load."""
@@ -79,9 +80,8 @@ class _Tries:
         self.first: str | None = None
         """The id of the first of its jobs."""
         self._controller, self._cluster, self._show, self._count = controller, cluster, show, 0
-        pairs = {**SETTINGS, "backend": backend}
-        wish = read_wish(Words(exp="collectives", settings=tuple(f"{key}={value}" for key, value in pairs.items())))
-        self._wish = Wish(replace(wish.request, job_name="doctor"), wish.code, wish.blob)
+        settings = {**SETTINGS, "backend": backend}
+        self._job = parse_job(JobSpec.model_validate({"exp": "collectives", "settings": settings, "name": "doctor"}))
         self._backend = backend
 
     def fails(self, names: Sequence[str]) -> bool:
@@ -97,8 +97,8 @@ class _Tries:
         self._count += 1
         self._show(f"an all-reduce by {self._backend} on {', '.join(names)}")
         try:
-            plan = self._controller.choice.plan(self._cluster, self._wish.request, self._wish.code, names)
-            job = self._controller.launch(plan, self._wish.blob)
+            plan = self._controller.choice.plan(self._cluster, self._job.request, self._job.code, names)
+            job = self._controller.launch(plan, self._job.blob)
         except HostsError as error:
             return "; ".join(one.message for one in error.errors)
         except (HostError, OrchError) as error:

@@ -23,8 +23,9 @@ from orchestrator.files import locked, own_folder, write_atomic
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.jobs.record import FINAL_STATES
 from orchestrator.jobs.running import RunningJob
+from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.launch_plan import NodePlan
-from orchestrator.planning.request import read_experiment
+from orchestrator.planning.request import parse_job
 from orchestrator.record import SCHEMA
 from orchestrator.results.summary import Summary
 from orchestrator.studies.choose import Chosen, choose_nodes, hosts_words
@@ -93,8 +94,8 @@ class Sweep:
         """The cluster's nodes as a plan sees them, with their ranks and GPUs."""
         first = self.study.rows[0]
         of_hosts = {name: value for name, value in self.overrides.items() if name == "device"}
-        wish = read_experiment(first.exp, of_hosts)
-        return self.controller.choice.plan(self.cluster, wish.request, wish.code).nodes
+        job = parse_job(JobSpec(exp=first.exp, settings=of_hosts))
+        return self.controller.choice.plan(self.cluster, job.request, job.code).nodes
 
     def _measure(self, row: StudyRow, chosen: Chosen, before: Done | None, follow: Follow) -> Done:
         """One more run of it."""
@@ -129,12 +130,12 @@ class Sweep:
 
     def _start(self, row: StudyRow, chosen: Chosen, runs: tuple[RowRun, ...], follow: Follow) -> RunningJob:
         seed = {"seed": str(len(runs))}  # another for each run: accuracy has a range, too
-        wish = read_experiment(row.exp, {**seed, **row.settings, **self.overrides})
-        request = replace(wish.request, starter=row.starter)
-        plan = self.controller.choice.plan(_with_ranks(self.cluster, chosen), request, wish.code, tuple(chosen))
+        asked = parse_job(JobSpec(exp=row.exp, settings={**seed, **row.settings, **self.overrides}))
+        request = replace(asked.request, starter=row.starter)
+        plan = self.controller.choice.plan(_with_ranks(self.cluster, chosen), request, asked.code, tuple(chosen))
         begun = Done(cluster=plan.cluster, hosts=hosts_words(plan.nodes), overrides=self.overrides, runs=runs)
         self._keep(row, begun.model_copy(update={"begun": plan.job}))
-        job = self.controller.launch(plan, wish.blob)
+        job = self.controller.launch(plan, asked.blob)
         follow(row, job)
         return job
 

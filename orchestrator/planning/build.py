@@ -34,8 +34,8 @@ def build_plan(draft: Draft) -> LaunchPlan:
     return LaunchPlan(
         schema=1,
         job=draft.job,
-        name=request.job_name,
-        note=request.note,
+        name=request.spec.name,
+        note=request.spec.note,
         exp=request.name,
         kind=request.kind,
         cluster=draft.cluster,
@@ -47,13 +47,13 @@ def build_plan(draft: Draft) -> LaunchPlan:
         created=draft.created,
         code=draft.code,
         nodes=_node_plans(draft),
-        share_gpus=request.share_gpus,
-        grace_s=request.grace_s,
-        time_limit_s=request.time_limit_s,
-        measures_steps=request.measures_steps,
+        share_gpus=request.spec.share,
+        grace_s=request.spec.grace_s,
+        time_limit_s=request.spec.time_limit_s,
+        measures_steps=not request.spec.no_metrics,
         attempt=request.attempt,
         resumes=request.resumes,
-        keep=request.keep,
+        keep=tuple(request.spec.keep),
         backend=draft.carrier.backend,
         checkpoints=_keep_checkpoints(draft),
         nccl=draft.carrier.settings,
@@ -155,7 +155,7 @@ def _environment(draft: Draft, one: PlannedNode, ranks_on_machine: int, of_split
     """
     node, request = one.node, draft.request
     environment = _for_scripts(draft) if request.kind != "experiment" else {}
-    if request.measures_steps and request.kind != "experiment":
+    if not request.spec.no_metrics and request.kind != "experiment":
         environment["ORCH_STEP_METRICS"] = "on"
     environment["OMP_NUM_THREADS"] = str(max(1, one.facts.cores // ranks_on_machine))
     if one.interface:

@@ -133,6 +133,8 @@ class Attempt(Record):
     """Whether it is tried again also where the script failed by itself."""
     rejoin: bool = False
     """Whether a host that was lost is taken in again once it answers."""
+    wait_s: float = 10.0
+    """The pause before the second attempt; it doubles before each further one."""
     earlier: tuple[Earlier, ...] = ()
     """Those that failed before this one, in their order."""
 

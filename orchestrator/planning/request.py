@@ -1,12 +1,12 @@
-"""What a person wants to run, and the files it needs: an experiment, a script, or a module.
+"""A job as orch reads it from its spec, and the files it needs: an experiment, a script, or a module.
 
-wish = read_wish(Words(exp="mnist_lenet", settings=("epochs=1",)))      as `orch run` is given it
-wish = read_experiment("mnist_lenet", {"epochs": "1"})                  the same
-wish.request.settings.epochs                                            1
+job = parse_job(JobSpec(exp="mnist_lenet", settings={"epochs": "1"}))
+job.request.settings.epochs                                             1
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,10 +16,12 @@ from typing import Any, Literal
 from orchestrator.errors import UsageError
 from orchestrator.planning.bundle import names_in, pack_folder, trainer_folder
 from orchestrator.planning.host_choice import HostRange
+from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.launch_plan import LOCAL_RANK, Attempt, CodeFolder
 from orchestrator.planning.launchers import Program, not_python, read_program
 from orchestrator.planning.secret_words import names_secret, shows_secret
 from orchestrator.planning.starters import Starter
+from orchestrator.planning.variables import read_variables
 from trainer.shared.config import parse_settings
 from trainer.shared.experiments import SCRIPT
 from trainer.shared.fields import SettingsError
@@ -28,6 +30,7 @@ from trainer.shared.shares import WORDS
 
 AUTO = "auto"
 """As the value of `strategy`: the fastest that is predicted."""
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -37,50 +40,41 @@ class RunRequest:
     """The experiment, or the script's or module's name."""
     command: tuple[str, ...]
     """Arguments after the interpreter, the same on every host; those of an experiment end before its settings."""
+    spec: JobSpec = field(default_factory=JobSpec)
     settings: AnySettings | None = None
     """Of an experiment, and of a script that is shipped with the trainer; None of another script without --set."""
     chosen: Mapping[str, str] = field(default_factory=dict)
     """The settings that the person set by hand, as they wrote them: the plan does not overrule them."""
     batch: int | None = None
-    """Samples of one update of a script over all ranks, where the person says so."""
+    """Samples of one update of a script over all ranks, if the person gave them."""
     best_way: bool = False
     """strategy=auto: the plan chooses how the ranks stay together."""
-    measures_steps: bool = True
-    """Whether the steps of a script that writes no records are measured from outside."""
-    share_gpus: bool = False
-    grace_s: float = 3.0
-    time_limit_s: float | None = None
     hosts: HostRange | None = None
     """How many of the nodes are enough, and how many at most; None: all of them take part."""
     resumes: str | None = None
     """An earlier job of a script that resumes by itself: it starts with the files that this one wrote."""
-    keep: tuple[str, ...] = ()
-    """Folders of the script's working folder that it takes over from its job before."""
     attempt: Attempt | None = None
-    """Which one this is, of a job that is tried again."""
+    """The number of this attempt, of a job that is tried again."""
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Variables for this job alone; they win over the inventory's."""
-    job_name: str | None = None
-    """What the person calls the job."""
-    note: str | None = None
+    """Variables for this job only; they win over the inventory's."""
     starter: Starter | None = None
-    """Who starts the ranks of its one host; None is orch."""
+    """What starts the ranks of its one host; None is orch."""
     notes: tuple[str, ...] = ()
     """What the person should know of how their words were understood."""
 
     @property
     def trains(self) -> bool:
-        """Is it the trainer that runs, which takes its settings as arguments?"""
+        """Whether the trainer runs, which takes its settings as arguments."""
         return self.kind == "experiment"
 
     @property
     def training(self) -> Settings | None:
-        """Its settings; None of what trains no network of ours."""
+        """Its settings; None if it trains no network of ours."""
         return self.settings if isinstance(self.settings, Settings) else None
 
     @property
     def global_batch(self) -> int | None:
-        """Samples of one update over all ranks; None where it is not known, or there are none."""
+        """Samples of one update over all ranks; None if unknown."""
         return self.training.batch if self.training and self.trains else self.batch
 
     @property
@@ -90,8 +84,8 @@ class RunRequest:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether hosts without which the job is faster may be left out: the person leaves the choice of a way, or of
-        the shares, to what is known of speeds.
+        """Whether hosts without which the job is faster may be left out: the person leaves the strategy, or the
+        shares, to measured or predicted speeds.
         """
         if not self.training:
             return False
@@ -100,7 +94,7 @@ class RunRequest:
 
 
 @dataclass(frozen=True)
-class Wish:
+class ParsedJob:
     """A request, and the files to ship: their description and their tar."""
 
     request: RunRequest
@@ -108,53 +102,42 @@ class Wish:
     blob: bytes
 
 
-@dataclass(frozen=True)
-class Words:
-    """What `orch run` is to run: one of an experiment, a module, or a script with its arguments."""
-
-    exp: str | None = None
-    settings: tuple[str, ...] = ()
-    """The settings of the experiment, KEY=VALUE each."""
-    is_module: bool = False
-    """Whether `command` begins with a module's name."""
-    command: tuple[str, ...] = ()
-    """A script or module, and its arguments."""
-    folder: Path | None = None
-    """What to ship; None means the script's own folder, or this one for a module."""
-    batch: int | None = None
-    """Samples of an update over all ranks of a script, to be split among them."""
-    pass_local_rank: bool = False
-    """Whether a script is given its local rank as its first argument."""
+def parse_job(spec: JobSpec, kept: Mapping[str, Any] = _NOTHING) -> ParsedJob:
+    """kept: an experiment's settings of an earlier job; those of the spec win over them. Raises UsageError."""
+    job = _read_program(spec, kept)
+    request = replace(
+        job.request, spec=spec, hosts=spec.host_range, attempt=_first_attempt(spec),
+        env=read_variables(spec.env, spec.env_files, os.environ),
+    )  # fmt: skip
+    return replace(job, request=request)
 
 
-def read_wish(words: Words) -> Wish:
-    """Raises UsageError where it is not exactly one of the three kinds, and for any mistake in one."""
-    refuse_unless_one(words.exp, words.command, "give one of --exp NAME, -- SCRIPT ARGS and -m MODULE")
-    if words.exp and words.batch is not None:
-        raise UsageError("--batch belongs to a script of your own", f"--set batch={words.batch}")
-    if words.exp and words.pass_local_rank:
+def _read_program(spec: JobSpec, kept: Mapping[str, Any]) -> ParsedJob:
+    if spec.exp:
+        return ParsedJob(request_of(spec.exp, spec.settings, kept), *pack_folder(trainer_folder(), prefix="trainer/"))
+    _refuse_secrets(spec.command[1:] if spec.module else spec.command)
+    program = read_program(spec.command, is_module=spec.module is not None)
+    arguments = ((LOCAL_RANK,) if spec.pass_local_rank else ()) + program.arguments
+    return _module(program, arguments, spec) if program.is_module else _script(program, arguments, spec)
+
+
+def _first_attempt(spec: JobSpec) -> Attempt | None:
+    if spec.retries is None:
+        return None
+    return Attempt(
+        number=1,
+        most=spec.retries + 1,
+        any_cause=spec.retry_on == "any",
+        rejoin=spec.rejoin,
+        wait_s=spec.retry_wait_s,
+    )
+
+
+def refuse_without_trainer(job: ParsedJob) -> None:
+    """Raises UsageError for a script that does not use the trainer."""
+    if not job.request.trains and not _has_trainer(job.blob):
         raise UsageError(
-            "--pass-local-rank belongs to a script of your own", "leave it out: the trainer knows its rank"
-        )
-    if words.exp:
-        return read_experiment(words.exp, parse_pairs(words.settings, "--set KEY=VALUE"))
-    _refuse_secrets(words.command[1:] if words.is_module else words.command)
-    program = read_program(words.command, is_module=True) if words.is_module else read_program(words.command)
-    arguments = ((LOCAL_RANK,) if words.pass_local_rank else ()) + program.arguments
-    return _module(program, arguments, words) if program.is_module else _script(program, arguments, words)
-
-
-def refuse_unless_one(exp: str | None, command: Sequence[str], remedy: str) -> None:
-    if bool(exp) == bool(command):
-        what = "both an experiment and a script were named" if exp else "nothing to run was named"
-        raise UsageError(what, remedy)
-
-
-def refuse_without_trainer(wish: Wish) -> None:
-    """Raises UsageError for a script whose loop the trainer has no part in."""
-    if not wish.request.trains and not _has_trainer(wish.blob):
-        raise UsageError(
-            f"{wish.request.name} does not import trainer, so its loop cannot be measured or predicted",
+            f"{job.request.name} does not import trainer, so its loop cannot be measured or predicted",
             "let it take part by `trainer.join` (docs/scripts.md), or name an experiment with --exp",
         )
 
@@ -187,16 +170,10 @@ def parse_pairs(items: Sequence[str], form: str) -> dict[str, str]:
     return pairs
 
 
-def read_experiment(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] = MappingProxyType({})) -> Wish:
-    """pairs: settings as a person writes them; strategy may be AUTO. kept: values of others, which `pairs` go before.
-
-    Raises UsageError for an experiment or a setting that there is not.
+def request_of(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] = _NOTHING) -> RunRequest:
+    """An experiment's request without its files, which take a tenth of a second to pack. pairs: settings as a person
+    writes them; strategy may be AUTO. kept: values of others, which `pairs` win over. Raises UsageError.
     """
-    return Wish(request_of(exp, pairs, kept), *pack_folder(trainer_folder(), prefix="trainer/"))
-
-
-def request_of(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] = MappingProxyType({})) -> RunRequest:
-    """The same without the files, which take a tenth of a second to pack."""
     best_way = pairs.get("strategy") == AUTO
     if best_way:
         pairs, kept = ({key: each[key] for key in each if key != "strategy"} for each in (pairs, kept))
@@ -206,24 +183,22 @@ def request_of(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] = Map
     return RunRequest("experiment", exp, command, settings=settings, chosen=chosen, best_way=best_way)
 
 
-def _module(program: Program, arguments: tuple[str, ...], words: Words) -> Wish:
+def _module(program: Program, arguments: tuple[str, ...], spec: JobSpec) -> ParsedJob:
     command = (*program.flags, "-m", program.name, *arguments)
-    request = RunRequest("module", program.name, command, batch=words.batch, notes=program.notes)
-    code, blob = pack_folder(words.folder or Path(), trainer_at="")
-    return Wish(_asked_of(request, words, blob), code, blob)
+    request = RunRequest("module", program.name, command, batch=spec.batch, notes=program.notes)
+    code, blob = pack_folder(Path(spec.folder or "."), trainer_at="")
+    return ParsedJob(_with_settings(request, spec, blob), code, blob)
 
 
-def _asked_of(request: RunRequest, words: Words, blob: bytes) -> RunRequest:
-    """A script's request, with the settings that it is to have of `trainer.join`. blob: what is shipped."""
-    if not words.settings and not _has_trainer(blob):
+def _with_settings(request: RunRequest, spec: JobSpec, blob: bytes) -> RunRequest:
+    """A script's request, with the settings that `trainer.join` gives it. blob: the files to ship."""
+    if not spec.settings and not _has_trainer(blob):
         return request
-    pairs = parse_pairs(words.settings, "--set KEY=VALUE")
-    if words.batch is not None:
-        if pairs.get("batch", str(words.batch)) != str(words.batch):
-            raise UsageError(
-                f"--batch {words.batch} and --set batch={pairs['batch']} contradict each other", "give one"
-            )
-        pairs["batch"] = str(words.batch)
+    pairs = dict(spec.settings)
+    if spec.batch is not None:
+        if pairs.get("batch", str(spec.batch)) != str(spec.batch):
+            raise UsageError(f"--batch {spec.batch} and --set batch={pairs['batch']} contradict each other", "give one")
+        pairs["batch"] = str(spec.batch)
     best_way = pairs.get("strategy") == AUTO
     if best_way:
         del pairs["strategy"]
@@ -233,19 +208,19 @@ def _asked_of(request: RunRequest, words: Words, blob: bytes) -> RunRequest:
     return replace(request, settings=settings, chosen=pairs, batch=batch, best_way=best_way)
 
 
-def _parsed(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] = MappingProxyType({})) -> AnySettings:
+def _parsed(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] = _NOTHING) -> AnySettings:
     try:
         return parse_settings(exp, pairs, kept)
     except SettingsError as error:
         raise UsageError(str(error), "`python -m trainer --help` lists every setting") from error
 
 
-def _script(program: Program, arguments: tuple[str, ...], words: Words) -> Wish:
+def _script(program: Program, arguments: tuple[str, ...], spec: JobSpec) -> ParsedJob:
     script = Path(program.name)
     if not script.is_file():
         raise UsageError(f"{script}: no such script", "give its path as seen from here")
     _refuse_other_languages(script)
-    root = (words.folder or script.parent).resolve()
+    root = (Path(spec.folder) if spec.folder else script.parent).resolve()
     if not script.resolve().is_relative_to(root):
         raise UsageError(f"{script} is not inside {root}", "choose a --folder that holds the script")
     inside = script.resolve().relative_to(root).as_posix()
@@ -258,8 +233,8 @@ def _script(program: Program, arguments: tuple[str, ...], words: Words) -> Wish:
         )
     name = f"./{inside}" if inside.startswith("-") else inside  # else Python would take it for an option
     command = (*program.flags, name, *arguments)
-    request = RunRequest("script", script.name, command, batch=words.batch, notes=program.notes)
-    return Wish(_asked_of(request, words, blob), code, blob)
+    request = RunRequest("script", script.name, command, batch=spec.batch, notes=program.notes)
+    return ParsedJob(_with_settings(request, spec, blob), code, blob)
 
 
 def _refuse_other_languages(script: Path) -> None:

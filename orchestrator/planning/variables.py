@@ -1,6 +1,6 @@
 """Environment variables that a person gives to one job: takes `--env` and `--env-file`, gives names and values.
 
-    read_variables(["LR=1", "HF_TOKEN"], [Path(".env")], os.environ)      # {"LR": "1", "HF_TOKEN": ..., ...}
+    read_variables({"LR": "1", "HF_TOKEN": None}, [".env"], os.environ)      # {"LR": "1", "HF_TOKEN": ..., ...}
 
 A later file wins over an earlier one, and `--env` over every file; all of them win over the inventory's `env`. A name
 alone takes the value of this machine's own environment: so a secret stands in no command line. A file has one
@@ -50,24 +50,28 @@ RESERVED = {
 """Patterns of names that orch sets itself, and why they cannot be given for a whole job."""
 
 
-def read_variables(given: Sequence[str], files: Sequence[Path], own: Mapping[str, str]) -> dict[str, str]:
-    """given: NAME=VALUE, or NAME alone, each. own: this process's environment. Raises UsageError with all mistakes."""
+def read_variables(given: Mapping[str, str | None], files: Sequence[str], own: Mapping[str, str]) -> dict[str, str]:
+    """given: a value of None is that of `own`, this process's environment. Raises UsageError with all mistakes."""
     variables, mistakes = dict[str, str](), list[Mistake]()
-    for file in files:
+    for file in map(Path, files):
         for line, name, value in _entries(file, _text(file), mistakes):
             _take(variables, Mistake(str(file), line, name), value, own, mistakes)
-    for item in given:
-        name, equals, value = item.partition("=")
+    for name, value in given.items():
+        _take(variables, Mistake("--env", 0, name), value, own, mistakes)
+    if mistakes:
+        raise UsageError("\n".join(str(mistake) for mistake in mistakes))
+    return variables
+
+
+def refuse_secret_words(typed: Sequence[str]) -> None:
+    """typed: NAME or NAME=VALUE each. Raises UsageError for a value that looks like a secret."""
+    for name, equals, value in (item.partition("=") for item in typed):
         if equals and (names_secret(name) or shows_secret(value)):
             raise UsageError(
                 f"--env {grammar.show(name)} looks like a secret, and every user of this machine can read a command "
                 "line",
-                f"export it and give its name alone (`--env {name}`), or write it into an --env-file",
+                f"export it and give only its name (`--env {name}`), or write it into an --env-file",
             )
-        _take(variables, Mistake("--env", 0, name), value if equals else None, own, mistakes)
-    if mistakes:
-        raise UsageError("\n".join(str(mistake) for mistake in mistakes))
-    return variables
 
 
 def _take(

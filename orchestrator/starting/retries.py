@@ -1,6 +1,6 @@
 """A job that is tried again: `--retries`. The whole job, as a new one, on the hosts that remain.
 
-retries = Retries(clusters, connections, start, say, First(cluster, wish, only), wait_s=10)
+retries = Retries(clusters, connections, start, say, Asked(cluster, job, only))
 while job := retries.after(job):            # has ended; the next attempt, running. None: it is not tried again
     ...                                     # follow it to its end
 
@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from orchestrator.clusters import Clusters
-from orchestrator.errors import OrchError, RefusedError, TooFewError, UsageError
+from orchestrator.errors import OrchError, RefusedError, TooFewError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.jobs import control
@@ -27,7 +27,7 @@ from orchestrator.jobs.resume import KeptCheckpoint, kept_by
 from orchestrator.jobs.running import RunningJob
 from orchestrator.planning.host_choice import HostRange
 from orchestrator.planning.launch_plan import Attempt, Earlier, LaunchPlan
-from orchestrator.planning.request import RunRequest, Wish
+from orchestrator.planning.request import ParsedJob, RunRequest
 from orchestrator.text import some
 from orchestrator.transport.fanout import errors_by_node, values
 from orchestrator.units import counted, format_duration
@@ -46,42 +46,32 @@ _NOT_AGAIN = {
 }
 
 
-def first_attempt(retries: int | None, retry_on: str, *, rejoin: bool) -> Attempt | None:
-    """None where there is to be no other. Raises UsageError."""
-    if retries is None:
-        if rejoin or retry_on != "hosts":
-            raise UsageError("--retry-on and --rejoin belong to --retries", "--retries N")
-        return None
-    if retries < 0 or retry_on not in ("hosts", "any"):
-        raise UsageError(f"--retries {retries}, --retry-on {retry_on}: expected a count, and hosts or any", "")
-    return Attempt(number=1, most=retries + 1, any_cause=retry_on == "any", rejoin=rejoin)
-
-
 @dataclass(frozen=True)
-class First:
-    """A job as it was asked for."""
+class Asked:
+    """A job as it was asked for. only: the nodes to take; () means all of the cluster."""
 
     cluster: Cluster
-    wish: Wish
+    job: ParsedJob
     only: Sequence[str] = ()
+
+    @property
+    def request(self) -> RunRequest:
+        return self.job.request
 
 
 class Retries:
-    """start: plans and launches on these hosts. say: called with each line to read. wait_s: before the second attempt,
-    twice as long before each further one.
-    """
+    """start: plans and launches. say: called with each line to read."""
 
     def __init__(
         self,
         clusters: Clusters,
         connections: Connections,
-        start: Callable[[Cluster, Wish, Sequence[str]], RunningJob],
+        start: Callable[[Asked], RunningJob],
         say: Callable[[str], None],
-        first: First,
-        wait_s: float,
+        asked: Asked,
     ) -> None:
         self._clusters, self._connections, self._start, self._say = clusters, connections, start, say
-        self._first, self._wait_s = first, wait_s
+        self._asked = asked
         self._plans: list[LaunchPlan] = []
         self._lost: dict[str, str] = {}
         """Hosts that no attempt takes in again, and in which one they were lost."""
@@ -119,7 +109,7 @@ class Retries:
         return True
 
     def _rest(self, attempt: Attempt) -> None:
-        pause_s = min(LONGEST_WAIT_S, self._wait_s * 2.0 ** (attempt.number - 2))
+        pause_s = min(LONGEST_WAIT_S, attempt.wait_s * 2.0 ** (attempt.number - 2))
         self._say(f"attempt {attempt.words} follows in {format_duration(pause_s)}")
         time.sleep(pause_s)
 
@@ -158,10 +148,10 @@ class Retries:
 
     def _begin(self, attempt: Attempt) -> RunningJob:
         hosts, names = self._hosts()
-        cluster, wish = self._first.cluster, self._first.wish
+        cluster, asked = self._asked.cluster, self._asked.request
         before = attempt.earlier[-1]
         notes = [f"attempt {attempt.words}, after {before.job} failed: {before.why}"]
-        request = replace(wish.request, hosts=hosts, attempt=attempt)
+        request = replace(asked, hosts=hosts, attempt=attempt)
         if kept := self._newest(names):
             holder = self._clusters.ready(cluster, [*kept]).election.master  # of those that have it
             cluster = cluster.model_copy(update={"master_pin": holder})
@@ -171,14 +161,14 @@ class Retries:
             _refuse_without(cluster.master_pin, names)
         elif request.training:
             notes.append("no checkpoint is left on these hosts: it begins at step 0")
-        request = replace(request, notes=(*wish.request.notes, *notes))
-        return self._start(cluster, replace(wish, request=request), names)
+        request = replace(request, notes=(*asked.notes, *notes))
+        return self._start(Asked(cluster, replace(self._asked.job, request=request), names))
 
     def _hosts(self) -> tuple[HostRange, list[str]]:
         """How many hosts are enough, and which it may have. Raises TooFewError."""
         plan = self._plans[0]
         candidates = list(plan.hosts.candidates) if plan.hosts else [node.name for node in plan.nodes]
-        wanted = self._first.wish.request.hosts or HostRange(1, len(candidates))
+        wanted = self._asked.request.hosts or HostRange(1, len(candidates))
         names = [name for name in candidates if name not in self._lost]
         if len(names) < wanted.min_hosts:
             remain = f"{counted(len(names), 'host')} of {len(candidates)} remain, and {wanted.min_hosts} are needed"
@@ -191,8 +181,8 @@ class Retries:
         that could go on from it.
         """
         found = dict[str, KeptCheckpoint]()
-        for plan in reversed(self._plans if self._first.wish.request.training else ()):
-            nodes = [self._first.cluster.node(node.name) for node in plan.nodes if node.name in names]
+        for plan in reversed(self._plans if self._asked.request.training else ()):
+            nodes = [self._asked.cluster.node(node.name) for node in plan.nodes if node.name in names]
             looked = self._connections.each(nodes, partial(kept_by, plan), deadline_s=control.ASK_S)
             for node, kept in values(looked).items():
                 if kept and (node not in found or kept.updates > found[node].updates):

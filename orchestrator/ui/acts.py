@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from orchestrator.controller import Controller
 from orchestrator.errors import OrchError, UsageError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.consent import not_allowed
 from orchestrator.hosts.file_again import keys_of_new_node, node_with_defaults
+from orchestrator.planning.job_spec import FILE, PAGE_FIELDS, checked, from_text, key_of
 from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.planning.request import Wish, Words, parse_pairs, read_wish, refuse_unless_one
+from orchestrator.planning.request import parse_pairs
+from orchestrator.starting.retries import Asked
 
 Form = Mapping[str, str]
 
@@ -52,23 +55,29 @@ def master(controller: Controller, cluster: Cluster, form: Form) -> str:
 
 
 def run(controller: Controller, cluster: Cluster, form: Form) -> str:
-    wish, only = _wished(cluster, form)
-    plan = controller.start(cluster, wish, only).plan
+    plan = controller.start(_asked(controller, cluster, form)).plan
     return "; ".join([f"started {plan.job}", *plan.notes, *(f"{one.words}: {one.command}" for one in plan.faster)])
 
 
 def planned(controller: Controller, cluster: Cluster, form: Form) -> tuple[LaunchPlan, bytes]:
-    """What `run` would start, and the files to ship."""
-    wish, only = _wished(cluster, form)
-    return controller.choice.plan(cluster, wish.request, wish.code, only), wish.blob
+    """The plan that `run` would start, and the files to ship."""
+    asked = _asked(controller, cluster, form)
+    return controller.plan(asked), asked.job.blob
 
 
-def _wished(cluster: Cluster, form: Form) -> tuple[Wish, list[str]]:
-    """An experiment, or a script of this machine with its arguments; and on which nodes."""
-    command, exp = _words(form, "script"), form.get("exp") or None
-    refuse_unless_one(exp, command, "choose an experiment, or give a script")
-    words = Words(exp, _words(form, "settings"), command=command)
-    return read_wish(words), cluster.names(form.get("nodes") or None)
+def _asked(controller: Controller, cluster: Cluster, form: Form) -> Asked:
+    """An experiment, or a script of this machine with its arguments."""
+    command = _words(form, "script")
+    values = {name: _value(name, form.get(key_of(name), "")) for name in ("exp", "settings", "nodes", *PAGE_FIELDS)}
+    program = {"script": command[0], "args": command[1:] or None} if command else {}
+    return controller.read(checked({"cluster": cluster.name, **values, **program}, FILE))
+
+
+def _value(name: str, text: str) -> Any:
+    try:
+        return from_text(name, text)
+    except ValueError as error:
+        raise UsageError(f"{key_of(name)}: {text}: {error}", "close each quote that is opened") from error
 
 
 def cancel(controller: Controller, cluster: Cluster, form: Form) -> str:

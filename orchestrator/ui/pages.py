@@ -18,6 +18,7 @@ from orchestrator.jobs.known import Jobs
 from orchestrator.jobs.record import ENDED, JobRecord
 from orchestrator.jobs.stall import standstill
 from orchestrator.jobs.waiting import Waiting
+from orchestrator.planning.job_spec import OPTIONS, PAGE_FIELDS, key_of
 from orchestrator.views.documents import cluster_json, waiting_json
 from orchestrator.views.figures import clock, local_minute
 from orchestrator.views.job_table import lasted
@@ -78,10 +79,26 @@ def cluster_page(
         older=max(0, len(listed.records) - MOST_JOBS),
         ended=ENDED,
         experiments=list(EXPERIMENTS),
+        fields=_fields(),
         said=said,
         error=error,
         root=root,
     )
+
+
+def _fields() -> list[dict[str, Any]]:
+    """The form's fields of a job, besides those that stand above them."""
+    keys = {name: key_of(name) for name in PAGE_FIELDS}
+    return [
+        {
+            "key": key,
+            "label": key.replace("_", " ").capitalize(),
+            "help": OPTIONS[name].help,
+            "metavar": OPTIONS[name].metavar,
+            "is_time": name != key,
+        }
+        for name, key in keys.items()
+    ]
 
 
 def job_page(record: JobRecord, words: Mapping[str, str], root: str) -> str:

@@ -183,7 +183,7 @@ TYPED = {
     "no cluster that steers": (["status", "--cluster", "\x1b[2J\u202e"], "no cluster named"),
     "no job": (["logs", "--job", "../x"], "no job"),
     "no rank": (["logs", "--job", "latest", "--rank", "one"], "'one' is not a valid integer"),
-    "a batch of none": (["run", "--batch", "0", "--", "x.py"], "0 is not in the range"),
+    "a batch of none": (["run", "--batch", "0", "--", "x.py"], "--batch: must be at least 1, not 0"),
     "a time of none": (["run", "--time-limit", "0s", "--", "x.py"], "is not a time"),
     "an endless time": (["run", "--time-limit", "nan", "--", "x.py"], "is not a time"),
     "a script that is a folder": (["run", "--", "."], "no such script"),

@@ -119,11 +119,11 @@ def test_names_are_completed(line, offered, tmp_path):
 
 WRONG = {
     "no such command": (["launch"], "No such command 'launch'"),
-    "nothing to run": (["run"], "nothing to run was named"),
-    "two things to run": (["run", "--exp", "mnist_lenet", "-m", "x"], "both an experiment and a script were named"),
+    "nothing to run": (["run"], "no script, module or experiment given"),
+    "two things to run": (["run", "--exp", "mnist_lenet", "-m", "x"], "--exp and -m MODULE contradict each other"),
     "no cluster": (["status"], "no cluster yet"),
     "no job": (["collect", "--job", "latest"], "no job yet"),
-    "no pair": (["run", "--exp", "mnist_lenet", "--set", "epochs"], "'epochs' is not --set KEY=VALUE"),
+    "no pair": (["run", "--exp", "mnist_lenet", "--set", "epochs"], "--set: 'epochs' is not KEY=VALUE"),
     "an unknown setting": (["run", "--exp", "mnist_lenet", "--set", "epoch=1"], "epochs"),
     "an unknown experiment": (["run", "--exp", "mnist_lenett"], "mnist_lenet"),
     "an option of earlier versions": (["run", "--elastic", "2:3", "--exp", "mnist_lenet"], "no option any more"),

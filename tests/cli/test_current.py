@@ -13,7 +13,7 @@ from orchestrator.clusters import Clusters, Up
 from orchestrator.jobs.running import RunningJob
 from orchestrator.paths import Home
 from orchestrator.store import Store
-from tests.support.commands import COMMANDS
+from tests.support.commands import COMMANDS, options_of
 from tests.support.plans import a2000_v100
 from tests.support.remembered import cluster, job
 
@@ -157,7 +157,7 @@ def test_every_command_about_hosts_or_jobs_takes_a_cluster():
     own = {"up", "clusters", "use"}
     for words, command in COMMANDS.items():
         if not isinstance(command, click.Group) and words[0] not in own:
-            assert "--cluster" in {name for option in command.params for name in option.opts}, words
+            assert "--cluster" in {name for option in options_of(command) for name in option.opts}, words
 
 
 def test_names_are_completed_from_the_terminals_cluster(orch, monkeypatch, capfd):

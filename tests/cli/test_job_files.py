@@ -7,7 +7,8 @@ import shutil
 import pytest
 
 from orchestrator.cli.run import run
-from orchestrator.planning.job_file import JobFile
+from orchestrator.planning.job_spec import JobSpec
+from tests.support.commands import options_of
 from tests.support.local_cluster import SCRIPT, Place
 
 
@@ -20,10 +21,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return made
 
 
-def test_a_job_file_has_every_option_that_describes_a_job() -> None:
+def test_only_how_a_job_is_started_and_shown_is_no_part_of_it() -> None:
     words = {"is_module", "command"}  # `script`, `module` and `args`
-    here = {"detach", "dry_run", "as_json", "save", "notify", "wait", "wait_limit"}
-    assert {one.name for one in run.params} - words - here == {*JobFile.model_fields} - {"script", "module", "args"}
+    here = {"detach", "dry_run", "as_json", "save", "notify"}
+    of_job = {*JobSpec.model_fields} - {"script", "module", "args"}
+    assert {one.name for one in options_of(run)} - words - here == of_job
 
 
 LIMITS = ["--grace", "5s", "--time-limit", "90m", "--share"]
@@ -106,7 +108,7 @@ def test_a_collected_run_is_repeated_by_the_file_beside_it(place: Place) -> None
     place.types("logs", "-f", "--job", first)
     shown = place.types("collect", "--job", first).stdout
     file = place.here / "runs" / first / "job.yaml"
-    assert f"repeat: orch run --cluster rack --env LR --nodes b --folder {place.here}/proj" in shown
+    assert f"repeat: orch run --cluster rack --folder {place.here}/proj --env LR --nodes b -- " in shown
     assert "orch run job.yaml" in file.with_name("report.html").read_text()
     again = place.types("run", str(file), "--env", "LR=3", cwd="proj")
     assert "[b 0] given two words 3" in again.stdout

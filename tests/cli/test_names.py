@@ -26,7 +26,7 @@ def test_a_job_is_shown_with_its_name_and_note_and_repeated_with_them(place: Pla
     (row,) = json.loads(place.types("jobs", "--json").stdout)["jobs"]
     assert (row["id"], row["name"], row["note"]) == (job, "Wide_net-2", NOTE)
     assert NOTE in place.types("jobs").stdout
-    assert f"repeat: orch run --cluster rack --name Wide_net-2 --note '{NOTE}'" in place.types("collect").stdout
+    assert f" --name Wide_net-2 --note '{NOTE}' -- /" in place.types("collect").stdout
     run = place.here / "runs" / job
     assert "rate of the paper &lt;b&gt;, α=0.1" in (run / "report.html").read_text()
     assert json.loads((run / "summary.json").read_text())["note"] == NOTE

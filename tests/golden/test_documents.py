@@ -17,7 +17,7 @@ from orchestrator.store import Store
 from orchestrator.views.documents import doctor_json, why_json
 from orchestrator.views.report import render_report
 from tests.golden.conftest import Golden, Types, masked, pretty
-from tests.support.commands import COMMANDS
+from tests.support.commands import COMMANDS, options_of
 from tests.support.examined_hosts import gpu_health, host, seen
 from tests.support.plans import host as host_facts
 from tests.support.remembered import cluster, job
@@ -40,7 +40,7 @@ def both(orch: Types, *words: str, **known: str) -> str:
 def test_every_command_has_its_options(golden: Golden) -> None:
     lines = []
     for words, command in sorted(COMMANDS.items()):
-        options = sorted("/".join((*one.opts, *one.secondary_opts)) for one in command.params)
+        options = sorted("/".join((*one.opts, *one.secondary_opts)) for one in options_of(command))
         lines.append(" ".join(("orch", *words, *options)))
     golden("commands.txt", "\n".join(lines) + "\n")
 

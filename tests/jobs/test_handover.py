@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.paths import Home
-from orchestrator.planning.command_line import run_line
-from orchestrator.planning.repeated import job_of as job_file_of
+from orchestrator.planning.command_line import run_line, spec_of
 from orchestrator.store import Store
 from tests.support.disks import small_disk
 from tests.support.local_cluster import Place
@@ -167,7 +166,7 @@ def test_kept_folders_go_from_job_to_job_of_a_script(place: Place) -> None:
     assert found["b"]["table.txt"] == "as shipped" and "C/c.txt" not in found["a"], "only these folders"
     assert f"carried over from {first}: 3 files (19B) from a, 2 files" in said
     plan = Store(Home(place.folder / "home")).plan(second)
-    assert "--keep out/" in run_line(plan) and job_file_of(plan).keep == ["out"]
+    assert "--keep out/" in run_line(plan) and spec_of(plan).keep == ["out"]
     other = place.here / "proj/other.py"
     other.write_text(SAVES)
     assert "nothing is carried over" in job_of(place, "--keep", "out/", "proj/other.py", "nothing")[1]

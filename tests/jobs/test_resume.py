@@ -15,8 +15,9 @@ import pytest
 
 from orchestrator.errors import ProbeError, UsageError
 from orchestrator.jobs.resume import last_checkpoint, settings_of
+from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
-from orchestrator.planning.request import Words, read_experiment, read_wish
+from orchestrator.planning.request import parse_job, request_of
 from tests.support import forks
 from tests.support.quick_python import quick_python
 from tests.support.trainer_ranks import started
@@ -171,7 +172,7 @@ def test_a_script_that_takes_part_goes_on_from_where_its_job_ended(orch: Orch, j
 
 
 def test_resume_takes_no_other_experiment(orch: Orch) -> None:
-    assert "leave --exp out" in orch("run", "--resume", "latest", "--exp", "mnist_lenet", code=2).stderr
+    assert "leave --exp or --resume out" in orch("run", "--resume", "latest", "--exp", "mnist_lenet", code=2).stderr
     assert "no job" in orch("run", "--resume", "nothing", code=2).stderr.lower()
 
 
@@ -188,18 +189,18 @@ class Host:
 
 
 def old_plan(settings: Sequence[str], kind: str = "experiment") -> LaunchPlan:
-    wish = read_wish(Words(exp="mnist_lenet", settings=tuple(settings)))
+    job = parse_job(JobSpec.model_validate({"exp": "mnist_lenet", "settings": list(settings)}))
     node: dict[str, Any] = {"node_rank": 0, "first_rank": 0, "ranks": 1, "address": "10.0.0.1", "interface": None}
     node |= {"device": "cpu", "gpu": None, "python": "python3", "workdir": "~/.orch", "torchrun": (), "command": ()}
     return LaunchPlan.model_validate(
         {
             "schema": 1,
             "job": "j1",
-            "exp": wish.request.name,
+            "exp": job.request.name,
             "kind": kind,
             "cluster": "rack",
             "master": "v100",
-            "settings": dataclasses.asdict(wish.request.settings),
+            "settings": dataclasses.asdict(job.request.settings),
             "master_address": "10.0.0.1",
             "rendezvous_port": 29500,
             "world_size": 1,
@@ -212,17 +213,17 @@ def old_plan(settings: Sequence[str], kind: str = "experiment") -> LaunchPlan:
 
 def test_the_old_jobs_own_settings_go_on_and_no_others() -> None:
     settings = ["epochs=20", "sync_bn=true", "lr=0.003", "resume=/old.pt"]
-    exp, values = settings_of(old_plan(settings))
+    exp, values = settings_of(old_plan(settings), JobSpec())
     kept = [f"{key}={value}" for key, value in values.items()]
     assert exp == "mnist_lenet"
     assert sorted(kept) == ["epochs=20", "lr=0.003", "sync_bn=True"]
-    again = dataclasses.asdict(read_experiment(exp, {}, values).request.settings)
+    again = dataclasses.asdict(request_of(exp, {}, values).settings)
     assert again == {**old_plan(settings).settings, "resume": ""}
 
 
 def test_a_script_of_its_own_has_no_settings_to_go_on_with() -> None:
     plan = old_plan([], kind="script").model_copy(update={"settings": {}})
-    assert settings_of(plan, Words(command=("train.py",))) == (plan.exp, {})
+    assert settings_of(plan, JobSpec(script="train.py")) == (plan.exp, {})
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,12 @@ from orchestrator.jobs import control
 from orchestrator.jobs.record import FirstFailure
 from orchestrator.paths import Home
 from orchestrator.planning.host_choice import HostRange
+from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.launch_plan import Attempt, Earlier, LaunchPlan
-from orchestrator.planning.request import RunRequest, Wish, Words, read_wish
+from orchestrator.planning.request import ParsedJob, RunRequest, parse_job
 from orchestrator.remote import coordinator, lease
 from orchestrator.starting import retries
-from orchestrator.starting.retries import First, Retries
+from orchestrator.starting.retries import Asked, Retries
 from tests.support.forks import Forked
 from tests.support.job_states import PLAN, alive, known, over
 from tests.support.local_job import Gang, gang
@@ -129,8 +130,8 @@ def test_a_job_that_somebody_cancels_is_not_tried_again(rack: Rack) -> None:
     ("words", "said"),
     [
         (("--retries", "1", "--detach"), "--retries works only while `orch run` follows the job"),
-        (("--rejoin",), "--retry-on and --rejoin belong to --retries"),
-        (("--retry-on", "any"), "--retry-on and --rejoin belong to --retries"),
+        (("--rejoin",), "--rejoin belongs to --retries"),
+        (("--retry-on", "any"), "--retry-on belongs to --retries"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(rack: Rack, words: tuple[str, ...], said: str) -> None:
@@ -143,9 +144,10 @@ def test_another_attempt_in_turn_does_without_a_host_that_is_off(rack: Rack, mon
         monkeypatch.setenv(name, value)
     shown: list[LaunchPlan] = []
     with opened(Home.default()) as controller:
-        cluster, wish = controller.store.cluster("rack"), read_wish(Words(command=(f"{rack.folder}/code/train.py",)))
-        wish = replace(wish, request=replace(wish.request, hosts=HostRange(1, 2)))
-        job = controller.start_in_turn(cluster, wish, ("a2000", "gone"), shown.append)
+        cluster = controller.store.cluster("rack")
+        made = parse_job(JobSpec(script=f"{rack.folder}/code/train.py", wait=True))
+        made = replace(made, request=replace(made.request, hosts=HostRange(1, 2)))
+        job = controller.start(Asked(cluster, made, ("a2000", "gone")), shown.append)
         assert [*job.follow()] and job.record.state == "succeeded"
     assert [tuple(node.name for node in plan.nodes) for plan in shown] == [("a2000",)]
 
@@ -183,8 +185,8 @@ class Bench:
         )
         monkeypatch.setattr(control, "cancel", self._cancelled)
         self._plan = PLAN.model_copy(update={"attempt": attempt})
-        first = First(None, Wish(RunRequest("script", "train.py", ()), CODE, b""))  # type: ignore[arg-type]
-        self.retries = Retries(None, None, self._start, self.said.append, first, wait_s=10.0)  # type: ignore[arg-type]
+        asked = Asked(None, ParsedJob(RunRequest("script", "train.py", ()), CODE, b""))  # type: ignore[arg-type]
+        self.retries = Retries(None, None, self._start, self.said.append, asked)  # type: ignore[arg-type]
         self.job: Any = self
         self.record = known("failed", first_failure=FirstFailure(kind="lost", node="a", reason="no word for 20 s"))
 
@@ -211,8 +213,8 @@ class Bench:
     def _cancelled(self, plan: LaunchPlan, hosts: Any) -> None:
         self.cancels += 1
 
-    def _start(self, cluster: Any, wish: Wish, only: Any) -> Any:
-        self.started.append(replace(wish.request, command=tuple(only)))
+    def _start(self, asked: Asked) -> Any:
+        self.started.append(replace(asked.request, command=tuple(asked.only)))
         return self
 
 
@@ -292,9 +294,9 @@ def test_a_start_that_too_few_hosts_answer_for_is_another_attempt_where_hosts_ma
 
 def test_with_fewer_hosts_left_than_are_needed_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, lambda _: ENDED)
-    first = bench.retries._first
-    wish = replace(first.wish, request=replace(first.wish.request, hosts=HostRange(3, 3)))
-    monkeypatch.setattr(bench.retries, "_first", replace(first, wish=wish))
+    asked = bench.retries._asked
+    job = replace(asked.job, request=replace(asked.request, hosts=HostRange(3, 3)))
+    monkeypatch.setattr(bench.retries, "_asked", replace(asked, job=job))
     with pytest.raises(TooFewError) as caught:
         bench.retries.after(bench.job)
     assert caught.value.message == "2 hosts of 3 remain, and 3 are needed: a was lost in j"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import ConnectError, HostError, TooFewError, UsageError
-from orchestrator.planning.command_line import run_line
+from orchestrator.planning.command_line import run_line, spec_of
 from orchestrator.planning.host_choice import (
     HostRange,
     Worth,
@@ -20,7 +20,6 @@ from orchestrator.planning.host_choice import (
     ranked,
     those_there,
 )
-from orchestrator.planning.repeated import job_of
 from tests.support.plans import a2000_v100
 
 NAMES = [f"gpu{number:02d}" for number in range(1, 9)]
@@ -122,7 +121,7 @@ def test_a_job_is_repeated_with_the_same_choice_among_the_same_hosts() -> None:
     plan = a2000_v100().model_copy(update={"hosts": choice})
     line = run_line(plan)
     assert "--nodes a16,a2000,v100,k80 --hosts 1:3" in line
-    job = job_of(plan)
+    job = spec_of(plan)
     assert (job.nodes, job.hosts) == (["a16", "a2000", "v100", "k80"], "1:3")
     assert run_line(plan, ["v100"]).endswith("--nodes v100")  # these and no others
 
@@ -133,4 +132,4 @@ def test_a_job_whose_settings_name_hosts_is_repeated_on_these() -> None:
     settings = {**plan.settings, "strategy": "pipeline", "stages": "v100:0-31,a2000:32-51"}
     plan = plan.model_copy(update={"hosts": choice, "settings": settings})
     assert run_line(plan).endswith(f"--nodes {','.join(node.name for node in plan.nodes)}")
-    assert job_of(plan).hosts is None
+    assert spec_of(plan).hosts is None

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import InventoryError, UsageError
-from orchestrator.planning.job_file import JobFile, job_text, read_job, write_job
+from orchestrator.planning.command_line import spec_of
+from orchestrator.planning.job_file import job_text, read_job, write_job
+from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.launch_plan import LOCAL_RANK, CodeFolder
-from orchestrator.planning.repeated import job_of
 from tests.support.plans import a2000_v100
 
 WRONG = """\
@@ -21,7 +22,7 @@ max_restarts: 2
 env:
   HF_TOKEN: hf_1
   RANK: 3
-nodes: a,b
+nodes: 3
 share: 1
 args: [1]
 """
@@ -48,15 +49,16 @@ def test_all_mistakes_are_named_at_once_with_their_lines_and_no_secret(tmp_path:
         (2, "exp: 'mnist_lenett' is not one of mnist_lenet, resnet152_cifar, resnet50_imagenet, collectives"),
         (3, "lrr: no such setting"),
         (3, "epochs: 'x' is not a whole number"),
-        (4, "grace: must be text, not 3"),
+        (4, "grace: must be written with its unit, like 3s, not 3"),
+        (6, "`batch` belongs to a script or module of your own"),
         (5, "time_limit: '5 minutes' is not a time"),
         (6, "batch: must be at least 1, not 0"),
         (7, "`max_restarts` is no key any more"),
         (9, "env.HF_TOKEN looks like a secret"),
         (10, "env.RANK cannot be given: torchrun sets it, for each rank another"),
-        (11, "nodes: must be a list, one item a line behind `- `, not 'a,b'"),
+        (11, "nodes: must be a list, one item a line behind `- `, not 3"),
         (12, "share: must be true or false, not 1"),
-        (13, "`args` belongs to a `script` or a `module`"),
+        (13, "`args` belongs to a script or module of your own"),
     }
     assert "did you mean `script`?" in str(refused.value) and "hf_1" not in str(refused.value)
 
@@ -72,11 +74,14 @@ def test_a_number_of_hosts_needs_no_quotes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("nodes: [a]\n", "job.yaml: says nothing to run; give one of `exp`, `script` and `module`"),
+        ("nodes: [a]\n", "job.yaml: no script, module or experiment given; give one of `exp`, `script` and `module`"),
         ("exp: mnist_lenet\nmodule: a.b\n", "job.yaml:2: `exp` and `module` contradict each other; keep one"),
         ("exp: mnist_lenet\nresume: latest\n", "job.yaml:1: `resume` runs what the job ran"),
         ("exp: mnist_lenet\nelastic: '2:3'\n", "job.yaml:2: `elastic` is no key any more; `retries: 3`"),
-        ("exp: mnist_lenet\nbatch: 8\n", "job.yaml:2: `batch` belongs to a `script` or a `module`; an experiment's"),
+        (
+            "exp: mnist_lenet\nbatch: 8\n",
+            "job.yaml:2: `batch` belongs to a script or module of your own; `settings",
+        ),
     ],
 )
 def test_what_contradicts_itself_is_refused(text: str, said: str, tmp_path: Path) -> None:
@@ -88,7 +93,7 @@ def test_what_contradicts_itself_is_refused(text: str, said: str, tmp_path: Path
 def test_what_is_written_is_read_back_the_same(tmp_path: Path) -> None:
     words = ["", "null", "~", "no", "1_0", "0.10", "1e5", "a: b", "a, b", "{x}", "#c", "- x", "---", "<<", "=", "'"]
     words += [" two  words ", "a\nb", "a\r\n", "\x85", "\u2028", "é😀", "--lr", "-", "!x", "&x", "*x", "%x", "\t", "\\"]
-    job = JobFile(
+    job = JobSpec(
         script="1e5",
         args=words,
         settings={f"s{number}": word for number, word in enumerate(words)},
@@ -96,17 +101,17 @@ def test_what_is_written_is_read_back_the_same(tmp_path: Path) -> None:
         nodes=["1", "gpu[01-16]"],
         batch=8,
         share=True,
-        grace="5s",
+        grace_s=5.0,
     )
     (tmp_path / "job.yaml").write_text(job_text(job))
     from orchestrator.hosts.yamlfile import read_yaml
 
     document = read_yaml(tmp_path / "job.yaml", verbatim=["settings", "env", "args"])
-    assert document.mistakes == () and JobFile.model_validate(document.values) == job
+    assert document.mistakes == () and JobSpec.model_validate(document.values) == job
 
 
 def test_it_holds_what_was_asked_alone_in_one_order_with_the_version_before_it() -> None:
-    head, *lines = job_text(JobFile(nodes=["v100"], args=["--lr", "0.1"], script="train.py")).splitlines()
+    head, *lines = job_text(JobSpec(nodes=["v100"], args=["--lr", "0.1"], script="train.py")).splitlines()
     assert head.startswith("# A job of orch 0.")
     assert lines == ["script: train.py", "args: [--lr, 0.1]", "nodes: [v100]"]
 
@@ -114,18 +119,18 @@ def test_it_holds_what_was_asked_alone_in_one_order_with_the_version_before_it()
 def test_no_file_of_somebody_elses_is_written_over(tmp_path: Path) -> None:
     path = job_file(tmp_path, "cluster: rack\n")
     with pytest.raises(UsageError, match="is there already, and orch did not write it"):
-        write_job(path, JobFile(exp="mnist_lenet"))
+        write_job(path, JobSpec(exp="mnist_lenet"))
     assert path.read_text() == "cluster: rack\n"
     path.unlink()
-    assert not write_job(path, JobFile(exp="mnist_lenet"))
-    assert not write_job(path, JobFile(exp="mnist_lenet"))  # the same again
-    assert write_job(path, JobFile(exp="collectives"))
+    assert not write_job(path, JobSpec(exp="mnist_lenet"))
+    assert not write_job(path, JobSpec(exp="mnist_lenet"))  # the same again
+    assert write_job(path, JobSpec(exp="collectives"))
     assert read_job(path).exp == "collectives"
 
 
 def test_a_word_that_is_no_text_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not UTF-8"):
-        write_job(tmp_path / "job.yaml", JobFile(script="train.py", args=["\udcff"]))
+        write_job(tmp_path / "job.yaml", JobSpec(script="train.py", args=["\udcff"]))
     assert not list(tmp_path.iterdir())
 
 
@@ -136,7 +141,7 @@ def test_a_plan_is_written_so_that_it_runs_again() -> None:
     nodes = tuple(node.model_copy(update={"command": command}) for node in found.nodes)
     more = {"kind": "script", "code": code, "settings": {"batch": 96}, "nodes": nodes, "variables": ("HF_TOKEN",)}
     more |= {"measures_steps": False, "grace_s": 0.5}
-    assert job_of(found.model_copy(update=more)) == JobFile(
+    assert spec_of(found.model_copy(update=more)) == JobSpec(
         script="python",
         args=["-u", "/home/me/my code/sub/train.py", "--name", "two words"],
         folder="/home/me/my code",
@@ -146,5 +151,5 @@ def test_a_plan_is_written_so_that_it_runs_again() -> None:
         cluster="a2000-v100",
         nodes=["v100", "a2000"],
         env={"HF_TOKEN": None},
-        grace="0.5s",
+        grace_s=0.5,
     )

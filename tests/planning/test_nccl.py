@@ -10,7 +10,7 @@ from orchestrator.hosts import checks
 from orchestrator.hosts.cluster import Cluster, Problem
 from orchestrator.hosts.facts import RdmaPort
 from orchestrator.planning.nccl import GpuHost, unlike_versions
-from orchestrator.planning.request import RunRequest, read_experiment
+from orchestrator.planning.request import RunRequest, request_of
 from orchestrator.views import launch_plan
 from orchestrator.views.plan import outlook_of
 from tests.support.plans import RESNET, SCRIPT, by_hand, host, node, pair, plan
@@ -158,7 +158,7 @@ def test_a_dry_run_shows_each_setting_with_its_reason(capsys):
 
 
 def test_orch_plan_shows_them_too_and_counts_on_nccl():
-    request = read_experiment("resnet152_cifar", {}).request
+    request = request_of("resnet152_cifar", {})
     made, _ = variables(gpu_host(41, rdma=(ROCE,)), gpu_host(42), request, bandwidth_bps=2.5e9)
     view = inputs_of(made, {})
     assert view.scene.wire.costs.name == "nccl"

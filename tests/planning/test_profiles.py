@@ -17,10 +17,11 @@ from orchestrator.jobs.resume import settings_of
 from orchestrator.measuring.profiling import Profiling
 from orchestrator.paths import Home, RunFolder
 from orchestrator.planning.command_line import run_line
+from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
 from orchestrator.planning.measurement import BlockTimes
 from orchestrator.planning.profiles import Kind, Profile, kinds_of, tf32_of
-from orchestrator.planning.request import Words, read_wish
+from orchestrator.planning.request import parse_job
 from orchestrator.results.analyse import analyse
 from orchestrator.store import Store
 from tests.support.local_cluster import bring_up
@@ -31,6 +32,7 @@ from trainer.shared.shares import fastest_shares, format_speeds, parse_speeds
 # that two sizes of a second tell them apart.
 PACES = {"a2000": "{samples_per_s: 42, fixed_ms: 32}", "v100": "{samples_per_s: 300, fixed_ms: 36}"}
 SHORT = ["batch=32", "profile_s=1"]
+SHORT_SPEC = JobSpec.model_validate({"exp": "mnist_lenet", "settings": [*SHORT]})
 
 
 def inventory(tmp_path, names):
@@ -74,12 +76,12 @@ def remembered(kind: Kind, fixed_ms: float, sample_ms: float, **more) -> Profile
 
 def kinds(controller, *settings):
     cluster = controller.store.cluster("t")
-    wish = read_wish(Words(exp="mnist_lenet", settings=settings))
+    wish = parse_job(JobSpec.model_validate({"exp": "mnist_lenet", "settings": settings}))
     return kinds_of(controller.choice.plan(cluster, wish.request, wish.code), cluster.facts)
 
 
 def planned(controller, *settings, only=()):
-    wish = read_wish(Words(exp="mnist_lenet", settings=settings))
+    wish = parse_job(JobSpec.model_validate({"exp": "mnist_lenet", "settings": settings}))
     return controller.choice.plan(controller.store.cluster("t"), wish.request, wish.code, only)
 
 
@@ -106,13 +108,13 @@ def test_each_kind_of_host_is_measured_once_and_then_known(controller, monkeypat
         list(job.follow())
 
     cluster = controller.store.cluster("t")
-    found = Profiling(controller, cluster, Words(exp="mnist_lenet", settings=(*SHORT,))).run(follow)
+    found = Profiling(controller, cluster, SHORT_SPEC).run(follow)
     assert len(followed) == 2
     by_node = {each.rank[0]: each.profile for each in found}
     assert by_node["a2000a"] == by_node["a2000b"]
     assert by_node["v100a"].speed != by_node["a2000a"].speed  # how much faster is this machine's affair
     assert all(each.fresh for each in found)
-    again = Profiling(controller, cluster, Words(exp="mnist_lenet", settings=(*SHORT,))).run(follow)
+    again = Profiling(controller, cluster, SHORT_SPEC).run(follow)
     assert len(followed) == 2 and not any(each.fresh for each in again)
     nodes = planned(controller, "shares=measured", "batch=32").nodes
     assert [node.shares[0] for node in nodes] == list(fastest_shares([by_node[node.name].speed for node in nodes], 32))
@@ -135,7 +137,7 @@ class Stopwatch:
 
 def profiled(controller, *, each=False, again=False):
     """By node: its ms a sample, and whether it was measured just now."""
-    one = Profiling(controller, controller.store.cluster("t"), Words(exp="mnist_lenet", settings=(*SHORT,)), each=each)
+    one = Profiling(controller, controller.store.cluster("t"), SHORT_SPEC, each=each)
     found = one.run(lambda plan, hosts: None, again=again)
     return {each.rank[0]: (each.profile.sample_ms, each.fresh) for each in found}
 
@@ -227,7 +229,7 @@ def test_a_valid_profile_outlives_a_later_one_that_is_not(controller, monkeypatc
 
 def test_hosts_that_share_a_machine_are_measured_one_after_the_other(controller):
     cluster = controller.store.cluster("t")
-    one = Profiling(controller, cluster, Words(exp="mnist_lenet", settings=(*SHORT,)), each=True)
+    one = Profiling(controller, cluster, SHORT_SPEC, each=True)
     assert sorted(len(names) for names in one._rounds(one.kinds)) == [1, 1, 1]
     one.machines = dict.fromkeys(one.machines, "x") | {"v100a": "another"}
     assert sorted(len(names) for names in one._rounds(one.kinds)) == [1, 2]
@@ -236,11 +238,11 @@ def test_hosts_that_share_a_machine_are_measured_one_after_the_other(controller)
 def test_a_wrong_experiment_or_setting_is_refused_before_anything_starts(controller):
     cluster = controller.store.cluster("t")
     with pytest.raises(UsageError, match="trains nothing"):
-        Profiling(controller, cluster, Words(exp="collectives"))
+        Profiling(controller, cluster, JobSpec(exp="collectives"))
     with pytest.raises(UsageError, match="did you mean batch"):
-        Profiling(controller, cluster, Words(exp="mnist_lenet", settings=("bacth=4",)))
+        Profiling(controller, cluster, JobSpec(exp="mnist_lenet", settings={"bacth": "4"}))
     with pytest.raises(UsageError, match="measures nothing"):
-        Profiling(controller, cluster, Words(exp="mnist_lenet", settings=("profile_s=0",)))
+        Profiling(controller, cluster, JobSpec(exp="mnist_lenet", settings={"profile_s": "0"}))
 
 
 def test_the_command_shows_what_is_known_and_measures_nothing_again(controller):
@@ -350,8 +352,8 @@ def test_settings_that_rule_cuda_graphs_out_are_measured_without_them(controller
     assert of_gpus("cuda_graph=on").gpu_settings == "cuda_graph=on"
     cluster = controller.store.cluster("t")
     for settings, graph in (([asked, "cuda_graph=on"], "off"), (["cuda_graph=on"], "on"), ([], "auto")):
-        words = Words(exp="mnist_lenet", settings=(*settings,))
-        assert Profiling(controller, cluster, words).wish.request.settings.cuda_graph == graph
+        spec = JobSpec.model_validate({"exp": "mnist_lenet", "settings": settings})
+        assert Profiling(controller, cluster, spec).job.request.settings.cuda_graph == graph
 
 
 def test_changes_of_speed_in_the_course_of_a_run_make_no_other_kind(controller):
@@ -409,7 +411,7 @@ def test_without_a_word_a_batch_is_split_by_the_profiles_where_every_rank_has_on
     assert plan.settings["shares"] == "measured" and any("--set shares=equal" in note for note in plan.notes)
     equal = planned(controller, "batch=64", "shares=equal")
     assert [node.shares for node in equal.nodes] == [node.shares for node in unknown.nodes]
-    assert "shares=equal" in run_line(equal) and settings_of(unknown)[1]["shares"] == "equal"
+    assert "shares=equal" in run_line(equal) and settings_of(unknown, JobSpec())[1]["shares"] == "equal"
 
 
 def test_a_profile_that_its_time_ended_early_is_sent_as_a_line_that_goes_on(controller):

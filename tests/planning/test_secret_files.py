@@ -14,7 +14,8 @@ from orchestrator.errors import UsageError
 from orchestrator.planning import git as git_asked
 from orchestrator.planning import secret_files, wanted
 from orchestrator.planning.bundle import pack_folder
-from orchestrator.planning.request import Words, read_wish
+from orchestrator.planning.job_spec import JobSpec
+from orchestrator.planning.request import parse_job
 from orchestrator.provision.manifest import read_manifest
 from tests.support.files import fill
 
@@ -181,13 +182,13 @@ def test_a_home_folder_is_refused_and_so_is_what_holds_it(tmp_path, monkeypatch)
         pack_folder(home)
     monkeypatch.chdir(home)
     with pytest.raises(UsageError, match="home folder"):
-        read_wish(Words(is_module=True, command=("some.module",)))
+        parse_job(JobSpec(module="some.module"))
 
 
 def test_a_script_that_would_stay_at_home_itself_is_said(repository):
     fill(repository, {"scripts/sub/x.py": ""})
     with pytest.raises(UsageError, match=r"x.py itself would stay here: .gitignore.*!sub/x.py"):
-        read_wish(Words(folder=repository / "scripts", command=(str(repository / "scripts/sub/x.py"),)))
+        parse_job(JobSpec(folder=str(repository / "scripts"), script=str(repository / "scripts/sub/x.py")))
 
 
 @pytest.mark.parametrize("name", [".netrc", "deep/.ssh/id_rsa", "train/notes.txt"])

@@ -21,7 +21,8 @@ from orchestrator.errors import UsageError
 from orchestrator.hosts.masking import masked_env
 from orchestrator.jobs.control import agents, cancel
 from orchestrator.jobs.launch import node_request
-from orchestrator.planning.request import Words, read_wish
+from orchestrator.planning.job_spec import JobSpec
+from orchestrator.planning.request import parse_job
 from orchestrator.transport import shell, ssh
 from orchestrator.transport.ask import ask
 from tests.support.command_lines import command_lines_of_all_processes
@@ -246,7 +247,7 @@ def test_what_a_job_was_given_in_secret_lies_nowhere_on_its_host_once_it_is_over
 def test_an_argument_that_looks_like_a_secret_is_refused_and_not_repeated(words, tmp_path):
     (tmp_path / "train.py").touch()
     with pytest.raises(UsageError, match=r"looks like a secret.*`env:` in the inventory") as refused:
-        read_wish(Words(command=(str(tmp_path / "train.py"), *words)))
+        parse_job(JobSpec(script=str(tmp_path / "train.py"), args=list(words)))
     assert "canary" not in str(refused.value)
 
 
@@ -254,7 +255,7 @@ def test_an_argument_that_only_sounds_like_a_secret_passes(tmp_path):
     (tmp_path / "train.py").touch()
     words = ["--tokenizer=gpt2", "--max-tokens", "512", "--pad-token", "0", "--eos_token=</s>", "--token-dropout=0.1"]
     words += ["--password", "--secret-santa=1", "--key=value", "--api-key="]
-    assert read_wish(Words(command=(str(tmp_path / "train.py"), *words))).request.command[1:] == tuple(words)
+    assert parse_job(JobSpec(script=str(tmp_path / "train.py"), args=list(words))).request.command[1:] == tuple(words)
 
 
 def test_only_values_of_known_settings_are_shown():

@@ -9,7 +9,7 @@ from orchestrator.errors import UsageError
 from orchestrator.hosts.inventory import Node
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import CodeFolder
-from orchestrator.planning.variables import read_variables
+from orchestrator.planning.variables import read_variables, refuse_secret_words
 from orchestrator.views import launch_plan
 from tests.support.plans import RESNET, host, plan
 
@@ -46,12 +46,12 @@ def write(folder, text, name=".env"):
 
 
 def test_a_file_is_read_as_other_tools_read_it(tmp_path):
-    assert read_variables([], [write(tmp_path, FILE)], OWN) == READ
+    assert read_variables({}, [write(tmp_path, FILE)], OWN) == READ
 
 
 def test_a_later_file_wins_over_an_earlier_one_and_the_command_line_over_both(tmp_path):
     files = [write(tmp_path, "A=1\nB=1\nC=1\n"), write(tmp_path, "B=2\nC=2\n", "b.env")]
-    assert read_variables(["C=a=b", "HF_TOKEN", "E="], files, OWN) == {
+    assert read_variables({"C": "a=b", "HF_TOKEN": None, "E": ""}, files, OWN) == {
         "A": "1",
         "B": "2",
         "C": "a=b",
@@ -77,7 +77,7 @@ def test_a_later_file_wins_over_an_earlier_one_and_the_command_line_over_both(tm
 def test_a_mistake_of_a_file_is_named_with_its_line_and_without_values(text, words, tmp_path):
     file = write(tmp_path, text)
     with pytest.raises(UsageError) as raised:
-        read_variables([], [file], OWN)
+        read_variables({}, [file], OWN)
     assert str(raised.value).startswith(words.format(file=file))
     assert "s3cret" not in str(raised.value)
 
@@ -85,7 +85,7 @@ def test_a_mistake_of_a_file_is_named_with_its_line_and_without_values(text, wor
 def test_all_mistakes_come_at_once(tmp_path):
     file = write(tmp_path, "A=${B}\n?\nORCH_SHARE=1\n")
     with pytest.raises(UsageError) as raised:
-        read_variables(["NCCL_SOCKET_IFNAME=eth0", "B", "CUDA_VISIBLE_DEVICES=0"], [file], OWN)
+        read_variables({"NCCL_SOCKET_IFNAME": "eth0", "B": None, "CUDA_VISIBLE_DEVICES": "0"}, [file], OWN)
     places = [line.partition(" ")[0] for line in str(raised.value).splitlines()]
     assert places == [*(f"{file}:{line}:" for line in (1, 2, 3)), "--env:", "--env:", "--env:"]
 
@@ -96,17 +96,17 @@ def test_what_is_no_file_of_variables_is_refused(content, tmp_path):
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(UsageError, match=r"x\.env"):
-        read_variables([], [file], {})
+        read_variables({}, [file], {})
 
 
 @pytest.mark.parametrize("item", ["WANDB_API_KEY=abc", "MY_TOKEN=abc", "DB_PASSWORD=abc", "X=hf_" + "a" * 34])
 def test_a_secret_does_not_stand_on_the_command_line(item):
     with pytest.raises(UsageError, match="every user of this machine can read a command line") as raised:
-        read_variables([item], [], {})
+        refuse_secret_words([item])
     assert item.partition("=")[2] not in str(raised.value)
     name = item.partition("=")[0]
-    assert read_variables([name], [], {name: "abc"}) == {name: "abc"}
-    assert read_variables(["TOKENIZERS_PARALLELISM=false"], [], {}) == {"TOKENIZERS_PARALLELISM": "false"}
+    refuse_secret_words([name, "TOKENIZERS_PARALLELISM=false"])
+    assert read_variables({name: None}, [], {name: "abc"}) == {name: "abc"}
 
 
 def planned(given, **of_node):

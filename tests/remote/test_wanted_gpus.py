@@ -20,7 +20,9 @@ from orchestrator.jobs import waiting
 from orchestrator.jobs.running import RunningJob
 from orchestrator.paths import Home
 from orchestrator.planning.host_choice import HostRange
-from orchestrator.planning.request import Wish, Words, read_wish
+from orchestrator.planning.job_spec import JobSpec
+from orchestrator.planning.request import parse_job
+from orchestrator.starting.retries import Asked
 from orchestrator.store import Store
 from orchestrator.transport import ask
 from orchestrator.ui import acts
@@ -74,26 +76,25 @@ class Somebody:
         self.controller = Controller(store, self.connections)
         self.folder, self.job = folder, None
 
-    def wish(self, least: int, most: int) -> Wish:
+    def asked(self, hosts: HostRange | None, only: Sequence[str] = ()) -> Asked:
         script = self.folder / "code" / "train.py"
         script.parent.mkdir(exist_ok=True)
         script.write_text(SLEEPS)
-        wish = read_wish(Words(command=(str(script),)))
-        return replace(wish, request=replace(wish.request, hosts=HostRange(least, most)))
+        job = parse_job(JobSpec(script=str(script)))
+        return Asked(self.cluster, replace(job, request=replace(job.request, hosts=hosts)), only)
 
     def starts_on_all(self) -> RunningJob:
-        wish = self.wish(1, 3)
-        self.job = self.controller.start(self.cluster, replace(wish, request=replace(wish.request, hosts=None)))
+        self.job = self.controller.start(self.asked(None))
         return self.job
 
     def starts_on_the_page(self) -> RunningJob:
-        self.wish(1, 3)
+        self.asked(None)
         acts.run(self.controller, self.cluster, {"script": str(self.folder / "code" / "train.py")})
         self.job = self.controller.jobs.find("latest")
         return self.job
 
     def starts(self, least: int, most: int, only: Sequence[str] = ()) -> RunningJob:
-        self.job = self.controller.start(self.cluster, self.wish(least, most), only)
+        self.job = self.controller.start(self.asked(HostRange(least, most), only))
         return self.job
 
     def has(self) -> set[str]:

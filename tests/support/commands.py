@@ -20,6 +20,12 @@ def commands(group=main, above=()):
 
 COMMANDS = dict(commands())
 
+
+def options_of(command: click.Command) -> list[click.Parameter]:
+    """Without --help."""
+    return command.get_params(click.Context(command, **main.context_settings))[:-1]
+
+
 Types = Callable[..., tuple[int, str, str]]
 
 

@@ -32,7 +32,6 @@ def orch() -> Callable[[list[str]], Any]:
     """With what its commands import, read or make when they come to it."""
     names = (
         "controller",
-        "cli.run_options",
         "planning.variables",
         "planning.secret_files",
         "forecast.imagined",

@@ -22,8 +22,10 @@ from typing import Any
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from orchestrator.errors import ConnectError
+from orchestrator.errors import ConnectError, UsageError
 from orchestrator.paths import Home, RunFolder
+from orchestrator.planning.job_spec import JobSpec
+from orchestrator.ui import acts
 from orchestrator.ui.access import kept_token
 from orchestrator.ui.app import _Kept, _Site, application
 from orchestrator.ui.watched import Watched
@@ -234,8 +236,8 @@ def test_who_asks_for_what_was_collected_before_gets_what_was_not_collected_yet_
     [
         ({"script": 'train.py "a'}, "script: train.py"),
         ({"script": "train.py", "settings": 'a="1'}, "No closing quotation"),
-        ({"script": "train.py", "exp": "mnist_lenet"}, "both an experiment and a script were named"),
-        ({}, "choose an experiment, or give a script"),
+        ({"script": "train.py", "exp": "mnist_lenet"}, "`exp` and `script` contradict each other"),
+        ({}, "no script, module or experiment given"),
     ],
 )
 def test_a_form_that_cannot_be_read_is_answered_in_words(address: str, form: dict[str, str], said: str) -> None:
@@ -244,6 +246,27 @@ def test_a_form_that_cannot_be_read_is_answered_in_words(address: str, form: dic
         urllib.request.urlopen(request, timeout=60)
     with error.value as answer:
         assert (answer.code, said in answer.read().decode()) == (400, True)
+
+
+def test_the_form_has_the_fields_of_a_job() -> None:
+    form = {"script": "train.py --lr 0.1", "nodes": "a,b", "settings": "seed=1", "batch": "8", "share": "1"}
+    form |= {"env": "A='two words' B", "time_limit": "30m", "note": "a wide net", "hosts": " "}
+    controller = SimpleNamespace(read=lambda spec: SimpleNamespace(job=SimpleNamespace(blob=spec)), plan=lambda _: None)
+    _, spec = acts.planned(controller, SimpleNamespace(name="rack"), form)  # type: ignore[arg-type]
+    assert spec == JobSpec(
+        script="train.py",
+        args=["--lr", "0.1"],
+        nodes=["a", "b"],
+        settings={"seed": "1"},
+        batch=8,
+        share=True,
+        env={"A": "two words", "B": None},
+        time_limit_s=1800.0,
+        note="a wide net",
+        cluster="rack",
+    )
+    with pytest.raises(UsageError, match="`batch`: must be a whole number"):
+        acts.planned(controller, SimpleNamespace(name="rack"), {"script": "x", "batch": "many"})  # type: ignore[arg-type]
 
 
 # ---- what it tells ---------------------------------------------------------------------------------------------

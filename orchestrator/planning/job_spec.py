@@ -1,0 +1,469 @@
+"""JobSpec: one job as a person asks for it. Pure.
+
+The options of `orch run`, the keys of a job file, the keywords of `Cluster.run` and the fields of the page's form are
+made from its fields, and so are the mistakes that are reported for each:
+
+    spec = checked({"exp": "mnist_lenet", "retries": 2}, LINE)      UsageError in the words of the command line
+    words(spec)                                                     ["--exp", "mnist_lenet", "--retries", "2"]
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, get_args, get_origin
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
+from pydantic.fields import FieldInfo
+
+from orchestrator.errors import UsageError
+from orchestrator.hosts import grammar
+from orchestrator.hosts.inventory import EnvName, EnvValue, Name, Written, nearest
+from orchestrator.hosts.inventory_mistakes import problem
+from orchestrator.planning.host_choice import FORM, HostRange, parse_hosts
+from orchestrator.planning.naming import job_name, job_note, kept_folder
+from orchestrator.units import parse_duration
+
+FILE_KEYS: Final = "file"
+"""The context in which values come from a file: text stays text, a time has its unit."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """How a field is typed after `orch run`, and what people read about it."""
+
+    help: str
+    metavar: str | None = None
+    spelled: str = ""
+    """In place of `--` and the field's name."""
+    complete: str = ""
+    """The function of `cli/complete.py` that completes its value."""
+    on_page: bool = False
+    """Whether the form of `orch ui` has a field for it."""
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def _seconds(value: Any, info: ValidationInfo) -> Any:
+    if isinstance(value, str):
+        return float(parse_duration(value))
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and info.context == FILE_KEYS:
+        raise ValueError(f"must be written with its unit, like {value:g}s, not {value:g}")
+    return float(value) if type(value) is int else value
+
+
+def _text(value: Any) -> Any:
+    """A number that needs no quotes in YAML, or a value of a Python program, as a person types it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, (int, float)) else value
+
+
+def _path(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _number_of_hosts(value: Any) -> Any:
+    return str(value) if type(value) is int else value
+
+
+def _hosts(text: str) -> str:
+    try:
+        parse_hosts(text)
+    except UsageError:
+        raise ValueError(f"{grammar.show(text)} is not {FORM}; write it like 2:4") from None
+    return text
+
+
+def _names(value: Any) -> Any:
+    """`a,b,gpu[1,3]` as a list; a comma in brackets divides no names."""
+    if not isinstance(value, str):
+        return _listed(value)
+    names = [name for name in re.split(r",(?![^\[]*\])", value) if name.strip()]
+    if value.strip() and not names:
+        raise ValueError(f"{value!r} names no node")
+    return names
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else list(value) if isinstance(value, tuple) else value
+
+
+def _pairs(value: Any) -> Any:
+    """`["NAME=value", "NAME"]` as a mapping."""
+    value = _listed(value)
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        return value
+    return {name: text if equals else None for name, equals, text in (item.partition("=") for item in value)}
+
+
+def _settings(value: Any) -> Any:
+    pairs = _pairs(value)
+    for key, text in pairs.items() if isinstance(pairs, dict) else ():
+        if not str(key).strip() or text is None:
+            raise ValueError(f"{key!r} is not KEY=VALUE; write it like epochs=1")
+    return {key.strip(): text for key, text in pairs.items()} if isinstance(pairs, dict) else pairs
+
+
+def _unique(values: list[str]) -> list[str]:
+    return list(dict.fromkeys(values))
+
+
+Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, allow_inf_nan=False)]
+Text = Annotated[str, BeforeValidator(_text)]
+Path = Annotated[str, BeforeValidator(_path)]
+Texts = Annotated[list[str], BeforeValidator(_listed)]
+Paths = Annotated[list[Path], BeforeValidator(_listed)]
+
+
+class JobSpec(Written):
+    """Fields of seconds end in `_s`; the command line and files leave that out and write `90s`, `30m` or `12h`. The
+    order is that of `--help`, of files, and of repeated lines.
+    """
+
+    model_config = ConfigDict(
+        alias_generator=lambda name: name.removesuffix("_s"),
+        populate_by_name=True,
+        frozen=True,
+    )
+
+    exp: Annotated[
+        str | None,
+        Option(
+            "A named experiment: mnist_lenet, resnet152_cifar, resnet50_imagenet, or collectives (how fast the network "
+            "is).",
+            "NAME",
+            complete="experiments",
+        ),
+    ] = None
+    script: str | None = None
+    """A Python script, or what people type before a script, like torchrun; the rest of that line is `args`."""
+    module: str | None = None
+    args: Texts = Field(default_factory=list)
+    """Arguments of the script or module."""
+    settings: Annotated[
+        dict[str, Text],
+        BeforeValidator(_settings),
+        Option(
+            "A setting of the experiment; repeatable. `python -m trainer --help` lists all.",
+            "KEY=VALUE",
+            "--set",
+            complete="setting_pairs",
+        ),
+    ] = Field(default_factory=dict)
+    resume: Annotated[
+        str | None,
+        Option(
+            "Start a new job from the last checkpoint of this one; a script that resumes by itself begins with the "
+            "files that this one wrote.",
+            "JOB",
+            complete="job_ids",
+        ),
+    ] = None
+    keep: Annotated[
+        list[Annotated[str, AfterValidator(kept_folder)]],
+        BeforeValidator(_listed),
+        AfterValidator(_unique),
+        Option("Begin with this folder as the script's job before left it (out/); repeatable.", "FOLDER"),
+    ] = Field(default_factory=list)
+    folder: Annotated[
+        Path | None,
+        Option("The folder to ship. [default: the script's folder, or the current one]", "PATH", on_page=True),
+    ] = None
+    batch: Annotated[
+        int | None,
+        Field(ge=1),
+        Option("Samples of an update, over all ranks; each rank finds its part in ORCH_SHARE.", "N", on_page=True),
+    ] = None
+    pass_local_rank: Annotated[bool, Option("Give the script --local_rank=N, as torch.distributed.launch does.")] = (
+        False
+    )
+    no_metrics: Annotated[bool, Option("Do not measure the steps of a script: install no hooks in its torch.")] = False
+    env: Annotated[
+        dict[EnvName, EnvValue | None],
+        BeforeValidator(_pairs),
+        Option(
+            "A variable for the ranks of this job; repeatable. NAME alone takes its value from here.",
+            "NAME[=VALUE]",
+            on_page=True,
+        ),
+    ] = Field(default_factory=dict, repr=False)
+    env_files: Annotated[
+        Paths,
+        Option(
+            "A file of such variables, one NAME=value per line; overrides the inventory's `env:`, --env overrides it.",
+            "PATH",
+            "--env-file",
+        ),
+    ] = Field(default_factory=list)
+    nodes: Annotated[
+        list[str],
+        BeforeValidator(_names),
+        Option(
+            "Use only these nodes: names, ranges like 'gpu[01-16]', patterns like 'v100*'.",
+            "A,B",
+            complete="node_names",
+        ),
+    ] = Field(default_factory=list)
+    hosts: Annotated[
+        Annotated[str, BeforeValidator(_number_of_hosts), AfterValidator(_hosts)] | None,
+        Option(
+            "Start on the hosts that can take part, the best MAX of them, and on no fewer than MIN. N means N:N.",
+            "MIN:MAX",
+            complete="node_ranges",
+            on_page=True,
+        ),
+    ] = None
+    share: Annotated[bool, Option("Use GPUs even if another job or other people are on them.", on_page=True)] = False
+    wait: Annotated[bool, Option("Queue for GPUs in use, and start when they are free.")] = False
+    wait_limit_s: Annotated[Seconds | None, Option("Wait no longer than this: 30m, 12h. Means --wait.")] = None
+    grace_s: Annotated[
+        Seconds,
+        Option(
+            "How long ranks have after the first signal (SIGTERM if the script handles it, else SIGINT) before "
+            "SIGTERM, and after that before SIGKILL.",
+            on_page=True,
+        ),
+    ] = 3.0
+    retries: Annotated[
+        int | None,
+        Field(ge=1),
+        Option(
+            "If hosts make the job fail, start it again on the others, from its last checkpoint; at most N times.",
+            "N",
+        ),
+    ] = None
+    retry_on: Annotated[
+        Literal["hosts", "any"], Option("With --retries: any also tries again if the script failed by itself.")
+    ] = "hosts"
+    rejoin: Annotated[bool, Option("With --retries: take a lost host in again once it answers.")] = False
+    retry_wait_s: Annotated[
+        Seconds, Option("With --retries: the pause before the first one; it doubles each time, up to 6m.")
+    ] = 10.0
+    time_limit_s: Annotated[Seconds | None, Option("End the job after this time: 90s, 30m, 12h.", on_page=True)] = None
+    name: Annotated[
+        Annotated[str, AfterValidator(job_name)] | None, Option("What the job's id begins with.", "NAME", on_page=True)
+    ] = None
+    note: Annotated[
+        Annotated[str, AfterValidator(job_note)] | None,
+        Option("A line that `orch jobs` and the report show with it.", "TEXT", on_page=True),
+    ] = None
+    cluster: Annotated[
+        Name | None,
+        Option(
+            "A remembered cluster.  [default: $ORCH_CLUSTER, else the one of the last `orch up` or `orch use`]",
+            "NAME",
+            complete="cluster_names",
+        ),
+    ] = None
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The script or module, and its arguments; () for an experiment."""
+        program = self.script if self.module is None else self.module
+        return () if program is None else (program, *self.args)
+
+    @property
+    def host_range(self) -> HostRange | None:
+        return parse_hosts(self.hosts) if self.hosts else None
+
+    @property
+    def waits(self) -> bool:
+        return self.wait or self.wait_limit_s is not None
+
+    def given(self, name: str) -> bool:
+        """Whether a person gave this field, and not as a "no" or as nothing."""
+        value = getattr(self, name)
+        return name in self.model_fields_set and value is not None and value is not False and value not in ([], {})
+
+    def updated(self, **values: Any) -> JobSpec:
+        return JobSpec.model_validate({**{name: getattr(self, name) for name in self.model_fields_set}, **values})
+
+
+def key_of(name: str) -> str:
+    """A field's name in files and forms."""
+    return name.removesuffix("_s")
+
+
+def option_of(field: FieldInfo) -> Option | None:
+    return next((each for each in field.metadata if isinstance(each, Option)), None)
+
+
+OPTIONS: Final[Mapping[str, Option]] = {
+    name: option for name, field in JobSpec.model_fields.items() if (option := option_of(field))
+}
+"""By the name of the field, in their order."""
+PAGE_FIELDS: Final = tuple(name for name, option in OPTIONS.items() if option.on_page)
+
+
+# ---- spelling --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Word:
+    """A field in a template of `str.format_map`: `{batch}` is its name, `{batch:8}` the field with that value."""
+
+    name: str
+    valued: Callable[[str], str]
+
+    def __format__(self, value: str) -> str:
+        return self.valued(value) if value else self.name
+
+
+class Spelling(dict[str, _Word]):
+    """Every field as one surface writes it."""
+
+    def __init__(self, word: Callable[[str], _Word]) -> None:
+        super().__init__({name: word(name) for name in JobSpec.model_fields})
+
+
+def spelled(name: str) -> str:
+    """A field's option on the command line."""
+    return OPTIONS[name].spelled or f"--{key_of(name).replace('_', '-')}"
+
+
+def _on_line(name: str) -> _Word:
+    option = spelled(name) if name in OPTIONS else {"script": "a script", "module": "-m MODULE"}.get(name, name)
+    return _Word(option, lambda value: f"{option} {value}")
+
+
+def _in_file(name: str) -> _Word:
+    key = key_of(name)
+    if name == "settings":
+        return _Word(f"`{key}`", lambda pair: f"`{key}: {{{pair.replace('=', ': ')}}}`")
+    return _Word(f"`{key}`", lambda value: f"`{key}: {value}`")
+
+
+def _in_python(name: str) -> _Word:
+    return _Word("a script" if name in ("script", "args") else f"{name}=", lambda value: f"{name}={value}")
+
+
+LINE, FILE, PYTHON = Spelling(_on_line), Spelling(_in_file), Spelling(_in_python)
+
+
+def words(spec: JobSpec) -> list[str]:
+    """What is typed after `orch run` for this job: its options, then the script or module with its arguments."""
+    typed = [word for name in OPTIONS for word in _option(name, getattr(spec, name))]
+    if spec.module is not None:
+        return [*typed, "-m", spec.module, "--", *spec.args]
+    return [*typed, "--", *spec.command] if spec.command else typed
+
+
+def _option(name: str, value: Any) -> Iterator[str]:
+    option = spelled(name)
+    if value == JobSpec.model_fields[name].get_default(call_default_factory=True):
+        return
+    if name == "nodes":
+        yield from (option, ",".join(value))
+    elif isinstance(value, dict):
+        for key, text in value.items():
+            yield from (option, key if text is None else f"{key}={text}")
+    elif isinstance(value, list):
+        for item in value:
+            yield from (option, item)
+    elif isinstance(value, bool):
+        yield option
+    else:
+        yield from (option, f"{value:.12g}s" if isinstance(value, float) else str(value))
+
+
+def from_text(name: str, text: str) -> Any:
+    """The value of a field from the text of a form; None if it is empty. Raises ValueError."""
+    kind = JobSpec.model_fields[name].annotation
+    if not text.strip():
+        return None
+    if kind is bool:
+        return True
+    if get_origin(kind) in (list, dict) and name != "nodes":
+        return shlex.split(text)
+    return int(text) if int in get_args(kind) and text.strip().isdecimal() else text.strip()
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SpecMistake:
+    field: str
+    words: str
+    remedy: str = ""
+
+
+_OF_SCRIPT: Final = {
+    "args": "",
+    "folder": "",
+    "batch": "{settings:batch=N}",
+    "pass_local_rank": "leave it out: the trainer passes each rank its number",
+    "no_metrics": "leave it out: the trainer writes its own",
+    "keep": "{settings:checkpoint_every=500}, and later {resume:JOB}",
+}
+"""Fields that belong to a script or module, and what to do for an experiment."""
+_OF_RETRIES: Final = ("retry_on", "rejoin", "retry_wait_s")
+_APART: Final = (
+    ("share", "wait", "{share} uses GPUs next to other jobs, {wait} waits for their end"),
+    ("hosts", "wait", "{hosts} does without hosts that are in use, {wait} waits for them"),
+    ("exp", "resume", "{resume} runs what the job ran; {settings} changes its settings"),
+)
+"""Fields that contradict each other, and why."""
+
+
+def mistakes(spec: JobSpec, spelling: Spelling, present: Collection[str] = ()) -> Iterator[SpecMistake]:
+    """Mistakes between fields, in the words of one surface. present: fields that a person gave, and that may be missing
+    from the spec because each has a mistake of its own.
+    """
+    for mistake in _between(spec, {*present, *filter(spec.given, JobSpec.model_fields)}):
+        yield SpecMistake(mistake.field, mistake.words.format_map(spelling), mistake.remedy.format_map(spelling))
+
+
+def _between(spec: JobSpec, given: Collection[str]) -> Iterator[SpecMistake]:
+    kinds = [name for name in ("exp", "script", "module") if name in given]
+    if len(kinds) > 1:
+        yield SpecMistake(kinds[1], f"{{{kinds[0]}}} and {{{kinds[1]}}} contradict each other", "keep one")
+    if not kinds and "resume" not in given:
+        yield SpecMistake("exp", "no script, module or experiment given", "give one of {exp}, {script} and {module}")
+    if not {"script", "module"} & {*given}:
+        for name, remedy in _OF_SCRIPT.items():
+            if name in given:
+                yield SpecMistake(name, f"{{{name}}} belongs to a script or module of your own", remedy)
+    for name in _OF_RETRIES:
+        if name in given and "retries" not in given:
+            yield SpecMistake(name, f"{{{name}}} belongs to {{retries}}", "{retries:2}")
+    asked = {*given, *(["wait"] if spec.waits else [])}
+    for one, other, why in _APART:
+        if one in asked and other in asked:
+            yield SpecMistake(one, why, f"leave {{{one}}} or {{{other}}} out")
+
+
+def checked(values: Mapping[str, Any], spelling: Spelling) -> JobSpec:
+    """values: by the names of fields; a None is not given. Raises UsageError with all mistakes."""
+    given = {name: value for name, value in values.items() if value is not None}
+    try:
+        spec = JobSpec.model_validate(given)
+    except ValidationError as error:
+        lines = [_line(details["loc"], problem(details), details["type"], spelling) for details in error.errors()]
+        raise UsageError("\n".join(dict.fromkeys(lines))) from None
+    refuse(spec, spelling)
+    return spec
+
+
+def refuse(spec: JobSpec, spelling: Spelling) -> None:
+    """Raises UsageError for what contradicts itself."""
+    found = list(mistakes(spec, spelling))
+    if found:
+        raise UsageError("\n".join(each.words for each in found), found[0].remedy if len(found) == 1 else "")
+
+
+def _line(place: tuple[int | str, ...], what: str, kind: str, spelling: Spelling) -> str:
+    name = str(place[0])
+    if kind == "extra_forbidden":
+        return f"{name}: no such option; {nearest(name, list(JobSpec.model_fields))}"
+    return f"{spelling[_field(name)].name.rstrip('=')}: {what}"
+
+
+def _field(key: str) -> str:
+    """The field of a key of files."""
+    return next(name for name in JobSpec.model_fields if key in (name, key_of(name)))
