@@ -201,21 +201,6 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic since clic
             self.fail(str(error), param, ctx)
 
 
-class Called(click.ParamType):  # type: ignore[type-arg]  # as above
-    """What a person calls a job: its `name`, or a `note` on it; or a folder that it is to `keep`."""
-
-    def __init__(self, name: Literal["name", "note", "keep"]) -> None:
-        self.name = name
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        from orchestrator.planning.naming import job_name, job_note, kept_folder
-
-        try:
-            return {"name": job_name, "note": job_note, "keep": kept_folder}[self.name](value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
 RETRIES = (
     "`--retries 3 --rejoin --hosts MIN:MAX` starts the job again on the hosts that remain, from its last checkpoint"
 )

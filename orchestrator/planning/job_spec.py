@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
-from pydantic.fields import FieldInfo
 
 from orchestrator.errors import UsageError
 from orchestrator.hosts import grammar
@@ -116,8 +115,22 @@ def _unique(values: list[str]) -> list[str]:
 Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, allow_inf_nan=False)]
 Text = Annotated[str, BeforeValidator(_text)]
 Path = Annotated[str, BeforeValidator(_path)]
-Texts = Annotated[list[str], BeforeValidator(_listed)]
-Paths = Annotated[list[Path], BeforeValidator(_listed)]
+Folder = Annotated[str, AfterValidator(kept_folder)]
+Hosts = Annotated[str, BeforeValidator(_number_of_hosts), AfterValidator(_hosts)]
+JobName = Annotated[str, AfterValidator(job_name)]
+Note = Annotated[str, AfterValidator(job_note)]
+Settings = Annotated[dict[str, Text], BeforeValidator(_settings)]
+Variables = Annotated[dict[EnvName, EnvValue | None], BeforeValidator(_pairs)]
+Nodes = Annotated[list[str], BeforeValidator(_names)]
+Listed = BeforeValidator(_listed)
+
+
+def option(default: Any, help: str, metavar: str | None = None, *, ge: int | None = None, **more: Any) -> Any:
+    """A field with an option on the command line. more: of `Option`."""
+    made: Any = {"option": Option(help, metavar, **more)}
+    if default in ([], {}):
+        return Field(default_factory=type(default), json_schema_extra=made)
+    return Field(default, ge=ge, json_schema_extra=made)
 
 
 class JobSpec(Written):
@@ -125,141 +138,101 @@ class JobSpec(Written):
     order is that of `--help`, of files, and of repeated lines.
     """
 
-    model_config = ConfigDict(
-        alias_generator=lambda name: name.removesuffix("_s"),
-        populate_by_name=True,
-        frozen=True,
-    )
+    model_config = ConfigDict(alias_generator=lambda name: name.removesuffix("_s"), populate_by_name=True, frozen=True)
 
-    exp: Annotated[
-        str | None,
-        Option(
-            "A named experiment: mnist_lenet, resnet152_cifar, resnet50_imagenet, or collectives (how fast the network "
-            "is).",
-            "NAME",
-            complete="experiments",
-        ),
-    ] = None
+    exp: str | None = option(
+        None,
+        "A named experiment: mnist_lenet, resnet152_cifar, resnet50_imagenet, or collectives (how fast the network "
+        "is).",
+        "NAME",
+        complete="experiments",
+    )
     script: str | None = None
     """A Python script, or what people type before a script, like torchrun; the rest of that line is `args`."""
     module: str | None = None
-    args: Texts = Field(default_factory=list)
+    args: Annotated[list[str], Listed] = Field(default_factory=list)
     """Arguments of the script or module."""
-    settings: Annotated[
-        dict[str, Text],
-        BeforeValidator(_settings),
-        Option(
-            "A setting of the experiment; repeatable. `python -m trainer --help` lists all.",
-            "KEY=VALUE",
-            "--set",
-            complete="setting_pairs",
-        ),
-    ] = Field(default_factory=dict)
-    resume: Annotated[
-        str | None,
-        Option(
-            "Start a new job from the last checkpoint of this one; a script that resumes by itself begins with the "
-            "files that this one wrote.",
-            "JOB",
-            complete="job_ids",
-        ),
-    ] = None
-    keep: Annotated[
-        list[Annotated[str, AfterValidator(kept_folder)]],
-        BeforeValidator(_listed),
-        AfterValidator(_unique),
-        Option("Begin with this folder as the script's job before left it (out/); repeatable.", "FOLDER"),
-    ] = Field(default_factory=list)
-    folder: Annotated[
-        Path | None,
-        Option("The folder to ship. [default: the script's folder, or the current one]", "PATH", on_page=True),
-    ] = None
-    batch: Annotated[
-        int | None,
-        Field(ge=1),
-        Option("Samples of an update, over all ranks; each rank finds its part in ORCH_SHARE.", "N", on_page=True),
-    ] = None
-    pass_local_rank: Annotated[bool, Option("Give the script --local_rank=N, as torch.distributed.launch does.")] = (
-        False
+    settings: Settings = option(
+        {},
+        "A setting of the experiment; repeatable. `python -m trainer --help` lists all.",
+        "KEY=VALUE",
+        spelled="--set",
+        complete="setting_pairs",
     )
-    no_metrics: Annotated[bool, Option("Do not measure the steps of a script: install no hooks in its torch.")] = False
-    env: Annotated[
-        dict[EnvName, EnvValue | None],
-        BeforeValidator(_pairs),
-        Option(
-            "A variable for the ranks of this job; repeatable. NAME alone takes its value from here.",
-            "NAME[=VALUE]",
-            on_page=True,
-        ),
-    ] = Field(default_factory=dict, repr=False)
-    env_files: Annotated[
-        Paths,
-        Option(
-            "A file of such variables, one NAME=value per line; overrides the inventory's `env:`, --env overrides it.",
-            "PATH",
-            "--env-file",
-        ),
-    ] = Field(default_factory=list)
-    nodes: Annotated[
-        list[str],
-        BeforeValidator(_names),
-        Option(
-            "Use only these nodes: names, ranges like 'gpu[01-16]', patterns like 'v100*'.",
-            "A,B",
-            complete="node_names",
-        ),
-    ] = Field(default_factory=list)
-    hosts: Annotated[
-        Annotated[str, BeforeValidator(_number_of_hosts), AfterValidator(_hosts)] | None,
-        Option(
-            "Start on the hosts that can take part, the best MAX of them, and on no fewer than MIN. N means N:N.",
-            "MIN:MAX",
-            complete="node_ranges",
-            on_page=True,
-        ),
-    ] = None
-    share: Annotated[bool, Option("Use GPUs even if another job or other people are on them.", on_page=True)] = False
-    wait: Annotated[bool, Option("Queue for GPUs in use, and start when they are free.")] = False
-    wait_limit_s: Annotated[Seconds | None, Option("Wait no longer than this: 30m, 12h. Means --wait.")] = None
-    grace_s: Annotated[
-        Seconds,
-        Option(
-            "How long ranks have after the first signal (SIGTERM if the script handles it, else SIGINT) before "
-            "SIGTERM, and after that before SIGKILL.",
-            on_page=True,
-        ),
-    ] = 3.0
-    retries: Annotated[
-        int | None,
-        Field(ge=1),
-        Option(
-            "If hosts make the job fail, start it again on the others, from its last checkpoint; at most N times.",
-            "N",
-        ),
-    ] = None
-    retry_on: Annotated[
-        Literal["hosts", "any"], Option("With --retries: any also tries again if the script failed by itself.")
-    ] = "hosts"
-    rejoin: Annotated[bool, Option("With --retries: take a lost host in again once it answers.")] = False
-    retry_wait_s: Annotated[
-        Seconds, Option("With --retries: the pause before the first one; it doubles each time, up to 6m.")
-    ] = 10.0
-    time_limit_s: Annotated[Seconds | None, Option("End the job after this time: 90s, 30m, 12h.", on_page=True)] = None
-    name: Annotated[
-        Annotated[str, AfterValidator(job_name)] | None, Option("What the job's id begins with.", "NAME", on_page=True)
-    ] = None
-    note: Annotated[
-        Annotated[str, AfterValidator(job_note)] | None,
-        Option("A line that `orch jobs` and the report show with it.", "TEXT", on_page=True),
-    ] = None
-    cluster: Annotated[
-        Name | None,
-        Option(
-            "A remembered cluster.  [default: $ORCH_CLUSTER, else the one of the last `orch up` or `orch use`]",
-            "NAME",
-            complete="cluster_names",
-        ),
-    ] = None
+    resume: str | None = option(
+        None,
+        "Start a new job from the last checkpoint of this one; a script that resumes by itself begins with the files "
+        "that this one wrote.",
+        "JOB",
+        complete="job_ids",
+    )
+    keep: Annotated[list[Folder], Listed, AfterValidator(_unique)] = option(
+        [], "Begin with this folder as the script's job before left it (out/); repeatable.", "FOLDER"
+    )
+    folder: Path | None = option(
+        None, "The folder to ship. [default: the script's folder, or the current one]", "PATH", on_page=True
+    )
+    batch: int | None = option(
+        None, "Samples of an update, over all ranks; each rank finds its part in ORCH_SHARE.", "N", ge=1, on_page=True
+    )
+    pass_local_rank: bool = option(False, "Give the script --local_rank=N, as torch.distributed.launch does.")
+    no_metrics: bool = option(False, "Do not measure the steps of a script: install no hooks in its torch.")
+    env: Variables = option(
+        {},
+        "A variable for the ranks of this job; repeatable. NAME alone takes its value from here.",
+        "NAME[=VALUE]",
+        on_page=True,
+    )
+    env_files: Annotated[list[Path], Listed] = option(
+        [],
+        "A file of such variables, one NAME=value per line; overrides the inventory's `env:`, --env overrides it.",
+        "PATH",
+        spelled="--env-file",
+    )
+    nodes: Nodes = option(
+        [],
+        "Use only these nodes: names, ranges like 'gpu[01-16]', patterns like 'v100*'.",
+        "A,B",
+        complete="node_names",
+    )
+    hosts: Hosts | None = option(
+        None,
+        "Start on the hosts that can take part, the best MAX of them, and on no fewer than MIN. N means N:N.",
+        "MIN:MAX",
+        complete="node_ranges",
+        on_page=True,
+    )
+    share: bool = option(False, "Use GPUs even if another job or other people are on them.", on_page=True)
+    wait: bool = option(False, "Queue for GPUs in use, and start when they are free.")
+    wait_limit_s: Seconds | None = option(None, "Wait no longer than this: 30m, 12h. Means --wait.")
+    grace_s: Seconds = option(
+        3.0,
+        "How long ranks have after the first signal (SIGTERM if the script handles it, else SIGINT) before SIGTERM, "
+        "and after that before SIGKILL.",
+        on_page=True,
+    )
+    retries: int | None = option(
+        None,
+        "If hosts make the job fail, start it again on the others, from its last checkpoint; at most N times.",
+        "N",
+        ge=1,
+    )
+    retry_on: Literal["hosts", "any"] = option(
+        "hosts", "With --retries: any also tries again if the script failed by itself."
+    )
+    rejoin: bool = option(False, "With --retries: take a lost host in again once it answers.")
+    retry_wait_s: Seconds = option(
+        10.0, "With --retries: the pause before the first one; it doubles each time, up to 6m."
+    )
+    time_limit_s: Seconds | None = option(None, "End the job after this time: 90s, 30m, 12h.", on_page=True)
+    name: JobName | None = option(None, "What the job's id begins with.", "NAME", on_page=True)
+    note: Note | None = option(None, "A line that `orch jobs` and the report show with it.", "TEXT", on_page=True)
+    cluster: Name | None = option(
+        None,
+        "A remembered cluster.  [default: $ORCH_CLUSTER, else the one of the last `orch up` or `orch use`]",
+        "NAME",
+        complete="cluster_names",
+    )
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -289,12 +262,10 @@ def key_of(name: str) -> str:
     return name.removesuffix("_s")
 
 
-def option_of(field: FieldInfo) -> Option | None:
-    return next((each for each in field.metadata if isinstance(each, Option)), None)
-
-
 OPTIONS: Final[Mapping[str, Option]] = {
-    name: option for name, field in JobSpec.model_fields.items() if (option := option_of(field))
+    name: field.json_schema_extra["option"]  # type: ignore[misc]
+    for name, field in JobSpec.model_fields.items()
+    if isinstance(field.json_schema_extra, dict)
 }
 """By the name of the field, in their order."""
 PAGE_FIELDS: Final = tuple(name for name, option in OPTIONS.items() if option.on_page)
