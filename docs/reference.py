@@ -19,8 +19,8 @@ import click
 from orchestrator.cli import SECTIONS, main
 from orchestrator.doctor.table import CHECKS
 from orchestrator.hosts.inventory_file import inventory_schema
-from trainer.shared.config import fields_of
-from trainer.shared.experiments import EXPERIMENTS, TRAINING
+from trainer.shared.config import EXPERIMENTS, TRAINING, fields_of
+from trainer.shared.fields import declared
 
 ROOT = Path(__file__).resolve().parents[1]
 WRITTEN = "<!-- written by docs/reference.py: change the code, then `make docs` -->"
@@ -126,9 +126,9 @@ def _settings(experiments: Sequence[str]) -> str:
     for name, field in fields_of(experiments[0]).items():
         if name == "exp":
             continue
-        choices = ", ".join(f"`{choice}`" for choice in field.metadata["choices"])
+        choices = ", ".join(f"`{choice}`" for choice in declared(field).choices)
         values = [_value(EXPERIMENTS[experiment][name]) for experiment in experiments]
-        rows.append((f"`{name}`", choices or str(field.type), *values, field.metadata["help"]))
+        rows.append((f"`{name}`", choices or str(field.type), *values, declared(field).help))
     return _table(("setting", "values", *experiments, "meaning"), rows)
 
 

@@ -41,7 +41,7 @@ def node_ranges(context: click.Context, parameter: click.Parameter, begun: str) 
 
 
 def experiments(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
-    from trainer.shared.experiments import EXPERIMENTS
+    from trainer.shared.config import EXPERIMENTS
 
     return _fitting(list(EXPERIMENTS), begun)
 
@@ -56,13 +56,14 @@ def torch_versions(context: click.Context, parameter: click.Parameter, begun: st
 def setting_pairs(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
     """`KEY=`, then the values of a key that has a choice."""
     from trainer.shared.config import fields_of
+    from trainer.shared.fields import declared
     from trainer.shared.shares import WORDS
 
     fields = fields_of(context.params.get("exp") or "")
     key, equals, value = begun.partition("=")
     if not equals:
         return [f"{name}=" for name in _fitting([name for name in fields if name != "exp"], key)]
-    choices = fields[key].metadata["choices"] if key in fields else ()
+    choices = declared(fields[key]).choices if key in fields else ()
     if key == "strategy":
         choices = (*choices, "auto")  # strategy=auto is orch's own
     if key == "shares":

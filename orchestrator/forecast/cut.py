@@ -17,9 +17,9 @@ from orchestrator.forecast.pipeline.choice import PipelineChoice, as_set, choose
 from orchestrator.planning.draft import Draft
 from orchestrator.planning.launch_plan import Prediction
 from orchestrator.units import format_figure
+from trainer.shared.config import OF_PIPELINE
 from trainer.shared.fields import SettingsError
 from trainer.shared.settings import Settings
-from trainer.shared.ways import OF_PIPELINE
 
 MOST_HOSTS = 8
 """Of more, the search for a cut takes longer than a person waits for a plan."""

@@ -21,12 +21,11 @@ from orchestrator.forecast.step import Way
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import Faster, LaunchPlan
 from orchestrator.results.faster import WORTH, may_leave, settings_on
-from trainer.shared.config import fields_of
+from trainer.shared.config import OF_PIPELINE, fields_of
 from trainer.shared.experiments import OWN
 from trainer.shared.fields import SettingsError
 from trainer.shared.settings import Settings
 from trainer.shared.shares import BY_SPEED
-from trainer.shared.ways import OF_PIPELINE
 
 MOST_CUTS = 4
 """With more hosts than this, a network is cut over all of them or not at all."""

@@ -17,7 +17,7 @@ from functools import cached_property, partial
 from math import prod
 
 from orchestrator.errors import UsageError
-from trainer.shared.experiments import DATA_SETS, TRAINING
+from trainer.shared.experiments import CHOSEN, DATA_SETS
 from trainer.shared.settings import Settings
 
 FLOAT_BYTES = 4
@@ -91,8 +91,8 @@ def network_of(settings: Settings) -> tuple[Block, ...]:
 
 def network_like(exp: str) -> tuple[Block, ...]:
     """The same, by its name. Raises KeyError for an experiment that trains nothing."""
-    facts = DATA_SETS[TRAINING[exp]["data"]]
-    return blocks_of(TRAINING[exp]["model"], facts.shape, facts.classes)
+    facts = DATA_SETS[CHOSEN[exp]["data"]]
+    return blocks_of(CHOSEN[exp]["model"], facts.shape, facts.classes)
 
 
 def gradient_bytes(layers: Sequence[Layer]) -> int:

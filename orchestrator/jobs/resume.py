@@ -22,7 +22,7 @@ from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.request import ParsedJob, parse_job
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost
-from trainer.shared.experiments import EXPERIMENTS
+from trainer.shared.config import EXPERIMENTS
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from typing import Any
 
 from orchestrator.planning.job_spec import JobSpec, words
 from orchestrator.planning.launch_plan import LOCAL_RANK, HostChoice, LaunchPlan
-from trainer.shared.config import fields_of
-from trainer.shared.experiments import EXPERIMENTS
+from trainer.shared.config import EXPERIMENTS, fields_of
 from trainer.shared.settings import AnySettings
 
 

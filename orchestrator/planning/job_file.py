@@ -119,7 +119,7 @@ def _wrong_settings(spec: JobSpec) -> Iterator[tuple[str, str]]:
         return
     pairs = {key: value for key, value in spec.settings.items() if (key, value) != ("strategy", AUTO)}
     try:
-        parse_settings(spec.exp or str(SCRIPT["exp"]), pairs)
+        parse_settings(spec.exp or SCRIPT, pairs)
     except SettingsError as error:
         for words in error.mistakes:
             yield words.partition(":")[0], words

@@ -22,6 +22,7 @@ from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.planning.measurement import Measurement
 from orchestrator.record import SCHEMA, Record
 from orchestrator.units import format_percent
+from trainer.shared.config import names_of
 from trainer.shared.experiments import OWN
 from trainer.shared.metrics import LATE
 from trainer.shared.replays import why_not_replayed
@@ -32,7 +33,7 @@ DRIFT = 0.05
 """A profile that drifted by less is steady."""
 RETRY = "`{profile}` while nothing else runs there, or with a larger --set batch= or --set profile_s="
 """What to try after a profile that is not valid."""
-GPU_SETTINGS = ("tf32", "channels_last", "cudnn_benchmark", "fused_sgd", "cuda_graph")
+GPU_SETTINGS = names_of(lambda each: each.of_gpu)
 """Settings of the trainer that a GPU's speed depends on."""
 AMPERE = 8
 """The major compute capability from which on GPUs have TF32 (trainer.compute.arithmetic)."""

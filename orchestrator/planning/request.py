@@ -202,7 +202,7 @@ def _with_settings(request: RunRequest, spec: JobSpec, blob: bytes) -> RunReques
     best_way = pairs.get("strategy") == AUTO
     if best_way:
         del pairs["strategy"]
-    settings = _parsed(str(SCRIPT["exp"]), pairs)
+    settings = _parsed(SCRIPT, pairs)
     assert isinstance(settings, Settings)  # noqa: S101 - for the type checker
     batch = settings.batch if "batch" in pairs else None
     return replace(request, settings=settings, chosen=pairs, batch=batch, best_way=best_way)

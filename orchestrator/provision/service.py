@@ -26,9 +26,9 @@ from orchestrator.provision.push import Pushed
 from orchestrator.provision.venvs import Made, WantedVersions
 from orchestrator.store import Store
 from orchestrator.transport.fanout import errors_by_node, values
-from trainer.shared.experiments import EXPERIMENTS
+from trainer.shared.config import begun_with
 
-DATA_FOLDER: str = EXPERIMENTS["mnist_lenet"]["data_dir"]
+DATA_FOLDER: str = begun_with("mnist_lenet")["data_dir"]
 """Where a training looks for its data if nobody says otherwise."""
 
 INDEXES = {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX", "PIP_CONFIG_FILE"}

@@ -8,23 +8,13 @@ from collections.abc import Collection, Sequence
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import Faster, LaunchPlan
 from orchestrator.results.summary import NodeSummary
-from trainer.shared.experiments import begun_with
+from trainer.shared.config import begun_with, names_of
 from trainer.shared.settings import Settings
-from trainer.shared.ways import OF_FIDELITY, OF_PIPELINE
 
 WORTH = 1.05
 """What is less than 5 % faster is not worth a word: by so much predictions and measurements may be off."""
-OF_ONE_RANK = (
-    "fidelity",
-    "wire",
-    "strategy",
-    "bucket_mib",
-    "shares",
-    "slow",
-    *OF_PIPELINE,
-    *sum(OF_FIDELITY.values(), ()),
-)
-"""Settings that say how ranks stay together: one rank takes the experiment's own."""
+OF_RANKS = names_of(lambda each: each.is_of_ranks)
+"""A single rank takes the experiment's own values of these."""
 
 
 def measured(plan: LaunchPlan, nodes: Sequence[NodeSummary], samples_per_s: float | None) -> tuple[Faster, ...]:
@@ -65,5 +55,5 @@ def may_leave(plan: LaunchPlan, hosts: Collection[str]) -> bool:
 def settings_on(settings: Settings, ranks: int, *, all_hosts: bool) -> Settings:
     """These, less what speaks of ranks that are not there."""
     own = begun_with(settings.exp)
-    dropped = OF_ONE_RANK if ranks == 1 else () if all_hosts else ("slow", "shares", "stages")
+    dropped = OF_RANKS if ranks == 1 else () if all_hosts else ("slow", "shares", "stages")
     return dataclasses.replace(settings, **{name: own[name] for name in dropped})

@@ -23,7 +23,7 @@ from orchestrator.views.documents import cluster_json, waiting_json
 from orchestrator.views.figures import clock, local_minute
 from orchestrator.views.job_table import lasted
 from orchestrator.views.pages import environment
-from trainer.shared.experiments import EXPERIMENTS
+from trainer.shared.config import EXPERIMENTS
 
 OWN = Path(__file__).parent / "templates"
 MOST_JOBS = 50

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from orchestrator.forecast.advice import FIDELITIES, GAIN, Advice, Choice, Scene, WhatIf, advise, changed
@@ -29,6 +29,7 @@ from orchestrator.planning.launch_plan import LIMITS, Faster, LaunchPlan
 from orchestrator.planning.profiles import GPU_SETTINGS
 from orchestrator.units import counted, format_bandwidth, format_duration
 from orchestrator.views.figures import figure, percent
+from trainer.shared.fields import declared
 from trainer.shared.settings import Settings
 from trainer.shared.shares import WORDS
 
@@ -38,11 +39,7 @@ FEW_NAMES = 8
 UNSEEN: dict[str, tuple[object, ...]] = {
     "strategy": (*STRATEGIES, "pipeline", "tensor", "auto"),
     "shares": WORDS,
-    "accumulate": (0, 1),
-    "loader": ("auto", "resident"),
-    "num_workers": (-1,),
-    "slow": ("",),
-    "optimizer": ("sgd",),
+    **{each.name: known for each in fields(Settings) if (known := declared(each).predicted)},
 }
 """Settings that change how fast a run is and not what is predicted, with the values for which that is right."""
 UNSEEN_OF_CATALOGUE: dict[str, tuple[object, ...]] = {"amp": ("none",), **dict.fromkeys(GPU_SETTINGS, ("auto",))}

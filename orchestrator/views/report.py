@@ -38,7 +38,7 @@ from orchestrator.views.gpu_charts import GpuCharts, gpu_charts, read_course
 from orchestrator.views.pages import environment
 from orchestrator.views.speeds import speed_chart
 from orchestrator.views.timeline import TimelineDrawing, draw_timeline
-from trainer.shared.experiments import EXPERIMENTS
+from trainer.shared.config import EXPERIMENTS
 
 _EVEN = 0.02
 """Hosts whose shares lie this close together are called even."""

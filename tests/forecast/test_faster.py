@@ -182,7 +182,7 @@ def test_a_script_keeps_its_folder_its_arguments_and_their_quotes():
     plan = replace_command(a2000_v100(), ("sub/train.py", "--name", "two words", "a;b"), kind="script")
     plan = plan.model_copy(update={"code": code, "settings": {"batch": 96}, "share_gpus": True, "time_limit_s": 5400.0})
     assert run_line(plan, ["v100"]) == (
-        "orch run --cluster a2000-v100 --time-limit 5400s --share --nodes v100 --folder '/home/me/my code' --batch 96 "
+        "orch run --cluster a2000-v100 --folder '/home/me/my code' --batch 96 --nodes v100 --share --time-limit 5400s "
         "-- '/home/me/my code/sub/train.py' --name 'two words' 'a;b'"
     )
     module = replace_command(plan, ("-m", "my.mod", "--local_rank={LOCAL_RANK}", "--x"), kind="module")

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from trainer.ranks.rank_info import read_rank_info
-from trainer.shared.config import fields_of, help_text, parse_arguments, parse_settings
+from trainer.shared.config import EXPERIMENTS, fields_of, help_text, parse_arguments, parse_settings
 from trainer.shared.errors import TrainError
-from trainer.shared.experiments import EXPERIMENTS
-from trainer.shared.fields import SettingsError
+from trainer.shared.fields import SettingsError, declared
 
 ROOT = Path(__file__).parents[2]
 
@@ -173,8 +172,8 @@ def test_the_help_names_every_setting_and_its_sentence() -> None:
     assert "torchrun --standalone" in text
     for name, field in fields_of("mnist_lenet").items():
         assert f"--{name} " in text
-        assert field.metadata["help"].endswith(".")
-        assert field.metadata["help"] in text
+        assert declared(field).help.endswith(".")
+        assert declared(field).help in text
 
 
 def test_a_process_that_nobody_launched_is_rank_0_of_1() -> None:

@@ -17,7 +17,7 @@ from orchestrator.views.report import efficiency_words, headline, render_report,
 from tests.support.browser import CHROMIUM
 from tests.support.pages import PNG, Page, assert_self_contained
 from tests.support.run_folders import Host, end, start, step, two_hosts, write_run
-from trainer.shared.experiments import EXPERIMENTS
+from trainer.shared.config import EXPERIMENTS
 
 HOSTILE = '<script>alert("x")</script>"><img src=//evil.example/x onerror=alert(1)>'
 FAILURE = {"node": "v100", "rank": 1, "exit_code": 1, "reason": "ended with exit code 1", "log_line": HOSTILE}

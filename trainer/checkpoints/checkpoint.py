@@ -52,6 +52,7 @@ from trainer.checkpoints.own_state import by_others, fill, for_other_ranks, numb
 from trainer.checkpoints.places import check_kind, folder_of, source_of
 from trainer.compute.models import running_statistics
 from trainer.ranks.agreement import gather_lines, together
+from trainer.shared.config import names_of
 from trainer.shared.errors import TrainError
 from trainer.training.progress import Progress
 from trainer.training.random_state import RandomState, random_state
@@ -60,8 +61,7 @@ from trainer.training.shared_network import shared_network, trained_network
 if TYPE_CHECKING:
     from trainer.training.run import Run
 
-_SAME = ("exp", "model", "data", "batch", "samples", "seed", "augment")
-"""Settings that a run must share with its checkpoint: of other data, the position in the stream would mean nothing."""
+_SAME = names_of(lambda each: each.resumes_same)
 
 
 class CheckpointKeeper:

@@ -47,7 +47,7 @@ def join(**settings: Any) -> Ranks:
     info = read_rank_info()
     ending.metrics = metrics = MetricsWriter(info.metrics_path)
     try:
-        asked = parse_settings(SCRIPT["exp"], asked_for(os.environ), settings)
+        asked = parse_settings(SCRIPT, asked_for(os.environ), settings)
     except SettingsError as error:
         raise TrainError("\n".join(error.mistakes)) from error
     assert isinstance(asked, Settings)  # noqa: S101 - for the type checker

@@ -19,7 +19,7 @@ from trainer.pipeline.part import part_of
 from trainer.ranks.agreement import gather_lines
 from trainer.ranks.rank_info import RankInfo
 from trainer.shared.errors import TrainError
-from trainer.shared.experiments import DATA_SETS, TRAINING
+from trainer.shared.experiments import CHOSEN, DATA_SETS
 from trainer.shared.stages import Stage
 
 Network = tuple[str, tuple[int, int, int], int]
@@ -61,8 +61,8 @@ def weights_like(exp: str, stage: Stage) -> list[Tensor]:
 
 
 def _network_of(exp: str) -> Network:
-    facts = DATA_SETS[TRAINING[exp]["data"]]
-    return TRAINING[exp]["model"], facts.shape, facts.classes
+    facts = DATA_SETS[CHOSEN[exp]["data"]]
+    return CHOSEN[exp]["model"], facts.shape, facts.classes
 
 
 def learning_cut(exp: str, own: Sequence[Block], like: Sequence[Block], layout: Layout) -> Learning:

@@ -16,7 +16,7 @@ from trainer.ranks.rank_info import RankInfo
 from trainer.setup.batch_norm import check_batch_norm, check_estimated, check_pairs, check_whole_batch
 from trainer.setup.material import Experiment, Material
 from trainer.setup.paced import keep_records, refuse_arithmetic
-from trainer.shared.experiments import DATA_SETS, TRAINING, DataSet
+from trainer.shared.experiments import CHOSEN, DATA_SETS, DataSet
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.pace import Pace, no_pace_for
 from trainer.shared.settings import Settings
@@ -86,5 +86,5 @@ def anatomy_of(settings: Settings, facts: DataSet, pace: Pace) -> Anatomy:
     """Of the network that the rank stands in for."""
     if not pace.like:
         return dissect(settings.model, facts.shape, facts.classes)
-    like = TRAINING[pace.like]
+    like = CHOSEN[pace.like]
     return dissect(like["model"], DATA_SETS[like["data"]].shape, DATA_SETS[like["data"]].classes)

@@ -14,29 +14,33 @@ class CollectiveSettings:
     """Raises SettingsError with every mistake when a value is out of its bounds."""
 
     exp: str = setting("The named experiment that gave every value not set here.", choices=["collectives"])
-    operations: str = setting(f"What to measure: all, or some of {', '.join(BUS_FACTORS)}, with commas between.")
+    operations: str = setting(
+        f"What to measure: all, or some of {', '.join(BUS_FACTORS)}, with commas between.", default="all"
+    )
     min_bytes: int = setting(
-        "The smallest size, rounded down to the same number of elements for each rank.", at_least=4
+        "The smallest size, rounded down to the same number of elements for each rank.", at_least=4, default=2**10
     )
-    max_bytes: int = setting("The largest size.", at_least=4)
-    factor: int = setting("From one size to the next.", at_least=2)
+    max_bytes: int = setting("The largest size.", at_least=4, default=2**28)
+    factor: int = setting("From one size to the next.", at_least=2, default=4)
     budget_s: float = setting(
-        "Seconds for all of it; what would take longer is left out, the largest sizes first.", above=0
+        "Seconds for all of it; what would take longer is left out, the largest sizes first.", above=0, default=60.0
     )
-    links: bool = setting("Whether each path from one host to another is measured by itself, too.")
+    links: bool = setting("Whether each path from one host to another is measured by itself, too.", default=True)
     iterations: int = setting(
-        "Times that an operation of one size is timed, at most; 3 where it takes long.", at_least=1
+        "Times that an operation of one size is timed, at most; 3 where it takes long.", at_least=1, default=50
     )
-    dtype: str = setting("The type of the elements.", choices=["float32", "bfloat16"])
+    dtype: str = setting("The type of the elements.", choices=["float32", "bfloat16"], default="float32")
     device: str = setting(
         "Where the elements lie; auto is a GPU where there is one. What gloo carries lies in the host's memory.",
         choices=["auto", "cuda", "cpu"],
+        default="auto",
     )
     backend: str = setting(
         "What carries them; auto is nccl when every rank has a GPU of its own, else gloo.",
         choices=["auto", "nccl", "gloo"],
+        default="auto",
     )
-    seed: int = setting("Decides the elements.", at_least=0)
+    seed: int = setting("Decides the elements.", at_least=0, default=0)
 
     def __post_init__(self) -> None:
         mistakes = [

@@ -9,14 +9,31 @@ Imports no torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from trainer.shared.collective_settings import CollectiveSettings
-from trainer.shared.experiments import EXPERIMENTS, SCRIPT, TRAINING
-from trainer.shared.fields import SettingsError, convert, kind_of, nearest, not_among
+from trainer.shared.experiments import CHOSEN, NAMED, SCRIPT
+from trainer.shared.fields import Setting, SettingsError, convert, declared, kind_of, nearest, not_among, values_of
 from trainer.shared.settings import AnySettings, Settings
+
+TRAINING = {exp: values_of(Settings, exp) for exp in NAMED}
+"""The complete settings of each experiment that trains."""
+EXPERIMENTS = {**TRAINING, "collectives": values_of(CollectiveSettings, "collectives")}
+
+
+def begun_with(exp: str) -> dict[str, Any]:
+    """The values that nobody has set; of an unknown experiment none."""
+    return values_of(Settings, exp) if exp in CHOSEN else {}
+
+
+def names_of(is_so: Callable[[Setting], object]) -> tuple[str, ...]:
+    """The settings of a training of which something is declared."""
+    return tuple(field.name for field in dataclasses.fields(Settings) if is_so(declared(field)))
+
+
+OF_PIPELINE = names_of(lambda each: each.only == ("strategy", "pipeline"))
 
 
 def _class_of(exp: str) -> type[AnySettings]:
@@ -42,19 +59,18 @@ def parse_settings(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] =
     Raises SettingsError listing every mistake; an unknown name is answered with the nearest right one.
     """
     mistakes = []
-    if exp not in (*EXPERIMENTS, SCRIPT["exp"]):
+    if exp not in (*EXPERIMENTS, SCRIPT):
         mistakes.append(f"exp: {not_among(exp, EXPERIMENTS)}")
     mistakes += [mistake for name, value in kept.items() for mistake in _mistakes_of_kept(fields_of(exp), name, value)]
     if mistakes and kept:
         raise SettingsError(mistakes)
-    begun_with = SCRIPT if exp == SCRIPT["exp"] else EXPERIMENTS.get(exp, next(iter(EXPERIMENTS.values())))
-    values = {**begun_with, **kept}
+    values = {**(begun_with(exp) or EXPERIMENTS.get(exp, next(iter(EXPERIMENTS.values())))), **kept}
     fields = fields_of(exp)
     for key, text in pairs.items():
         if key == "exp":
             mistakes.append("exp: is chosen with --exp, not as a setting")
         elif key not in fields:
-            mistakes.append(f"{key}: no such setting{nearest(key, fields)}")
+            mistakes.append(f"{key}: no such setting{_nearest(key, fields)}")
         else:
             try:
                 values[key] = convert(fields[key], text)
@@ -69,9 +85,13 @@ def parse_settings(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] =
     return settings
 
 
+def _nearest(name: str, fields: Mapping[str, dataclasses.Field[Any]]) -> str:
+    return nearest(name, fields, also={key: declared(field).also for key, field in fields.items()})
+
+
 def _mistakes_of_kept(fields: Mapping[str, dataclasses.Field[Any]], name: str, value: object) -> list[str]:
     if name not in fields:
-        return [f"{name}: no such setting{nearest(name, fields)}"]
+        return [f"{name}: no such setting{_nearest(name, fields)}"]
     kind = kind_of(fields[name])
     return [] if isinstance(value, _TYPES[kind]) else [f"{name}: {value!r} is not {_CALLED[kind]}"]
 
@@ -98,7 +118,7 @@ def parse_arguments(arguments: Sequence[str]) -> AnySettings:
     if exp is None and not any(text.startswith("exp:") for text in mistakes):
         mistakes.append(f"exp: say which experiment with --exp NAME, one of {', '.join(EXPERIMENTS)}")
     try:
-        if exp == SCRIPT["exp"]:
+        if exp == SCRIPT:
             raise SettingsError([f"exp: {exp} is what a script of your own has that says `import trainer`; start that"])
         settings = parse_settings(next(iter(EXPERIMENTS)) if exp is None else exp, pairs)
     except SettingsError as error:
@@ -124,10 +144,10 @@ def help_text() -> str:
     for title, exp in (("training", next(iter(TRAINING))), ("--exp collectives, which trains nothing", "collectives")):
         lines += [f"settings of {title}:", ""]
         for name, field in fields_of(exp).items():
-            choices = field.metadata["choices"]
+            choices = declared(field).choices
             lines.append(
                 f"  --{name} {'|'.join(choices) if choices else _EXPECTED.get(kind_of(field), kind_of(field))}"
             )
-            lines.append(f"      {field.metadata['help']}")
+            lines.append(f"      {declared(field).help}")
         lines.append("")
     return "\n".join(lines)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from trainer.shared.experiments import CHOSEN
 
 INT_BELOW = 2**63
 """What torch and every record of ours can hold."""
@@ -20,21 +23,74 @@ class SettingsError(ValueError):
         self.mistakes = tuple(mistakes)
 
 
-def setting(
-    help: str,
-    *,
-    choices: Iterable[str] = (),
-    unsaid: Iterable[str] = (),
-    at_least: float = -math.inf,
-    below: float = math.inf,
-    above: float = -math.inf,
-) -> Any:
-    """A field with its sentence and its bounds: at_least <= value, above < value < below.
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Everything that is declared of one setting: its sentence, its bounds, and where it counts."""
 
-    unsaid: right beside `choices`, and nothing that a person writes.
+    help: str
+    default: Any = None
+    """None: each experiment has a value of its own."""
+    choices: tuple[str, ...] = ()
+    unsaid: tuple[str, ...] = ()
+    """Values that are right besides `choices`, and that nobody writes."""
+    at_least: float = -math.inf
+    below: float = math.inf
+    above: float = -math.inf
+    parse: Callable[[str], object] | None = None
+    """Reads a text that has a form of its own. Raises ValueError."""
+    also: tuple[str, ...] = ()
+    """Names that other tools have for it."""
+    only: tuple[str, str] | None = None
+    """The other setting, and its value, without which this one does nothing."""
+    brought: bool = False
+    """Whether a script of one's own decides it by itself."""
+    of_ranks: bool = False
+    """Whether it is about how ranks stay together, so that a single rank has no use for it."""
+    of_gpu: bool = False
+    """Whether it changes the arithmetic of a GPU, so that a profile holds for one value only."""
+    resumes_same: bool = False
+    """Whether a run must share its value with the checkpoint that it resumes from: with other data, the position in the
+    stream would mean nothing.
     """
-    bounds = {"at_least": at_least, "below": below, "above": above}
-    return dataclasses.field(metadata={"help": help, "choices": tuple(choices), "unsaid": tuple(unsaid), **bounds})
+    predicted: tuple[object, ...] | None = None
+    """Values for which predictions hold, if it changes how fast a run is and is not part of what is predicted."""
+
+    @property
+    def is_of_ranks(self) -> bool:
+        return self.of_ranks or (self.only is not None and self.only[0] in ("strategy", "fidelity"))
+
+
+def setting(help: str, *, choices: Iterable[str] = (), unsaid: Iterable[str] = (), **more: Any) -> Any:
+    """A field of a class of settings. more: see `Setting`."""
+    made = Setting(help=help, choices=tuple(choices), unsaid=tuple(unsaid), **more)
+    return dataclasses.field(metadata={"setting": made})
+
+
+def declared(field: dataclasses.Field[Any]) -> Setting:
+    made: Setting = field.metadata["setting"]
+    return made
+
+
+def values_of(kind: type, exp: str) -> dict[str, Any]:
+    """The complete settings of an experiment. kind: the class of its settings."""
+    defaults = {field.name: declared(field).default for field in dataclasses.fields(kind)}
+    return {**defaults, **CHOSEN.get(exp, {}), "exp": exp}
+
+
+def is_changed(of: Any, name: str) -> bool:
+    """Whether a setting differs from its experiment's own value."""
+    field = next(field for field in dataclasses.fields(of) if field.name == name)
+    usual = CHOSEN.get(of.exp, {}).get(name, declared(field).default)
+    return usual is not None and getattr(of, name) != usual
+
+
+def without_effect(of: Any) -> list[str]:
+    """The mistake of each setting that was changed, and that the value of another one leaves without effect."""
+    mistakes = []
+    for field in dataclasses.fields(of):
+        if (only := declared(field).only) and getattr(of, only[0]) != only[1] and is_changed(of, field.name):
+            mistakes.append(f"{field.name}: does nothing with {only[0]} {getattr(of, only[0])}; use {only[1]}")
+    return mistakes
 
 
 def kind_of(field: dataclasses.Field[Any]) -> str:
@@ -60,23 +116,36 @@ _TRUTH = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off
 
 
 def mistakes_of_value(field: dataclasses.Field[Any], value: Any) -> list[str]:
-    """The mistakes of one value: none or one."""
-    limits = field.metadata
+    """At most one mistake."""
+    limits = declared(field)
     if kind_of(field) == "str":
-        right = not limits["choices"] or value in (*limits["choices"], *limits["unsaid"])
-        return [] if right else [f"{field.name}: {not_among(value, limits['choices'])}"]
+        right = not limits.choices or value in (*limits.choices, *limits.unsaid)
+        return (
+            _mistakes_of_text(field.name, limits, value)
+            if right
+            else [f"{field.name}: {not_among(value, limits.choices)}"]
+        )
     if isinstance(value, bool):
         return []
     if kind_of(field) == "int" and abs(value) >= INT_BELOW:
         return [f"{field.name}: a number of {len(str(abs(value)))} digits; expected less than 2**63"]
     if not math.isfinite(value):
         return [f"{field.name}: {value} is not a finite number"]
-    if value < limits["at_least"]:
-        return [f"{field.name}: {value} is too small; at least {limits['at_least']}"]
-    if value <= limits["above"]:
-        return [f"{field.name}: {value} is too small; more than {limits['above']}"]
-    if value >= limits["below"]:
-        return [f"{field.name}: {value} is too large; less than {limits['below']}"]
+    if value < limits.at_least:
+        return [f"{field.name}: {value} is too small; at least {limits.at_least}"]
+    if value <= limits.above:
+        return [f"{field.name}: {value} is too small; more than {limits.above}"]
+    if value >= limits.below:
+        return [f"{field.name}: {value} is too large; less than {limits.below}"]
+    return []
+
+
+def _mistakes_of_text(name: str, limits: Setting, value: str) -> list[str]:
+    try:
+        if limits.parse:
+            limits.parse(value)
+    except ValueError as error:
+        return [f"{name}: {error}"]
     return []
 
 
@@ -91,27 +160,9 @@ def not_among(value: str, names: Iterable[str]) -> str:
     return f"{value!r} is not one of {', '.join(names)}{nearest(value, names)}"
 
 
-_ALSO_CALLED = {
-    "lr": ("learning_rate",),
-    "lr_schedule": ("scheduler", "lr_scheduler", "lr_scheduler_type"),
-    "lr_warmup": ("warmup", "warmup_epochs", "lr_warmup_epochs"),
-    "lr_steps": ("milestones", "lr_milestones"),
-    "lr_factor": ("gamma", "lr_gamma"),
-    "batch": ("batch_size", "bs", "bsz", "global_batch", "global_batch_size", "train_batch_size"),
-    "steps": ("iterations", "iters", "max_steps", "updates"),
-    "weight_decay": ("wd", "l2"),
-    "data_dir": ("data_path", "data_root", "dataset_path"),
-    "accumulate": ("gradient_accumulation_steps", "accumulation_steps", "accum", "grad_accum"),
-    "amp": ("precision", "mixed_precision", "fp16", "bf16"),
-    "model": ("arch", "network"),
-    "checkpoint_every": ("save_every", "save_steps", "checkpoint_interval"),
-    "num_workers": ("workers", "dataloader_workers"),
-}
-"""What other tools call our settings."""
-
-
-def nearest(name: str, names: Iterable[str], most: int = 1) -> str:
+def nearest(name: str, names: Iterable[str], most: int = 1, also: Mapping[str, Sequence[str]] | None = None) -> str:
+    """also: by name, what other tools call it."""
     names = list(names)
-    also = [key for key, others in _ALSO_CALLED.items() if key in names and name.lower() in others]
-    close = also[:1] or difflib.get_close_matches(name, names, n=most, cutoff=0.5)
+    same = [key for key, others in (also or {}).items() if name.lower() in others]
+    close = same[:1] or difflib.get_close_matches(name, names, n=most, cutoff=0.5)
     return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
-from trainer.shared.experiments import BROUGHT, OWN, SCRIPT, begun_with
+from trainer.shared.experiments import OWN
+from trainer.shared.fields import declared, is_changed, without_effect
 from trainer.shared.networks import LENET_PIXELS, MODEL_CHANNELS
 from trainer.shared.shares import PROFILED
 from trainer.shared.stages import ALONE
-from trainer.shared.ways import (
-    FIDELITIES,
-    NOT_WITH_FSDP,
-    OF_FIDELITY,
-    OF_LR_STEP,
-    OF_PIPELINE,
-    STRATEGIES,
-)
+from trainer.shared.ways import FIDELITIES, NOT_WITH_FSDP, STRATEGIES
 
 Settings = Any
 """A `trainer.shared.settings.Settings`, whose file calls this one."""
@@ -25,7 +20,7 @@ def mistakes_of(of: Settings) -> list[str]:
     """Each value by itself is right, or has been complained of."""
     ways = [*_of_exchange(of), *_of_fidelity(of), *_of_pipeline(of), *_of_tensor(of)]
     recipe = [*_of_optimizer(of), *_of_clipping(of), *_of_ema(of), *_of_learning_rate(of)]
-    return [*ways, *recipe, *_of_the_rest(of), *_of_own(of)]
+    return [*ways, *without_effect(of), *recipe, *_of_the_rest(of), *_of_own(of)]
 
 
 def mistakes_of_network(of: Settings) -> list[str]:
@@ -61,11 +56,7 @@ def _of_exchange(of: Settings) -> list[str]:
 def _of_optimizer(of: Settings) -> list[str]:
     if of.optimizer != "adamw":
         return []
-    asked = {
-        "momentum": of.momentum != begun_with(of.exp).get("momentum", of.momentum),
-        "fused_sgd": of.fused_sgd == "on",
-    }
-    mistakes = [f"{name}: does nothing with optimizer adamw; use sgd" for name, is_asked in asked.items() if is_asked]
+    mistakes = ["fused_sgd: does nothing with optimizer adamw; use sgd"] if of.fused_sgd == "on" else []
     if of.strategy == "parameter_average" and of.fidelity == "exact":
         mistakes.append(
             "optimizer: parameter_average is exact where updates add up as gradients do, and adamw's do not; use ddp, "
@@ -96,10 +87,8 @@ def _of_ema(of: Settings) -> list[str]:
 
 
 def _of_learning_rate(of: Settings) -> list[str]:
-    if of.lr_schedule == "step":
-        return [] if of.lr_steps else ["lr_steps: say after which epochs the rate falls, like lr_steps=30,60,80"]
-    changed = [name for name in OF_LR_STEP if getattr(of, name) != begun_with(of.exp).get(name, getattr(of, name))]
-    return [f"{name}: does nothing with lr_schedule {of.lr_schedule}; use step" for name in changed]
+    misses = of.lr_schedule == "step" and not of.lr_steps
+    return ["lr_steps: say after which epochs the rate falls, like lr_steps=30,60,80"] if misses else []
 
 
 def _of_the_rest(of: Settings) -> list[str]:
@@ -128,8 +117,8 @@ def _of_own(of: Settings) -> list[str]:
     if not of.is_own:
         brought = [name for name in ("model", "data") if getattr(of, name) == OWN]
         return [f"{name}: {OWN} is what a script brings that says `import trainer`" for name in brought]
-    changed = [name for name in BROUGHT if getattr(of, name) != SCRIPT[name]]
-    return [f"{name}: is the script's own business; give it as an argument of its own" for name in changed]
+    brought = [field.name for field in fields(of) if declared(field).brought and is_changed(of, field.name)]
+    return [f"{name}: is the script's own business; give it as an argument of its own" for name in brought]
 
 
 def _of_fidelity(of: Settings) -> list[str]:
@@ -149,19 +138,12 @@ def _of_fidelity(of: Settings) -> list[str]:
     if of.local_overlap >= of.local_steps > 0:
         limit = f"less than local_steps, {of.local_steps}"
         mistakes.append(f"local_overlap: {of.local_overlap} is too large; {limit}")
-    own = begun_with(of.exp)
-    for fidelity, names in OF_FIDELITY.items():
-        changed = [name for name in names if getattr(of, name) != own.get(name, getattr(of, name))]
-        if changed and fidelity != of.fidelity:
-            mistakes += [f"{name}: does nothing with fidelity {of.fidelity}; use {fidelity}" for name in changed]
     return mistakes
 
 
 def _of_pipeline(of: Settings) -> list[str]:
     if of.strategy != "pipeline":
-        own = begun_with(of.exp)
-        changed = [name for name in OF_PIPELINE if getattr(of, name) != own.get(name, getattr(of, name))]
-        return [f"{name}: does nothing with strategy {of.strategy}; use pipeline" for name in changed]
+        return []
     mistakes = []
     if of.shares == "auto":
         mistakes.append("shares: auto moves samples from rank to rank, a pipeline's stages take all; use measured")

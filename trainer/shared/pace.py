@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.shared.errors import TrainError
-from trainer.shared.experiments import TRAINING
+from trainer.shared.experiments import NAMED
 from trainer.shared.gpu_work import GB_PER_S
 
 FORWARD, BACKWARD, OPTIMISER = 0.33, 0.66, 0.01
@@ -88,7 +88,7 @@ def _check(pace: Pace) -> None:
         raise ValueError("fixed_ms lies between 0 and 3600000, jitter between 0 and 1")
     if not 1e-3 <= pace.gb_per_s <= 1e9:
         raise ValueError("gb_per_s lies between 0.001 and 1e9")
-    if pace.like and pace.like not in TRAINING:
-        raise ValueError(f"like is one of {', '.join(TRAINING)}")
+    if pace.like and pace.like not in NAMED:
+        raise ValueError(f"like is one of {', '.join(NAMED)}")
     if pace.memory_bytes is not None and not (isinstance(pace.memory_bytes, int) and pace.memory_bytes > 0):
         raise ValueError("memory_bytes is a whole number above 0")

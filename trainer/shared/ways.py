@@ -1,4 +1,4 @@
-"""The strategies and fidelities, and which settings one of them alone looks at. Imports no torch."""
+"""The strategies and fidelities. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,6 @@ FIDELITIES = {
 SWITCH = ("auto", "on", "off")
 NOT_WITH_FSDP = ("channels_last", "fused_sgd")
 """What can only be off where weights are cut into pieces."""
-OF_FIDELITY = {
-    "compressed": ("compress_rank", "compress_after"),
-    "local": ("local_steps", "local_overlap", "local_after", "local_batch", "outer_lr", "outer_momentum"),
-}
-"""Settings that one fidelity alone looks at."""
-OF_PIPELINE = ("stages", "in_flight", "schedule")
-"""Settings that the strategy pipeline alone looks at."""
 OPTIMIZERS = ("sgd", "adamw")
-OF_LR_STEP = ("lr_steps", "lr_factor")
-"""Settings that lr_schedule=step alone looks at."""
 LOCAL_STEPS = 32
 """Local steps where nobody has said, and nobody knows, how many hide the wire."""
