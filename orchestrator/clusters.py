@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from orchestrator.doctor.judge import Finding, judge
-from orchestrator.doctor.quick import AT_UP
 from orchestrator.doctor.seen import Host, Seen
+from orchestrator.doctor.table import checks_at
 from orchestrator.errors import HostError, HostsError, OrchError, ProbeError, StateError, UnlikeError, UsageError
 from orchestrator.hosts import belongings, checks
 from orchestrator.hosts.belongings import Cleared, Mended, Reaped, Survey, Who
@@ -211,7 +211,7 @@ class Clusters:
         facts, problems = {name: host.facts for name, host in values(probed).items()}, errors_by_node(probed)
         shared = shared_folders(self.connections, facts)
         seen = Seen(tuple(values(probed).values()), errors_by_node(probed), shared_folders=shared)
-        findings = judge(seen, AT_UP).findings
+        findings = judge(seen, checks_at("up")).findings
         for node in nodes:
             if node.name in facts and (blocked := _unusable(node, facts[node.name], findings)):
                 problems[node.name] = blocked

@@ -138,3 +138,5 @@ class Check:
     causes: str
     judge: Judge
     applies: Applies
+    when: Mapping[str, Judge] = field(default_factory=dict)
+    """The parts of it that are judged at other moments than `orch doctor`."""

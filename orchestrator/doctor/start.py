@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from orchestrator.doctor.judge import Finding, finding_of, judge
-from orchestrator.doctor.quick import AT_START, GPUS_THERE, GPUS_WELL
 from orchestrator.doctor.seen import Host, Level, Seen, Sight
+from orchestrator.doctor.table import checks_at
 from orchestrator.errors import HostError, ProbeError, RefusedError
 from orchestrator.forecast.memory import needed_bytes
 from orchestrator.hosts import occupied
@@ -95,7 +95,7 @@ class StartChecks:
                 found = as_of_now(planned.name, known[planned.name], prepared.answer["now"], *prepared[1:])
                 node = _node(cluster, planned)
                 seen.append(Host(node, *found, login_s=link.login_s, logins_tried=link.logins_tried))
-        self._tell(judge(Seen(tuple(seen)), AT_START).findings, said)
+        self._tell(judge(Seen(tuple(seen)), checks_at("start")).findings, said)
 
     def _tell(self, findings: Iterable[Finding], said: set[str]) -> None:
         for finding in findings:
@@ -114,8 +114,8 @@ def _of_gpus(planned: NodePlan, host: Host) -> list[Finding]:
     """What is wrong with those that the job is to have."""
     own = tuple(gpu for gpu in host.facts.gpus if gpu.uuid in planned.gpu_uuids)
     with_own = replace(host, facts=host.facts.model_copy(update={"gpus": own}))
-    lost = judge(Seen((host,)), GPUS_THERE).findings if len(own) < len(planned.gpu_uuids) else ()
-    return [*lost, *judge(Seen((with_own,)), GPUS_WELL).findings]
+    lost = judge(Seen((host,)), checks_at("gpus_gone")).findings if len(own) < len(planned.gpu_uuids) else ()
+    return [*lost, *judge(Seen((with_own,)), checks_at("gpus")).findings]
 
 
 def _occupied(name: str, words: str, remedy: str, level: Level) -> Finding:

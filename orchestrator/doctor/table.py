@@ -1,4 +1,10 @@
-"""The table of checks: id, name, how bad it is, what it causes, who judges, where it applies. Pure.
+"""The table of checks: id, name, how bad it is, what it causes, the function that judges, and when. Pure.
+
+    judge(seen)                             all of them: `orch doctor`
+    judge(seen, checks_at("up"))            of hosts that were just probed
+    judge(seen, checks_at("start"))         of facts that may have changed since, from the answers to `prepare`
+    judge(seen, checks_at("gpus_gone"))     before that, why some of a job's GPUs are gone,
+    judge(seen, checks_at("gpus"))          and how the others are
 
 An id stays with its check, for whoever filters by it. What `orch run` mends by itself warns (P16, P29), what it refuses
 blocks (P30 where it was tried, P35), and unlike torch versions block where their NCCL differs alone (P05). Code is
@@ -8,6 +14,8 @@ shipped with each job (P24), so that no two hosts can have other code.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Literal
 
 from orchestrator.doctor import gpus, system, together, ways
 from orchestrator.doctor.seen import Applies, Check, Host, Judge, Level, Seen, Sight
@@ -39,8 +47,7 @@ def _python(seen: Seen) -> Iterator[Sight]:
     for name, error in seen.unreached.items():
         if not isinstance(error, (ConnectError, AuthError, HostKeyError)):
             yield Sight((name,), error.message.removeprefix(f"{name}: "), error.remedy, "block")
-    yield from on_each(blocks(checks.python, checks.torch))(seen)
-    yield from on_each(warns(checks.packages), level="warn")(seen)
+    yield from _PYTHON_AT_UP(seen)
 
 
 def on_each(*checks: Callable[[Host], Iterable[Finding]], level: Level | None = None) -> Judge:
@@ -117,22 +124,54 @@ def _locked(host: Host) -> Iterable[Finding]:
     return system.locked_memory(host) if host.facts.rdma else ()
 
 
-def _check(id: str, name: str, level: Level, causes: str, judge: Judge, applies: Applies = answered) -> Check:
-    return Check(id, name, level, causes, judge, applies)
+def _of_groups(judge: Judge) -> Judge:
+    """Warns: by itself, or with other hosts, such a host is of use; `orch run` refuses only those together."""
+    return lambda seen: (replace(sight, level="warn") for sight in judge(seen))
+
+
+def _check(
+    id: str, name: str, level: Level, causes: str, judge: Judge, applies: Applies = answered, **when: Judge
+) -> Check:
+    """when: what it judges without a further question, at `up`, `start`, `gpus_gone` and `gpus`; the rest takes other
+    hosts, a second login or minutes of a host's time.
+    """
+    return Check(id, name, level, causes, judge, applies, when)
+
+
+_DRIVER, _GPUS = on_each(blocks(checks.driver)), on_each(blocks(checks.gpus))
+_DRIVERS = both(_DRIVER, on_each(warns(checks.driver_warnings), level="warn"))
+_NUMBER = both(_GPUS, on_each(gpus.other_count, level="warn"))
+_UNWELL, _LINK_DOWN = on_each(gpus.health), on_each(system.link_down)
+_LIMITS, _LOGIN_NOW = on_each(system.login_limits), on_each(system.login, level="warn")
+_CARD, _SPACE, _MEMORY, _YOUNG = map(on_each, (system.card, warns(checks.space), system.memory, system.young))
+_PYTHON_AT_UP = both(on_each(blocks(checks.python, checks.torch)), on_each(warns(checks.packages), level="warn"))
+_INTERFACE_AT_UP = both(_of_groups(together.bound_addresses), on_each(system.link_down, warns(checks.interface)))
+_WORKDIR = on_each(blocks(checks.workdir))
 
 
 CHECKS: tuple[Check, ...] = (
-    _check("P01", "login", "block", "a start that hangs at a prompt, or fails half-way", _login, always),
+    _check(
+        "P01",
+        "login",
+        "block",
+        "a start that hangs at a prompt, or fails half-way",
+        _login,
+        always,
+        up=_LOGIN_NOW,
+        start=_LOGIN_NOW,
+    ),
     _check("P02", "host key", "block", "a stranger between you and the host", _host_keys, always),
-    _check("P03", "login limits", "warn", "hosts that refuse logins at random", on_each(system.login_limits)),
-    _check("P04", "Python and torch", "block", "ranks that do not start", _python, always),
+    _check("P03", "login limits", "warn", "hosts that refuse logins at random", _LIMITS, up=_LIMITS, start=_LIMITS),
+    _check("P04", "Python and torch", "block", "ranks that do not start", _python, always, up=_PYTHON_AT_UP),
     _check("P05", "versions", "block", "hangs after the start, garbled messages", together.versions, are_several),
     _check(
         "P06",
         "GPU driver",
         "block",
         "ranks that find no GPU, or train on the CPU unasked",
-        both(on_each(blocks(checks.driver)), on_each(warns(checks.driver_warnings), level="warn")),
+        _DRIVERS,
+        up=_DRIVERS,
+        gpus_gone=_DRIVER,
     ),
     _check(
         "P07",
@@ -141,14 +180,17 @@ CHECKS: tuple[Check, ...] = (
         "`no kernel image`, or CUDA errors at the first step",
         on_each(gpus.kernels),
         has_gpus,
+        up=on_each(gpus.kernels),
     ),
     _check(
         "P08",
         "number of GPUs",
         "block",
         "a world that never fills",
-        both(on_each(blocks(checks.gpus)), on_each(gpus.other_count, level="warn")),
+        _NUMBER,
         has_gpus,
+        up=_NUMBER,
+        gpus_gone=_GPUS,
     ),
     _check(
         "P09",
@@ -157,9 +199,28 @@ CHECKS: tuple[Check, ...] = (
         "out of memory at the start, half the speed",
         both(on_each(gpus.in_use), on_each(gpus.taken, level="block")),
         has_gpus,
+        up=on_each(gpus.on_them),
     ),
-    _check("P10", "GPU health", "warn", "wrong numbers or a slow host, hours later", on_each(gpus.health), has_gpus),
-    _check("P11", "NVSwitch fabric", "block", "a freeze at NCCL's start, without a word", gpus_waiting, has_nvswitch),
+    _check(
+        "P10",
+        "GPU health",
+        "warn",
+        "wrong numbers or a slow host, hours later",
+        _UNWELL,
+        has_gpus,
+        up=_UNWELL,
+        gpus=_UNWELL,
+    ),
+    _check(
+        "P11",
+        "NVSwitch fabric",
+        "block",
+        "a freeze at NCCL's start, without a word",
+        gpus_waiting,
+        has_nvswitch,
+        up=gpus_waiting,
+        gpus=gpus_waiting,
+    ),
     _check("P12", "training address", "block", "a master that cannot listen", ways.listening, tried_pairs),
     _check(
         "P13",
@@ -184,6 +245,8 @@ CHECKS: tuple[Check, ...] = (
         "ranks that dial a container's or another network",
         both(together.routes, together.bound_addresses, on_each(system.link_down, system.interface)),
         are_several,
+        up=_INTERFACE_AT_UP,
+        start=_LINK_DOWN,
     ),
     _check("P16", "own host name", "warn", "`connectFullMesh failed` with other launchers", on_each(system.own_name)),
     _check(
@@ -203,8 +266,10 @@ CHECKS: tuple[Check, ...] = (
         "speed of links",
         "warn",
         "steps that take many times as long as on one host",
-        both(on_each(system.card), ways.speeds, ways.latencies),
+        both(_CARD, ways.speeds, ways.latencies),
         are_several,
+        up=_CARD,
+        start=_CARD,
     ),
     _check("P21", "InfiniBand", "warn", "`ibv_reg_mr: Cannot allocate memory`", on_each(_locked), has_rdma),
     _check("P22", "GPU to GPU", "warn", "100 % GPU use and no progress", on_each(gpus.peer_access), has_several_gpus),
@@ -216,12 +281,20 @@ CHECKS: tuple[Check, ...] = (
         ways.collective,
         tried_collective,
     ),
-    _check("P24", "work folder", "block", "a job that cannot be put there", on_each(blocks(checks.workdir))),
+    _check("P24", "work folder", "block", "a job that cannot be put there", _WORKDIR, up=_WORKDIR),
     _check(
-        "P25", "space", "warn", "a checkpoint or a loader that fails for want of space", on_each(warns(checks.space))
+        "P25", "space", "warn", "a checkpoint or a loader that fails for want of space", _SPACE, up=_SPACE, start=_SPACE
     ),
     _check("P26", "limits of a session", "warn", "`too many open files` in mid-run", on_each(system.limits)),
-    _check("P27", "clock", "warn", "logs that merge out of order", together.clocks),
+    _check(
+        "P27",
+        "clock",
+        "warn",
+        "logs that merge out of order",
+        together.clocks,
+        up=together.clocks,
+        start=together.clocks,
+    ),
     _check(
         "P28", "variables", "warn", "ranks that choose other algorithms, and hang", together.environments, are_several
     ),
@@ -240,11 +313,35 @@ CHECKS: tuple[Check, ...] = (
         "warn",
         "a rank that is killed without a word (137)",
         on_each(system.group_limits, system.memory),
+        up=_MEMORY,
+        start=_MEMORY,
     ),
     _check("P33", "even split", "warn", "a last batch that waits for ever", together.shares, are_several),
     _check("P34", "data", "warn", "`Dataset not found` on some hosts", together.data, are_several),
     _check(
-        "P35", "one work folder", "block", "hosts that write over each other's logs", together.work_folders, are_several
+        "P35",
+        "one work folder",
+        "block",
+        "hosts that write over each other's logs",
+        together.work_folders,
+        are_several,
+        up=_of_groups(together.work_folders),
     ),
-    _check("P36", "reboots", "warn", "a host that leaves in mid-run", on_each(system.reboot, system.young)),
+    _check(
+        "P36",
+        "reboots",
+        "warn",
+        "a host that leaves in mid-run",
+        on_each(system.reboot, system.young),
+        up=_YOUNG,
+        start=_YOUNG,
+    ),
 )
+
+
+def checks_at(moment: Literal["up", "start", "gpus_gone", "gpus"]) -> tuple[Check, ...]:
+    return tuple(_part(check, check.when[moment]) for check in CHECKS if moment in check.when)
+
+
+def _part(check: Check, judge: Judge) -> Check:
+    return check if judge is check.judge else replace(check, judge=judge, applies=always)

@@ -30,7 +30,7 @@ from orchestrator.forecast.step import (
 from orchestrator.forecast.tensor import MOST_RANKS
 from trainer.shared.settings import overlap_of
 from trainer.shared.shares import equal_shares, fastest_shares, without_singles
-from trainer.shared.ways import LOCAL_STEPS
+from trainer.shared.strategy_table import LOCAL_STEPS
 
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 BUCKETS_MIB = (10.0, 25.0, 50.0, 100.0)

@@ -9,11 +9,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from orchestrator.forecast.advice import BUCKETS_MIB, FIDELITIES, Kept, Scene
-from orchestrator.forecast.step import STRATEGIES, Fidelity, Forecast, Way, predict
+from orchestrator.forecast.step import PREDICTED, Fidelity, Forecast, Way, predict
 from trainer.shared.experiments import OWN
 from trainer.shared.settings import Settings, overlap_of
 from trainer.shared.shares import Speed
-from trainer.shared.ways import LOCAL_STEPS
+from trainer.shared.strategy_table import LOCAL_STEPS, ONE_PROCESS
 
 ENDLESS = 10**12
 """Samples."""
@@ -25,7 +25,7 @@ def way_of(settings: Settings) -> Way | None:
     """The way that these settings ask for. None: one that is not predicted."""
     strategy, fidelity = settings.strategy, allowed(settings)
     half_wire = settings.wire in ("bf16", "fp16")
-    if strategy in ("none", "dp"):
+    if strategy in ONE_PROCESS:
         return Way("ddp")  # one rank, which exchanges nothing
     exact_part = exact_part_of(settings, fidelity)
     if fidelity == "local":
@@ -35,7 +35,7 @@ def way_of(settings: Settings) -> Way | None:
         return Way(strategy, "local", half_wire=half_wire)  # after every update
     if strategy == "tensor":
         return Way(strategy, fidelity, half_wire=settings.amp != "none")
-    if strategy not in STRATEGIES:
+    if strategy not in PREDICTED:
         return None
     way = Way(strategy, fidelity, settings.bucket_mib, rank=settings.compress_rank)
     return dataclasses.replace(way, exact_part=exact_part, sync_bn=settings.sync_bn)

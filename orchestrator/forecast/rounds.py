@@ -17,7 +17,7 @@ from orchestrator.forecast.inputs import ForecastInputs
 from orchestrator.planning.draft import Draft
 from orchestrator.units import format_figure
 from trainer.shared.settings import Settings
-from trainer.shared.ways import LOCAL_STEPS
+from trainer.shared.strategy_table import LOCAL_STEPS
 
 NEAR = 0.99
 """A speed of at least this part of the best counts as equally good."""

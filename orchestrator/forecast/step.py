@@ -30,6 +30,7 @@ from orchestrator.planning.measurement import BlockTimes
 from trainer.shared.gpu_work import Work
 from trainer.shared.pace import BACKWARD, FORWARD, OPTIMISER
 from trainer.shared.shares import Speed, at_most, equal_shares, fastest_shares
+from trainer.shared.strategy_table import STRATEGIES
 
 MIB = 2**20
 Fidelity = Literal["exact", "half", "compressed", "local"]
@@ -292,16 +293,18 @@ def wire_bytes(job: Workload, way: Way) -> float:
 
 
 Exchange = Callable[[LinkCosts, float], float]
-EXCHANGES: dict[str, Exchange] = {
-    "allreduce_flat": lambda wire, size: wire.sum_s(size),
-    "reduce_scatter": lambda wire, size: wire.reduce_scatter_s(size) + wire.all_gather_s(size / wire.ranks),
-    "reduce_broadcast": lambda wire, size: wire.reduce_s(size) + wire.broadcast_s(size),
-    "gather_scatter": lambda wire, size: wire.gather_s(size) + wire.scatter_s(size),
-    "allgather": lambda wire, size: wire.all_gather_s(size),
-    "parameter_average": lambda wire, size: wire.sum_s(size),
+COLLECTIVES: dict[str, Exchange] = {
+    "sum": lambda wire, size: wire.sum_s(size),
+    "reduce_scatter": lambda wire, size: wire.reduce_scatter_s(size),
+    "all_gather_pieces": lambda wire, size: wire.all_gather_s(size / wire.ranks),
+    "reduce": lambda wire, size: wire.reduce_s(size),
+    "broadcast": lambda wire, size: wire.broadcast_s(size),
+    "gather": lambda wire, size: wire.gather_s(size),
+    "scatter": lambda wire, size: wire.scatter_s(size),
+    "all_gather": lambda wire, size: wire.all_gather_s(size),
 }
-"""What follows backward, with all gradients in one buffer of so many bytes."""
-STRATEGIES = ("ddp", "allreduce", *EXCHANGES)
+"""Seconds of each collective of `StrategyFacts.collectives`, with one buffer of so many bytes on each rank."""
+PREDICTED = tuple(name for name, facts in STRATEGIES.items() if name == "ddp" or facts.collectives)
 
 
 def exchange_s(job: Workload, wire: LinkCosts, way: Way) -> float:
@@ -311,10 +314,11 @@ def exchange_s(job: Workload, wire: LinkCosts, way: Way) -> float:
     whole = gradient_bytes(job.layers)
     half = way.fidelity == "half" or way.half_wire
     sent, casts_s = (whole / 2, 2 * wire.costs.work_s(gpu_work.cast(whole))) if half else (whole, 0.0)
-    if way.strategy == "allreduce":
+    collectives = STRATEGIES[way.strategy].collectives
+    if collectives == ("sum of each",):
         tensors = sum(len(layer.shapes) for layer in job.layers)
         return casts_s + (tensors - 1) * wire.sum_s(0) + wire.sum_s(sent)
-    return casts_s + EXCHANGES[way.strategy](wire, sent) + sum(copies_s(job, wire, way))
+    return casts_s + sum(COLLECTIVES[name](wire, sent) for name in collectives) + sum(copies_s(job, wire, way))
 
 
 def compress_s(job: Workload, wire: LinkCosts) -> float:
@@ -332,7 +336,7 @@ def copies_s(job: Workload, wire: LinkCosts, way: Way) -> tuple[float, float]:
 def _copies(whole: int, ranks: int, way: Way) -> tuple[Work, Work]:
     if way.strategy == "parameter_average":
         return gpu_work.leave(whole), (gpu_work.arrive if way.overlap else gpu_work.arrive_at_once)(whole)
-    if way.strategy in ("gather_scatter", "allgather"):  # all ranks' gradients, which these add up by themselves
+    if {"gather", "all_gather"} & {*STRATEGIES[way.strategy].collectives}:  # a rank adds up all ranks' gradients
         return gpu_work.copy(whole), gpu_work.copy((1 + ranks) * whole)
     return gpu_work.copy(whole), gpu_work.copy(whole)
 

@@ -25,9 +25,9 @@ from orchestrator.units import format_percent
 from trainer.shared.config import names_of
 from trainer.shared.experiments import OWN
 from trainer.shared.metrics import LATE
-from trainer.shared.replays import why_not_replayed
 from trainer.shared.settings import Settings
 from trainer.shared.shares import Speed, split_batch
+from trainer.shared.strategy_table import why_not_replayed
 
 DRIFT = 0.05
 """A profile that drifted by less is steady."""

@@ -26,6 +26,7 @@ from trainer.shared.shares import (
     parse_speeds,
     split_batch,
 )
+from trainer.shared.strategy_table import ONE_PROCESS
 
 FEW_NAMES = 8
 """The samples of more hosts than this are not listed in a note."""
@@ -96,7 +97,7 @@ def _policy(settings: Settings, *, all_known: bool) -> str:
     """The setting `shares` as it will be where the person leaves it to us."""
     if settings.shares != PROFILED:
         return settings.shares
-    return "measured" if all_known and settings.strategy not in ("none", "dp") else "equal"
+    return "measured" if all_known and settings.strategy not in ONE_PROCESS else "equal"
 
 
 # ---- in words -------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from orchestrator.results.speed_course import SpeedCourse
 from orchestrator.results.stages import StageSummary
 from orchestrator.results.target import AccuracyTarget
 from orchestrator.units import format_duration, format_figure, format_percent
+from trainer.shared.strategy_table import STRATEGIES
 
 
 class StepTime(Record):
@@ -244,7 +245,8 @@ class Summary(Record):
     def overlapped(self) -> bool:
         """Do gradients travel while backward still runs? local sends none, compressed sends all of them after it."""
         settings = self.recorded
-        return settings.strategy in ("ddp", "fsdp", "horovod") and (settings.fidelity or "exact") in ("exact", "half")
+        facts = STRATEGIES.get(settings.strategy or "")  # a newer orch may have others
+        return facts is not None and facts.during_backward and (settings.fidelity or "exact") in ("exact", "half")
 
     @property
     def of_prediction(self) -> float | None:

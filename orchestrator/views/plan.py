@@ -23,7 +23,7 @@ from orchestrator.forecast.inputs import ForecastInputs
 from orchestrator.forecast.layers import gradient_bytes, layers_in, network_of
 from orchestrator.forecast.links import GOODPUT
 from orchestrator.forecast.pipeline.choice import PipelineChoice
-from orchestrator.forecast.step import STRATEGIES, HostSpeed
+from orchestrator.forecast.step import PREDICTED, HostSpeed
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import LIMITS, Faster, LaunchPlan
 from orchestrator.planning.profiles import GPU_SETTINGS
@@ -37,7 +37,7 @@ TITLES = ("fidelity", "strategy", "shares", "step", "samples/s", "of sum", "netw
 FEW_NAMES = 8
 """More hosts than this are not named one by one."""
 UNSEEN: dict[str, tuple[object, ...]] = {
-    "strategy": (*STRATEGIES, "pipeline", "tensor", "auto"),
+    "strategy": (*PREDICTED, "pipeline", "tensor", "auto"),
     "shares": WORDS,
     **{each.name: known for each in fields(Settings) if (known := declared(each).predicted)},
 }

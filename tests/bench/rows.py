@@ -22,7 +22,7 @@ from rack import ROOT, Rack
 from trainer.shared.gpu_work import GB_PER_S
 from trainer.shared.settings import overlap_of
 from trainer.shared.shares import Speed, fastest_shares
-from trainer.shared.ways import LOCAL_STEPS
+from trainer.shared.strategy_table import LOCAL_STEPS
 
 WARMUP = 2
 """Steps at the begin of each block that are left out, where nothing is averaged now and then."""

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from orchestrator.doctor.judge import judge
-from orchestrator.doctor.quick import AT_UP
 from orchestrator.doctor.seen import Host, Seen
 from orchestrator.doctor.start import StartChecks
+from orchestrator.doctor.table import checks_at
 from orchestrator.errors import ProbeError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.health import Health, NetworkCard
@@ -25,7 +25,7 @@ from tests.support.probed_hosts import CPU_TORCH, NO_GPU, OTHER, PACED, facts, g
 
 
 def warnings(declared, found, **health):
-    diagnosis = judge(Seen((Host(declared, found, Health(**health)),)), AT_UP)
+    diagnosis = judge(Seen((Host(declared, found, Health(**health)),)), checks_at("up"))
     return tuple(finding.line for finding in diagnosis.findings if finding.level == "warn")
 
 
@@ -112,7 +112,7 @@ def test_what_a_host_suffers_from_now_is_said_too(health, says):
 
 def test_gpus_that_wait_for_their_switches_block_and_no_driver_is_blamed():
     waits = torch(devices=0, cuda_error="CUDA: Error 802: system not yet initialized")
-    (found,) = judge(Seen((Host(node(), facts(torch=waits), Health()),)), AT_UP).findings
+    (found,) = judge(Seen((Host(node(), facts(torch=waits), Health()),)), checks_at("up")).findings
     assert (found.id, found.level) == ("P11", "block") and "nvidia-fabricmanager" in found.remedy
 
 

@@ -2,21 +2,15 @@
 
 import pytest
 
+from trainer.shared.strategy_table import AFTER_BACKWARD
+
 from .here import is_stand_in
 from .network import shaped
 from .parts.two import wire_in_compute
 from .runs import LENET, RESNET
 
 WAYS = {
-    "ddp": (),
-    "allreduce": ("--strategy", "allreduce"),
-    "allreduce_flat": ("--strategy", "allreduce_flat"),
-    "reduce_broadcast": ("--strategy", "reduce_broadcast"),
-    "gather_scatter": ("--strategy", "gather_scatter"),
-    "allgather": ("--strategy", "allgather"),
-    "reduce_scatter": ("--strategy", "reduce_scatter"),
-    "parameter_average": ("--strategy", "parameter_average"),
-    "fsdp": ("--strategy", "fsdp"),
+    **{name: ("--strategy", name) for name in ("ddp", *AFTER_BACKWARD, "parameter_average", "fsdp")},
     "half": ("--fidelity", "half"),
     "local": ("--fidelity", "local", "--local_steps", "4", "--local_overlap", "2"),
     "fp16": ("--amp", "fp16"),

@@ -38,6 +38,7 @@ from orchestrator.forecast.step import (
 )
 from orchestrator.forecast.tensor import cast_s, meetings_of
 from trainer.shared.shares import Speed
+from trainer.shared.strategy_table import STRATEGIES
 
 Message = tuple[int, int, float]
 """From a rank, to a rank, bytes."""
@@ -139,16 +140,18 @@ def _together(of_hosts: Sequence[Sequence[Round]]) -> tuple[Round, ...]:
 def collectives_of(wire: LinkCosts, strategy: str, size_bytes: float) -> tuple[Leg, ...]:
     """What a strategy calls with all gradients in one buffer."""
     ranks, piece = wire.ranks, size_bytes / wire.ranks
-    if strategy in ("allreduce_flat", "parameter_average"):
-        return sum_legs(wire, size_bytes)
     half_ring = tuple(ring(ranks, ranks - 1, piece))
-    calls: dict[str, tuple[Iterable[Round], ...]] = {
-        "reduce_scatter": (half_ring, half_ring),
-        "reduce_broadcast": ((*half_ring, *gather(ranks, piece)), tree_broadcast(ranks, size_bytes)),
-        "gather_scatter": (gather(ranks, size_bytes), scatter(ranks, size_bytes)),
-        "allgather": (ring(ranks, ranks - 1, size_bytes),),
+    calls: dict[str, Iterable[Round]] = {
+        "reduce_scatter": half_ring,
+        "all_gather_pieces": half_ring,
+        "reduce": (*half_ring, *gather(ranks, piece)),
+        "broadcast": tree_broadcast(ranks, size_bytes),
+        "gather": gather(ranks, size_bytes),
+        "scatter": scatter(ranks, size_bytes),
+        "all_gather": ring(ranks, ranks - 1, size_bytes),
     }
-    return tuple(Leg(tuple(rounds)) for rounds in calls[strategy])
+    names = STRATEGIES[strategy].collectives
+    return sum_legs(wire, size_bytes) if names == ("sum",) else tuple(Leg(tuple(calls[name])) for name in names)
 
 
 def _transfers(

@@ -17,11 +17,11 @@ from tests.support.gloo_ranks import Gang, group_of
 from trainer.compute.timer import CpuTimer
 from trainer.data.sample_stream import SampleStream
 from trainer.shared.config import parse_settings
+from trainer.shared.strategy_table import AFTER_BACKWARD
 from trainer.strategies import after_backward, build_strategy, ddp, fsdp, horovod, local_loss
 from trainer.strategies.without_samples import without_effect
 
 NEWEST_FSDP = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
-AFTER_BACKWARD = ("allreduce", "allreduce_flat", "reduce_broadcast", "gather_scatter", "allgather", "reduce_scatter")
 HAS_HOROVOD = importlib.util.find_spec("horovod") is not None
 UNAVAILABLE = {*(() if NEWEST_FSDP else ("fsdp",)), *(() if HAS_HOROVOD else ("horovod",))}
 """Strategies for which this torch is too old, or whose package is missing."""

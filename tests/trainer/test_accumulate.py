@@ -13,7 +13,7 @@ from tests.support.gloo_ranks import group_of
 from tests.support.sums import UNAVAILABLE
 from trainer.compute.timer import CpuTimer
 from trainer.shared.config import parse_settings
-from trainer.shared.ways import STRATEGIES
+from trainer.shared.strategy_table import STRATEGIES
 from trainer.strategies import build_strategy, local_loss
 
 FOR_RANKS = [

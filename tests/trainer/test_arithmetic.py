@@ -19,7 +19,7 @@ from trainer.setup.optimizer import build_optimizer
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.fields import SettingsError
-from trainer.shared.ways import STRATEGIES
+from trainer.shared.strategy_table import STRATEGIES
 from trainer.strategies import build_strategy, local_loss
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")

@@ -340,7 +340,7 @@ def test_a_round_that_no_run_has_written_is_refused(counts: list[float]) -> None
         ({"fidelity": "hlaf"}, "fidelity: 'hlaf' is not one of exact, half, compressed, local; did you mean half?"),
         (
             {"fidelity": "half", "strategy": "gather_scatter"},
-            "fidelity: half goes with strategy ddp, allreduce_flat, allreduce, pipeline, tensor, "
+            "fidelity: half goes with strategy ddp, allreduce, allreduce_flat, pipeline, tensor, "
             "not with gather_scatter",
         ),
         ({"fidelity": "exact", "wire": "bf16"}, "wire: fidelity exact goes with auto or fp32"),

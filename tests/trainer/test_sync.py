@@ -34,7 +34,7 @@ from trainer.shared.metrics import MetricsWriter
 from trainer.shared.pace import Pace
 from trainer.shared.settings import Settings
 from trainer.shared.slow import PLACES
-from trainer.shared.ways import STRATEGIES
+from trainer.shared.strategy_table import STRATEGIES
 from trainer.strategies import build_strategy, local_loss, weighted
 from trainer.strategies.without_samples import no_loss, without_effect
 from trainer.train import train_epoch

@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 
 from tests.support.free_port import free_port
 from tests.support.gloo_ranks import Gang
-from tests.support.sums import AFTER_BACKWARD, NEWEST_FSDP
+from tests.support.sums import NEWEST_FSDP
 from tests.support.trainer_ranks import ROOT, environment
 from tests.trainer.test_session import BATCH, EPOCHS, SAMPLES, Points, in_the_gang
 from trainer.data.sample_stream import SampleStream
@@ -30,6 +30,7 @@ from trainer.setup.own import Own
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.fields import SettingsError
+from trainer.shared.strategy_table import AFTER_BACKWARD
 
 EXCHANGING = ("ddp", "parameter_average", *AFTER_BACKWARD, *(("fsdp",) if NEWEST_FSDP else ()))
 

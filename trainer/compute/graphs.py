@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from trainer.compute.models import gradient_bytes, stages_of, trainable
-from trainer.shared.replays import why_not_replayed
+from trainer.shared.strategy_table import why_not_replayed
 
 WARM = 2
 """Plain passes of a size before it is recorded: cuDNN chooses its algorithms, lazily loaded kernels are there."""

@@ -49,7 +49,7 @@ from trainer.shared.errors import TrainError
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.settings import Settings
 from trainer.shared.stages import format_stages
-from trainer.shared.ways import LOCAL_STEPS
+from trainer.shared.strategy_table import LOCAL_STEPS
 from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.ddp import Ddp
 from trainer.strategies.gradient_sum import DTYPES, GradientSum

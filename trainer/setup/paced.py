@@ -8,11 +8,12 @@ from trainer.paced.stopwatch import Stopwatch
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.settings import Settings
+from trainer.shared.strategy_table import STRATEGIES
 
 
 def refuse_arithmetic(settings: Settings) -> None:
     """Raises TrainError for settings that would need a GPU's arithmetic."""
-    asked = {f"strategy={name}": settings.strategy == name for name in ("fsdp", "horovod")}
+    asked = {f"strategy={settings.strategy}": not STRATEGIES[settings.strategy].on_paced}
     asked["sync_bn=true"] = settings.sync_bn
     asked[f"amp={settings.amp}"] = settings.amp != "none"
     asked["weights=FILE"] = bool(settings.weights)

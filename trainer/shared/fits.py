@@ -10,7 +10,7 @@ from trainer.shared.fields import declared, is_changed, without_effect
 from trainer.shared.networks import LENET_PIXELS, MODEL_CHANNELS
 from trainer.shared.shares import PROFILED
 from trainer.shared.stages import ALONE
-from trainer.shared.ways import FIDELITIES, NOT_WITH_FSDP, STRATEGIES
+from trainer.shared.strategy_table import FIDELITIES, NOT_WITH_FSDP, ONE_PROCESS, STRATEGIES
 
 Settings = Any
 """A `trainer.shared.settings.Settings`, whose file calls this one."""
@@ -39,11 +39,11 @@ def mistakes_of_network(of: Settings) -> list[str]:
 
 def _of_exchange(of: Settings) -> list[str]:
     mistakes = []
-    if of.shares not in ("equal", PROFILED) and of.strategy in ("none", "dp"):
+    if of.shares not in ("equal", PROFILED) and of.strategy in ONE_PROCESS:
         mistakes.append(
             f"shares: strategy {of.strategy} is one process, which takes the whole batch; leave shares equal"
         )
-    if "at:call" in of.slow and of.strategy in ("none", "dp"):
+    if "at:call" in of.slow and of.strategy in ONE_PROCESS:
         mistakes.append(f"slow: strategy {of.strategy} exchanges nothing, so there is no call; use at:sync")
     if of.shares == "auto" and (of.sync_bn or of.strategy == "fsdp"):
         mistakes.append(

@@ -18,7 +18,7 @@ from trainer.shared.networks import MODEL_CHANNELS
 from trainer.shared.shares import parse_shares, parse_speeds
 from trainer.shared.slow import Slow, parse_slow
 from trainer.shared.stages import parse_stages
-from trainer.shared.ways import FIDELITIES, LOCAL_STEPS, OPTIMIZERS, STRATEGIES, SWITCH
+from trainer.shared.strategy_table import AFTER_BACKWARD, FIDELITIES, LOCAL_STEPS, OPTIMIZERS, STRATEGIES, SWITCH
 
 
 def overlap_of(local_steps: int, asked: int) -> int:
@@ -175,8 +175,8 @@ class Settings:
     )
     strategy: str = setting(
         "How ranks stay together. Gradients: in buckets during backward (ddp; horovod by the package of that name, if "
-        "hosts have it), or after it, one call a parameter (allreduce) or all at once (allreduce_flat, "
-        "reduce_broadcast, gather_scatter, allgather, reduce_scatter); weights (parameter_average); both in pieces, "
+        "hosts have it), or after it, one call a parameter (allreduce) or all at once "
+        f"({', '.join(AFTER_BACKWARD[1:])}); weights (parameter_average); both in pieces, "
         "none held twice (fsdp). Activations: each host holds some of the network's blocks (pipeline), or each rank "
         "some of every layer's output channels (tensor). Or one process alone, on one device (none) or on all of its "
         "host's (dp).",
@@ -456,7 +456,7 @@ class Settings:
     @property
     def sums_unused(self) -> bool:
         """Do ranks exchange zeros for parameters that their loss does not depend on?"""
-        exchanges = self.strategy not in ("none", "dp", "tensor", "pipeline")
+        exchanges = STRATEGIES[self.strategy].exchanges
         is_local = self.fidelity == "local" and not self.local_after
         return exchanges and not is_local and self.unused_parameters == "zeros"
 

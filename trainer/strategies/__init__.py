@@ -40,6 +40,7 @@ from trainer.compute.executor import ON_DEVICE, Executor
 from trainer.compute.timer import Timer
 from trainer.shared.errors import TrainError
 from trainer.shared.settings import Settings
+from trainer.shared.strategy_table import ONE_PROCESS
 from trainer.strategies.after_backward import EXCHANGES, AfterBackward
 from trainer.strategies.base import Exchange, Strategy, local_loss, weighted
 from trainer.strategies.batch_norm import synchronise_batch_norm
@@ -75,7 +76,7 @@ def build_strategy(
 
     Raises TrainError where the strategy does not fit ranks, devices or torch.
     """
-    if settings.strategy in ("none", "dp"):
+    if settings.strategy in ONE_PROCESS:
         if group.size() > 1:
             raise TrainError(
                 f"strategy {settings.strategy} is for a process alone, there are {group.size()} ranks: "

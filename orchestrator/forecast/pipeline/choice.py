@@ -28,8 +28,8 @@ from orchestrator.units import format_figure
 from trainer.shared.settings import Settings, overlap_of
 from trainer.shared.shares import scale_shares
 from trainer.shared.stages import check_stages, parse_stages
+from trainer.shared.strategy_table import LOCAL_STEPS
 from trainer.shared.turns import PER_STAGE
-from trainer.shared.ways import LOCAL_STEPS
 
 CHOSEN = ("accumulate", "in_flight", "schedule")
 """Settings of a person that the choice keeps to. `stages` of a person leave nothing to choose: see `as_set`."""
