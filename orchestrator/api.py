@@ -110,8 +110,8 @@ class Cluster:
         return Job(self._controller, self._controller.jobs.find(wanted, self.name))
 
     def waiting(self) -> list[Rival]:
-        """Who waits for GPUs where jobs of ours run or wait, other people's too, in their order: `job`, `user`,
-        `since_s`, and `starts_s`, the seconds within which it starts.
+        """Queued runs on hosts where jobs of this home run or wait, other people's too, in the queue's order: `job`,
+        `user`, `nodes` and `since_s`.
         """
         found = self._controller.queue.waiting(self._controller.jobs.all(self.name).records, self.name)
         return [*found.runs.get(self.name, ())]

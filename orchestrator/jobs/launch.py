@@ -174,7 +174,6 @@ def node_request(plan: LaunchPlan, node: NodePlan, token: str) -> dict[str, Any]
         "share_gpus": plan.share_gpus,
         "grace_s": plan.grace_s,
         "time_limit_s": plan.time_limit_s,
-        "longest_s": plan.longest_s,
         "prepare": node.prepare,
         "after": [one.job for one in plan.attempt.earlier] if plan.attempt else [],
     }

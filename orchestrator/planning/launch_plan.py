@@ -19,12 +19,6 @@ from trainer.shared.settings import AnySettings, Settings
 
 LOCAL_RANK = "--local_rank={LOCAL_RANK}"
 """Filled in by the rank wrapper: what torch.distributed.launch would give a script."""
-UNDONE_S, START_S = 300.0, 60.0
-"""After so long a host undoes a start that its controller did not finish; so long a start may take before the time
-limit counts (`GO_S`, `START_S` in `remote/supervisor.py`).
-"""
-END_S = 30.0
-"""To end all of its processes, besides twice the grace."""
 
 
 class System(Record):
@@ -298,13 +292,6 @@ class LaunchPlan(Record):
     """None where speeds or links are not known, or the strategy is not predicted."""
     faster: tuple[Faster, ...] = ()
     """Ways that are predicted to take less time, the fastest first."""
-
-    @property
-    def longest_s(self) -> float | None:
-        """So long it has its GPUs at most, whatever it does; None without a time limit."""
-        if self.time_limit_s is None:
-            return None
-        return max(UNDONE_S, START_S + self.time_limit_s) + 2 * self.grace_s + END_S
 
     @property
     def recorded(self) -> RecordedSettings:

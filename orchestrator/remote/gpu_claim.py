@@ -25,7 +25,6 @@ from .occupants import peer_of, user_name
 REMEDY = "wait for it (`--wait`), cancel it, take other hosts (`--nodes`, `--hosts`), or `--share` the GPU"
 _UUID = re.compile(r"(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.I)
 """What names one GPU everywhere: an index may mean another one to another login."""
-_SECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
 _ASKING = 4096
 """So many may ask who holds it before the kernel lets no more."""
 
@@ -35,14 +34,11 @@ _LISTENS_S, _PAUSE_S = 1.0, 0.02
 
 
 class Holder(NamedTuple):
-    """Who has a GPU; "" and 0 for what the system does not say. longest_s: so long at most since `pid` began; None
-    where nothing ends it.
-    """
+    """Who has a GPU; "" and 0 for unknown values."""
 
     user: str = ""
     job: str = ""
     pid: int = 0
-    longest_s: float | None = None
 
 
 def claim(uuid: str, job: str, *, share: bool) -> None:
@@ -95,14 +91,13 @@ def _name(uuid: str) -> str:
     return f"\0orch-{uuid}"
 
 
-def _claimed_by(pid: int) -> tuple[str, int, float | None]:
-    """The job, and how long it may have the GPU, by its keeper's command line, which everybody may read:
-    `python -S -m orch_remote.keeper JOB_FOLDER DESCRIPTOR [SECONDS]`.
+def _claimed_by(pid: int) -> tuple[str, int]:
+    """The job and its keeper's pid. Every login can read the keeper's command line:
+    `python -S -m orch_remote.keeper JOB_FOLDER DESCRIPTOR`.
     """
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
         before, _, after = command.partition("\0orch_remote.keeper\0")
         if before.endswith("\0-m"):
-            folder, _, seconds, *_ = [*after.split("\0"), "", ""]
-            return os.path.basename(folder), pid, float(seconds) if _SECONDS.fullmatch(seconds) else None
-    return "", pid, None
+            return os.path.basename(after.partition("\0")[0]), pid
+    return "", pid

@@ -1,8 +1,7 @@
 """The parent of the supervisor: holds the job's claims with it, and cleans up if it dies without a last word.
 
-    python -m orch_remote.keeper <job folder> <descriptor for the answer> [<seconds>]
+    python -m orch_remote.keeper <job folder> <descriptor for the answer>
 
-The seconds are for others to read (`gpu_claim.holder_of`): so long the job has its GPUs at most. The keeper just waits.
 Should the supervisor itself be killed, every process of the job falls back to it (a subreaper), and it ends
 them and writes down why. The answer is one JSON object: {"pid", "hub_port", "peer_port"}, or {"error", "remedy"}.
 """
@@ -46,7 +45,7 @@ def main() -> None:
         node = json.loads(job.node.read_text())
         adopt_orphans()
         if not node["share_gpus"]:
-            refuse_before_turn(job.id, node["gpu_uuids"], node.get("longest_s"))
+            refuse_before_turn(job.id, node["gpu_uuids"])
         claim_gpus(WorkFolder(node["workdir"]), job.id, node["gpu_uuids"], node["share_gpus"])
         child = os.fork()
     except (OSError, Refused) as error:

@@ -63,7 +63,7 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
             fill_folder(job, {**node, "workdir": str(work.root), "python": sys.executable}, request["plan"], code)
             if carried := request.get("carried"):
                 move_into(job, work.handover(job.id), carried)
-            return {**start_supervisor(job, node.get("longest_s")), "now": now(work.root)}
+            return {**start_supervisor(job), "now": now(work.root)}
         except BaseException:
             with contextlib.suppress(OSError):
                 remove(job.root)
@@ -188,16 +188,15 @@ def write_package(folder: Path) -> None:
             (kept / f"{name}.{sys.implementation.cache_tag}.pyc").write_bytes(bytecode)
 
 
-def start_supervisor(job: JobFolder, longest_s: float | None) -> dict[str, Any]:
-    """Starts it in its own session with no stream of ours, so that it outlives this connection; waits for its word.
-    longest_s: as of `keeper`.
+def start_supervisor(job: JobFolder) -> dict[str, Any]:
+    """Starts it in its own session with none of our streams, so that it outlives this connection; returns its answer.
+    Raises Refused.
     """
     read, write = os.pipe()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ORCH_")}
-    longest = [] if longest_s is None else [f"{longest_s:.1f}"]
     with open(job.supervisor_log, "wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-S", "-m", "orch_remote.keeper", str(job.root), str(write), *longest],
+            [sys.executable, "-S", "-m", "orch_remote.keeper", str(job.root), str(write)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

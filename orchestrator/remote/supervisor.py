@@ -32,10 +32,6 @@ from .way import Place
 
 GO_S = 300.0
 """Prepared but not asked to start for this long: the controller is gone, undo. Longer than the slowest upload takes."""
-START_S = 60.0
-"""Longer than this it does not take from the claim on the GPUs to `go`, or the time limit counts from then on: those
-who wait for the GPUs were promised (`LaunchPlan.longest_s`).
-"""
 LOOK_S = 2.0
 SETTLE_S = 0.3
 """When a peer failed: so long may a rank of ours, dying of the true cause this very moment, take to say so. Longer
@@ -73,7 +69,6 @@ class Supervisor:
     async def run(self, answer: int) -> None:
         """Until the job is over here. answer: the descriptor that our pid and our ports go to."""
         loop, limit_s = asyncio.get_running_loop(), self._node.get("time_limit_s")
-        began = loop.time()
         self._tasks.watch_callbacks()
         loop.add_signal_handler(signal.SIGCHLD, self._programs.children.reap)
         loop.add_signal_handler(signal.SIGTERM, self._keeper_died)
@@ -92,7 +87,7 @@ class Supervisor:
             self._write({"state": "undone", "ended": time.time()})
             return
         if limit_s:
-            loop.call_at(min(loop.time(), began + START_S) + limit_s, self._time_is_up, limit_s)
+            loop.call_later(limit_s, self._time_is_up, limit_s)
         await self._take_part(self._go)
 
     async def _take_part(self, go: dict[str, Any]) -> None:

@@ -1,15 +1,15 @@
-"""A job's place in the queue for this host's GPUs. Asked again and again by the controller that waits.
+"""A job's place in the queue for this host's GPUs. The controller that waits asks again and again.
 
-Request: {"action", "workdir", "node", "job", "owner", "gpus", "longest_s"}; the actions are
-- look       who waits for one of these GPUs, and has them
-- take       leaves a ticket with this "number"
-- renew      and how it stands; with "lease_s" for so long; with "starts_s" it was promised to start by then
+Request: {"action", "workdir", "node", "job", "owner", "gpus"}; the actions are
+- look       reports the queue for these GPUs and who has them
+- take       leaves a ticket with this "number", then as look
+- renew      renews the ticket, for "lease_s" if given, then as look
 - leave      takes the ticket back
-- cancel     marks it, so that the controller that renews it hears of it
+- cancel     marks the ticket, so that its controller gives up at its next renewal
 
-The answer is {"tickets", "ahead", "held", "silent", "goes_past", "cancelled"}: who waits for these GPUs, who of them
-goes before this job, which jobs have them now, the logins whose sockets were asked in vain ("" for an unknown one), and
-whether it is in the way of nobody if it starts all the same; {"lost": true} if there is no ticket to renew.
+Answer: {"tickets", "ahead", "held", "silent", "cancelled"}: the queue for these GPUs, the part of it before this job,
+the other jobs that have them now, the logins whose sockets gave no answer ("" for an unknown login);
+{"lost": true} if there is no such ticket.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .gpu_claim import Holder, holder_of
 from .layout import WorkFolder
 from .occupants import user_name
 from .processes import age_s, identify
-from .turns import Ticket, ahead, in_the_way
+from .tickets import Ticket, ahead
 
 
 def main(request: dict[str, Any]) -> None:
@@ -33,61 +33,55 @@ def main(request: dict[str, Any]) -> None:
 
 
 def act(request: dict[str, Any]) -> dict[str, Any]:
-    action, job, said = request["action"], request.get("job", ""), dict[str, Any]()
+    action, job, cancelled = request["action"], request.get("job", ""), False
     if action == "take":
         take(request)
     elif action != "look":
-        word = {"do": action, "owner": request["owner"], "lease_s": tickets.LEASE_S}
-        word |= {name: request[name] for name in ("lease_s", "starts_s") if name in request}
-        heard = tickets.tell(job, request["node"], word)
-        if heard is None:
+        lease_s = request.get("lease_s", tickets.LEASE_S)
+        answer = tickets.send(job, request["node"], {"do": action, "owner": request["owner"], "lease_s": lease_s})
+        if answer is None:
             return {"lost": True}
-        said = {"cancelled": heard["cancelled"]}
+        cancelled = answer["cancelled"]
     if action in ("leave", "cancel"):
-        return said
+        return {"cancelled": cancelled}
     gpus = request["gpus"]
-    everybody, silent = tickets.seen()
-    there = [ticket for ticket in everybody if not set(gpus).isdisjoint(ticket.gpus)]
-    rows = {"tickets": there, "ahead": ahead(job, gpus, there)}
+    everybody, silent = tickets.all_tickets()
+    queue = [ticket for ticket in everybody if not set(gpus).isdisjoint(ticket.gpus)]
     return {
-        **said,
-        **{name: [ticket._asdict() for ticket in found] for name, found in rows.items()},
-        "silent": silent,
+        "tickets": [ticket._asdict() for ticket in queue],
+        "ahead": [ticket._asdict() for ticket in ahead(job, gpus, queue)],
         "held": held(WorkFolder(request["workdir"]), job, gpus),
-        "goes_past": not in_the_way(job, gpus, request.get("longest_s"), there),
+        "silent": silent,
+        "cancelled": cancelled,
     }
 
 
 def take(request: dict[str, Any]) -> None:
-    """Once, also where the first answer was lost on its way and this is asked again."""
+    """Once, even if the first answer was lost on its way and the controller asks again."""
     job, node, owner, number = (request[key] for key in ("job", "node", "owner", "number"))
-    there = tickets.tell(job, node, {"do": "renew", "owner": owner})
-    if there is None or there["number"] != number:
-        tickets.take(Ticket(job, number, request["gpus"], longest_s=request.get("longest_s")), node, owner)
+    existing = tickets.send(job, node, {"do": "renew", "owner": owner})
+    if existing is None or existing["number"] != number:
+        tickets.take(Ticket(job, number, request["gpus"]), node, owner)
 
 
 def held(work: WorkFolder, job: str, gpus: list[str]) -> list[dict[str, Any]]:
-    """Which other jobs have these GPUs: whoever's on this machine, and those of this work folder. left_s: so long at
-    most; None where nobody knows.
-    """
+    """The other jobs that have these GPUs: of any login on this machine, and of this work folder."""
     found = []
     for gpu in gpus:
         holder = holder_of(gpu) or _of_this_folder(work, gpu)
         if holder and holder.job != job:
             since_s = None
-            with contextlib.suppress(ProcessLookupError):  # it has ended this very moment
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
                 since_s = age_s(identify(holder.pid)) if holder.pid else None
-            left_s = None if since_s is None or holder.longest_s is None else max(0.0, holder.longest_s - since_s)
-            found.append({"job": holder.job, "user": holder.user, "since_s": since_s, "left_s": left_s})
+            found.append({"job": holder.job, "user": holder.user, "since_s": since_s})
     return found
 
 
 def _of_this_folder(work: WorkFolder, gpu: str) -> Holder | None:
-    """The job that holds the GPU's lock, if one does. The lock is not touched: a start may want it now."""
+    """The living job that holds the GPU's lock file. The lock itself is not tried: a start may want it now."""
     try:
         job = work.job((work.locks / f"gpu-{gpu}.lock").read_text(errors="replace")[:200].strip() or "none")
     except (OSError, ValueError):
         return None
     agent = job.read_agent()
-    longest_s = job.read_node().get("longest_s")
-    return Holder(user_name(os.getuid()), job.id, int(agent["pid"]), longest_s) if lives(agent) else None
+    return Holder(user_name(os.getuid()), job.id, int(agent["pid"])) if lives(agent) else None

@@ -128,19 +128,13 @@ def jobs_json(
 
 
 def waiting_json(waiting: Mapping[str, Sequence[Rival]]) -> list[dict[str, Any]]:
-    """Runs that wait for their GPUs, by cluster in their order. user: the login on the host. starts_within_s: null
-    where nobody knows.
-    """
+    """Queued runs by cluster, in the queue's order. user: the login on the host."""
     return [
         {"id": run.job, "state": "waiting", "cluster": cluster, "nodes": list(run.nodes), "user": run.user or None}
-        | {"place": place, "waited_s": _rounded(run.since_s), "starts_within_s": _rounded(run.starts_s)}
+        | {"place": place, "waited_s": None if run.since_s is None else round(run.since_s, 1)}
         for cluster, runs in waiting.items()
         for place, run in enumerate(runs, 1)
     ]
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 1)
 
 
 def status_json(

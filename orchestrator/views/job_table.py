@@ -55,23 +55,19 @@ def _with_what(job: JobRecord) -> Text:
 
 
 def print_waiting(waiting: Mapping[str, Sequence[Rival]]) -> None:
-    """Runs that wait for their GPUs, in their order; nothing where none does."""
+    """Queued runs in the queue's order; nothing without any."""
     rows = [
         (
             *(run.job, Text("waiting", style="magenta"), str(place), run.user, cluster),
-            *(_long(run.since_s), _long(run.starts_s), ", ".join(run.nodes)),
+            *("" if run.since_s is None else clock(run.since_s), ", ".join(run.nodes)),
         )
         for cluster, runs in waiting.items()
         for place, run in enumerate(runs, 1)
     ]
     if rows:
-        columns = ["job", "state", "place", "user", "cluster", "waited", "starts within", "nodes"]
-        console.out.print(table(None, columns, rows, drop=["cluster", "waited", "user", "nodes", "starts within"]))
+        columns = ["job", "state", "place", "user", "cluster", "waited", "nodes"]
+        console.out.print(table(None, columns, rows, drop=["cluster", "waited", "user", "nodes"]))
         console.put("")
-
-
-def _long(seconds: float | None) -> str:
-    return "" if seconds is None else clock(seconds)
 
 
 def _job_cells(job: JobRecord) -> tuple[Any, ...]:

@@ -2,21 +2,17 @@
 
     python -m tests.bench.makespan [--jobs 30] [--seed 1] [--traces 10] [--orders 6000]
 
-Four hosts with two GPUs each, time in minutes, no network: jobs start by the hosts' own rules (`remote/turns.py`) and
-by what their controllers promise (`jobs/queued.py`). The rows:
+Four hosts with two GPUs each, time in minutes, no network. The rows:
 
-- limits as they are, twice as long: each job has a `--time-limit`, of the time that it takes or of twice that; it goes
-  past jobs that came earlier where it is over before they were promised to start
-- without limits: nobody knows when a job ends, and nobody goes past another
-- first fit: whoever finds its GPUs free takes them. Nobody has a place, which is what fairness costs beside this row
+- in the queue's order: by the hosts' own rule (`remote/tickets.py`): a job passes those ahead of it only if it needs
+  none of their GPUs
+- first fit: a job that finds its GPUs free takes them; large jobs may starve. The difference is the price of fairness
 - planned anew: no queue, but one who may let everybody wait as it likes. Like a queue it does not know which jobs will
   come; it knows how long each takes, and whenever one comes or ends it searches for the order in which those that wait
   are over first. What it lacks to the next row is the price of not knowing what will come
 - best order found: by a search that knows from the beginning which jobs will come, when, and how long each takes, which
   no queue does. No job starts before it comes, and each as early as the order lets it: simulated annealing over
   exchanges of two jobs and moves of one, from the order in which they come. No order ends before the bound
-
-A promise that is not kept ends this with an error.
 """
 
 from __future__ import annotations
@@ -29,8 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from orchestrator.jobs.queued import HostAnswer, Rival, promised, standing_of
-from orchestrator.remote.turns import Ticket, ahead, in_the_way
+from orchestrator.remote.tickets import Ticket, ahead
 
 GPUS = tuple(f"{host}{index}" for host in "abcd" for index in (0, 1))
 WARMEST, COLDEST = 8.0, 0.05
@@ -67,9 +62,8 @@ def trace(count: int, draw: random.Random) -> list[Job]:
 
 @dataclass
 class Queue:
-    """The jobs of a trace as they come, one moment after the other. limit: of a job's time; None: it has none."""
+    """The jobs of a trace as they come, one moment after the other."""
 
-    limit: float | None
     in_turn: bool = True
     now: int = 0
     waiting: list[tuple[Job, int]] = field(default_factory=list)
@@ -77,7 +71,6 @@ class Queue:
     running: list[tuple[int, Job]] = field(default_factory=list)
     """By their ends."""
     starts: dict[str, int] = field(default_factory=dict)
-    promises: dict[str, float] = field(default_factory=dict)
 
     def play(self, jobs: Sequence[Job]) -> dict[str, int]:
         """When each job starts."""
@@ -94,50 +87,15 @@ class Queue:
         return self.starts
 
     def _one_starts(self) -> bool:
-        self._promise()
+        busy = {gpu for _, other in self.running for gpu in other.gpus}
+        tickets = [Ticket(job.name, number, sorted(job.gpus)) for job, number in self.waiting]
         for job, number in self.waiting:
-            busy = {gpu for _, other in self.running for gpu in other.gpus}
-            if not busy & job.gpus and not (self.in_turn and self._delays(job)):
+            if not busy & job.gpus and not (self.in_turn and ahead(job.name, job.gpus, tickets)):
                 heapq.heappush(self.running, (self.now + job.takes, job))
                 self.starts[job.name] = self.now
                 self.waiting.remove((job, number))
-                assert not self.in_turn or self.now <= self.promises.get(job.name, math.inf), f"{job} starts too late"
                 return True
         return False
-
-    def _longest(self, job: Job) -> float | None:
-        return None if self.limit is None else self.limit * job.takes
-
-    def _tickets(self) -> list[Ticket]:
-        at = {job.name: self.promises.get(job.name) for job, _ in self.waiting}
-        left = {name: None if until is None else until - self.now for name, until in at.items()}
-        return [
-            Ticket(job.name, number, sorted(job.gpus), longest_s=self._longest(job), starts_s=left[job.name])
-            for job, number in self.waiting
-        ]
-
-    def _delays(self, job: Job) -> bool:
-        return bool(in_the_way(job.name, job.gpus, self._longest(job), self._tickets()))
-
-    def _promise(self) -> None:
-        """As every controller does, in the order of their places."""
-        for job, _ in self.waiting:
-            before = ahead(job.name, job.gpus, self._tickets())
-            waits = [
-                Rival(each.job, starts_s=each.starts_s, over_s=_sum(each.starts_s, each.longest_s)) for each in before
-            ]
-            held = [self._holder(ends, other) for ends, other in self.running if other.gpus & job.gpus]
-            standing = standing_of({"rack": HostAnswer(ahead=tuple(waits), held=tuple(held))})
-            promise = promised(self.promises.get(job.name), self.now, standing.starts_s, self._longest(job))
-            if promise is not None:
-                self.promises[job.name] = promise
-
-    def _holder(self, ends: int, job: Job) -> Rival:
-        return Rival(job.name, over_s=_sum(self.starts[job.name] - self.now, self._longest(job)))
-
-
-def _sum(one: float | None, other: float | None) -> float | None:
-    return None if one is None or other is None else one + other
 
 
 def planned_anew(jobs: Sequence[Job], orders: int, draw: random.Random) -> dict[str, int]:
@@ -210,10 +168,8 @@ def bound(jobs: Sequence[Job]) -> int:
 
 def courses_of(jobs: Sequence[Job], orders: int, seed: int) -> dict[str, Course]:
     played = {
-        "limits as they are": Queue(1.0).play(jobs),
-        "limits twice as long": Queue(2.0).play(jobs),
-        "without limits": Queue(None).play(jobs),
-        "first fit": Queue(None, in_turn=False).play(jobs),
+        "in the queue's order": Queue().play(jobs),
+        "first fit": Queue(in_turn=False).play(jobs),
         "planned anew": planned_anew(jobs, orders // 10, random.Random(seed)),
     }
     found = searched(jobs, orders, random.Random(seed), dict.fromkeys(GPUS, 0))

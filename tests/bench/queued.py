@@ -2,7 +2,7 @@
 
     python -m tests.bench.queued [--jobs 30] [--seed 1] [--killed 6]
 
-Each job is an `orch run --wait`; some have a `--time-limit`. So many controllers are killed (SIGKILL) at random, while
+Each job is an `orch run --wait`. So many controllers are killed (SIGKILL) at random, while
 they wait, while they start a job and while it runs. Then it is checked, from the records on the hosts, that no
 GPU had two jobs at once, that every job whose controller lived has run once, and that of the killed ones each has
 either run or lost its place, with `orch jobs` saying so. As root the logins are users that are made for this and
@@ -53,7 +53,6 @@ class Job:
     after_s: float
     takes_s: float
     hosts: tuple[str, ...]
-    has_limit: bool
     killed_after_s: float | None
 
 
@@ -82,7 +81,7 @@ def trace(count: int, killed: int, draw: random.Random) -> list[Job]:
         after_s = number * EVERY_S + draw.uniform(0, EVERY_S)
         killed_after_s = draw.uniform(0.5, 20.0) if number in doomed else None
         job = Job(f"t{number:02d}", draw.choice(PEOPLE), after_s, draw.uniform(0.2, LONGEST_S), hosts,
-                  draw.random() < 0.6, killed_after_s)  # fmt: skip
+                  killed_after_s)  # fmt: skip
         jobs.append(job)
     return jobs
 
@@ -115,8 +114,7 @@ def _end_all_of(uid: int) -> None:
 
 def run(job: Job, person: Person, began: float) -> Run:
     time.sleep(max(0.0, began + job.after_s - time.monotonic()))
-    limit = ["--time-limit", "30s"] if job.has_limit else []
-    words = ["--name", job.name, "--nodes", ",".join(job.hosts), "--wait", *limit, "train.py", str(job.takes_s)]
+    words = ["--name", job.name, "--nodes", ",".join(job.hosts), "--wait", "train.py", str(job.takes_s)]
     with person.starts("run", *words) as process:
         if job.killed_after_s is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -457,7 +457,7 @@ def queued_behind(r: Round) -> Generator[bool, None, Expected]:
     host, waits = r.cell.connect()[r.victim], f"behind-{r.rng.getrandbits(32):08x}"
     words = {"workdir": r.workdir[r.victim], "node": r.victim, "job": waits, "owner": US.owner.id, "gpus": [waits]}
     for action in ("take", "renew", "look"):
-        answer = ask.ask(host, "waiting", {**words, "action": action, "number": 1, "longest_s": None}, timeout_s=30)
+        answer = ask.ask(host, "waiting", {**words, "action": action, "number": 1}, timeout_s=30)
     if [ticket["job"] for ticket in answer["tickets"]] != [waits]:
         raise RuntimeError(f"{waits} waits, and the queue is {answer}")
     if r.rng.random() < 0.5:

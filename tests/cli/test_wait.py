@@ -86,9 +86,8 @@ def queue(person: Person) -> list[tuple[str, int]]:
 
 def test_jobs_start_in_the_order_in_which_they_came_and_a_dead_controller_loses_its_place_alone(rack):
     alice, bob = rack.person("alice"), rack.person("bob")
-    first = Run(alice, "first", "a", "--time-limit", "2h").starts()
-    large = Run(bob, "large", "", "--wait", "--time-limit", "1h").waits()
-    assert re.search(r"for \d.*; starts within 3h0\d", large.said)
+    first = Run(alice, "first", "a").starts()
+    large = Run(bob, "large", "", "--wait").waits()
     assert f"place 1 in the queue, behind root's job {first.job} (has GPUs of a" in large.said
     late = Run(alice, "late", "b", "--wait").waits()  # b is free, and kept for the larger job
     assert f"place 1 in the queue, behind root's job {first.job}" not in late.said
@@ -97,12 +96,8 @@ def test_jobs_start_in_the_order_in_which_they_came_and_a_dead_controller_loses_
         assert queue(bob) == queue(alice) == [(large.job, 1), (late.job, 2)]
         refused = alice.types("run", "--nodes", "b", "train.py", "x", exit_code=3).stderr
         assert f"is kept for root's job {large.job}, which waits for it" in refused and "--wait" in refused
-        while not all(row["starts_within_s"] for row in alice.jobs()["waiting"]):
-            pass  # until their controllers have told the hosts
-        short = Run(alice, "short", "b", "--time-limit", "30m").starts()
-        with ended(short):
-            assert queue(alice) == [(large.job, 1), (late.job, 2)]
-            short.ends()
+        short = alice.types("run", "--nodes", "b", "--time-limit", "1s", "train.py", "x", exit_code=3).stderr
+        assert f"is kept for root's job {large.job}" in short  # a time limit passes nobody
         late.process.kill()  # its ticket goes when its lease is over, and nobody else's with it
         last = Run(alice, "last", "", "--wait").waits()
         assert f"job {late.job} (waits" in last.said
@@ -147,11 +142,12 @@ def test_ctrl_c_and_cancel_leave_the_queue_and_a_lost_ticket_is_taken_anew(rack)
         said = left.ends(130)
         assert f"{left.job} has left the queue" in said and "was not started" in said
         assert queue(alice) == [(gone.job, 1), (robbed.job, 2)]
+        alice.types("run", "--nodes", "b", "train.py", str(left.go))  # nobody waits for b
         assert "is out of the queue" in alice.types("cancel", "--job", gone.job).stderr
         assert "was cancelled while it waited" in gone.ends(1)
         assert queue(alice) == [(robbed.job, 1)]
         owner = alice_id(alice)
-        assert tickets.tell(robbed.job, "a", {"do": "leave", "owner": owner})
+        assert tickets.send(robbed.job, "a", {"do": "leave", "owner": owner})
         robbed.until("a lost its ticket for this job; it is at the end of the queue again")
         table = alice.types("jobs").stdout
         assert re.search(rf"{robbed.job} +waiting +1", table) and re.search(rf"{first.job} +running", table)
@@ -166,7 +162,7 @@ def test_a_limit_ends_the_wait_and_detach_returns_when_the_job_runs(rack):
     first = Run(alice, "first", "a").starts()
     with ended(first):
         said = alice.types("run", "--nodes", "a", "--wait-limit", "1s", "train.py", "x", exit_code=3).stderr
-        assert "did not come to its turn within 1.0s" in said and "`orch jobs` shows who waits" in said
+        assert "was still queued after 1.0s" in said and "`orch jobs` shows the queue" in said
         assert alice.jobs()["waiting"] == []
         assert "--share" in alice.types("run", "--wait", "--share", "train.py", "x", exit_code=2).stderr
         assert "--hosts" in alice.types("run", "--wait", "--hosts", "1:2", "train.py", "x", exit_code=2).stderr

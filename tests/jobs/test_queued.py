@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.jobs.queued import HostAnswer, Rival, promised, queue_of, read_answer, standing_of
+from orchestrator.jobs.queued import HostAnswer, Rival, place_of, queue_of, read_answer
 
 
 def said(**rows):
@@ -16,7 +16,7 @@ def row(job, number=0, since_s=5.0, user="alice"):
 def test_a_job_on_two_hosts_is_one_rival_and_the_nearest_is_named_first():
     a = read_answer("a", said(held=[row("has-1", since_s=723)], ahead=[row("x-1", 1), row("y-1", 2, None, "")]))
     b = read_answer("b", said(held=[row("has-1", since_s=720)], ahead=[row("y-1", 2, None, "")]))
-    standing = standing_of({"a": a, "b": b})
+    standing = place_of({"a": a, "b": b})
     words = "place 3 in the queue, behind alice's job has-1 (has GPUs of a, b for 12m03s), job y-1 (waits)"
     assert standing.words() == f"{words}, alice's job x-1 (waits for 5.0s)"
     assert not standing.is_turn and standing.behind == {("has-1", 0, ("a", "b")), ("x-1", 1, ()), ("y-1", 2, ())}
@@ -24,39 +24,17 @@ def test_a_job_on_two_hosts_is_one_rival_and_the_nearest_is_named_first():
 
 def test_a_job_seen_while_it_starts_is_worth_another_line_once_it_has_all_its_hosts():
     a, b = (read_answer(node, said(held=[row("has-1")])) for node in "ab")
-    starting, runs = standing_of({"a": a, "b": HostAnswer()}), standing_of({"a": a, "b": b})
+    starting, runs = place_of({"a": a, "b": HostAnswer()}), place_of({"a": a, "b": b})
     assert starting.behind != runs.behind
     assert ("GPUs of a for" in starting.words(), "GPUs of a, b for" in runs.words()) == (True, True)
 
 
 def test_it_is_a_jobs_turn_when_no_host_names_another():
-    assert standing_of({"a": read_answer("a", said(tickets=[row("later", 9)])), "b": HostAnswer()}).is_turn
-
-
-def test_a_job_starts_when_all_that_go_before_are_over_at_the_latest():
-    waits = {**row("x-1", 1), "starts_s": 30.0, "longest_s": 50.0}
-    a = read_answer("a", said(held=[{**row("has-1"), "left_s": 100.0}], ahead=[waits]))
-    b = read_answer("b", said(ahead=[{**waits, "starts_s": 70.0}]))
-    assert (standing_of({"a": a}).starts_s, standing_of({"a": a, "b": b}).starts_s) == (100.0, 120.0)
-    unknown = read_answer("c", said(held=[row("endless")]))
-    assert standing_of({"a": a, "c": unknown}).starts_s is None
-
-
-def test_a_job_goes_past_others_where_all_hosts_let_it_and_nobody_has_its_gpus():
-    past, not_past = (read_answer("a", said(ahead=[row("x", 1)], goes_past=goes)) for goes in (True, False))
-    assert standing_of({"a": past}).is_turn and not standing_of({"a": past, "b": not_past}).is_turn
-    assert not standing_of({"a": past, "b": read_answer("b", said(held=[row("y")], goes_past=True))}).is_turn
-
-
-def test_a_promise_stays_as_it_is():
-    assert promised(None, 1000.0, 60.0, 30.0) == 1090.0
-    assert promised(1090.0, 1010.0, 90.0, 30.0) == promised(1090.0, 1010.0, None, 30.0) == 1090.0
-    assert promised(1090.0, 1010.0, 10.0, 30.0) == 1090.0
-    assert promised(None, 1000.0, None, 30.0) is None and promised(None, 1000.0, 60.0, None) == 1060.0
+    assert place_of({"a": read_answer("a", said(tickets=[row("later", 9)])), "b": HostAnswer()}).is_turn
 
 
 def test_a_job_that_has_started_waits_no_more():
-    standing = standing_of({"a": read_answer("a", said(held=[row("x-1")], ahead=[row("x-1", 1)]))})
+    standing = place_of({"a": read_answer("a", said(held=[row("x-1")], ahead=[row("x-1", 1)]))})
     assert (standing.place, [rival.job for rival in standing.holders]) == (1, ["x-1"])
 
 

@@ -19,7 +19,7 @@ from orchestrator.errors import HostsError
 from orchestrator.remote import tickets, waiting
 from orchestrator.remote.answer import Refused
 from orchestrator.remote.layout import WorkFolder
-from orchestrator.remote.turns import Ticket
+from orchestrator.remote.tickets import Ticket
 from tests.support.local_job import gang
 
 NOBODY = 65534
@@ -33,14 +33,14 @@ def gpu():
 
 
 @contextmanager
-def taken(job: str, number: int, *gpus: str, uid: int = os.getuid(), longest_s: float | None = None):
+def taken(job: str, number: int, *gpus: str, uid: int = os.getuid()):
     """A ticket of this login; taken in a child, as a host's program does. Afterwards its name is free again."""
     names_before = bound_names(job)
     child = os.fork()
     if not child:
         try:
             os.setuid(uid)
-            tickets.take(Ticket(job, number, gpus, longest_s=longest_s), "a", OWNER)
+            tickets.take(Ticket(job, number, gpus), "a", OWNER)
         finally:
             os._exit(0)
     os.waitpid(child, 0)
@@ -55,7 +55,7 @@ def taken(job: str, number: int, *gpus: str, uid: int = os.getuid(), longest_s: 
 
 
 def bound_names(job: str) -> set[str]:
-    return {*tickets._own_names(job, "a", OWNER)} & {*tickets._names()}
+    return {*tickets._names_of(job, "a", OWNER)} & {*tickets._all_names()}
 
 
 def ask_as(uid: int, job: str, do: str) -> bool:
@@ -63,12 +63,12 @@ def ask_as(uid: int, job: str, do: str) -> bool:
     child = os.fork()
     if not child:
         os.setuid(uid)
-        os._exit(0 if tickets.tell(job, "a", {"do": do, "owner": OWNER}) else 1)
+        os._exit(0 if tickets.send(job, "a", {"do": do, "owner": OWNER}) else 1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def those_for(gpu: str) -> list[Ticket]:
-    return [ticket for ticket in tickets.there() if gpu in ticket.gpus]
+    return [ticket for ticket in tickets.all_tickets()[0] if gpu in ticket.gpus]
 
 
 @pytest.mark.parametrize("uid", [os.getuid(), pytest.param(NOBODY, marks=needs_root)])
@@ -84,7 +84,7 @@ def test_whoever_waits_is_seen_with_the_login_that_the_kernel_knows(gpu, uid):
 def test_another_login_or_another_home_can_neither_renew_nor_cancel_a_ticket(gpu):
     with taken("mine", 1, gpu):
         assert not ask_as(NOBODY, "mine", "leave")
-        assert tickets.tell("mine", "a", {"do": "leave", "owner": "another"}) is None
+        assert tickets.send("mine", "a", {"do": "leave", "owner": "another"}) is None
         assert [ticket.job for ticket in those_for(gpu)] == ["mine"]
     assert those_for(gpu) == []
 
@@ -101,8 +101,8 @@ def test_a_ticket_that_nobody_renews_is_gone(gpu, monkeypatch):
 def test_a_renewed_ticket_stays_where_it_is(gpu, monkeypatch):
     monkeypatch.setattr(tickets, "LEASE_S", 1.0)
     with taken("kept", 1, gpu), taken("dead", 2, gpu):
-        assert tickets.tell("kept", "a", {"do": "renew", "owner": OWNER, "lease_s": 600})
-        assert tickets.tell("other", "a", {"do": "renew", "owner": OWNER}) is None
+        assert tickets.send("kept", "a", {"do": "renew", "owner": OWNER, "lease_s": 600})
+        assert tickets.send("other", "a", {"do": "renew", "owner": OWNER}) is None
         while len(found := those_for(gpu)) == 2:
             time.sleep(0.05)
         assert [ticket.job for ticket in found] == ["kept"]
@@ -134,43 +134,27 @@ def test_what_answers_nonsense_under_a_tickets_name_is_no_ticket():
                 talk.recv(100)
                 talk.sendall(said)
                 os._exit(0)
-            found = tickets.there()
+            found, _ = tickets.all_tickets()
             os.waitpid(child, 0)
         assert [ticket for ticket in found if ticket.job == "x"] == []
 
 
 def test_a_cancelled_ticket_is_in_nobodys_way_and_its_controller_hears_of_it(gpu):
     with taken("given-up", 1, gpu):
-        tickets.tell("given-up", "a", {"do": "cancel", "owner": OWNER})
+        tickets.send("given-up", "a", {"do": "cancel", "owner": OWNER})
         assert those_for(gpu) == []
-        answer = tickets.tell("given-up", "a", {"do": "renew", "owner": OWNER})
+        answer = tickets.send("given-up", "a", {"do": "renew", "owner": OWNER})
         assert answer and answer["cancelled"] is True
 
 
-def test_a_promise_lets_those_go_past_that_are_over_by_then(gpu):
-    asked = {"workdir": "/nowhere", "node": "a", "owner": OWNER, "gpus": [gpu]}
-    with taken("large", 1, gpu, longest_s=50.0), taken("short", 2, gpu):
-        short = {**asked, "action": "look", "job": "short", "longest_s": 30.0}
-        assert waiting.act(short)["goes_past"] is False
-        (shown,) = waiting.act({**asked, "action": "renew", "job": "large", "starts_s": 40.0})["tickets"][:1]
-        assert shown["longest_s"] == 50.0 and 30.0 < shown["starts_s"] <= 40.0
-        assert waiting.act(short)["goes_past"] is True and [row["job"] for row in waiting.act(short)["ahead"]] == [
-            "large"
-        ]
-        assert waiting.act({**short, "longest_s": 41.0})["goes_past"] is False
-        assert waiting.act({**short, "longest_s": None})["goes_past"] is False
-        tickets.refuse_before_turn("short", [gpu], 30.0)
-        with pytest.raises(Refused, match="is kept for"):
-            tickets.refuse_before_turn("short", [gpu], None)
-
-
-def test_a_host_says_how_long_a_holder_has_its_gpu_at_most(tmp_path, gpu):
-    with gang(tmp_path, "import time; time.sleep(600)", ranks=(1,), time_limit_s=500.0) as job:
+def test_a_host_reports_which_job_has_a_gpu_and_for_how_long(tmp_path, gpu):
+    with gang(tmp_path, "import time; time.sleep(600)", ranks=(1,)) as job:
         nodes = tuple(node.model_copy(update={"gpu_uuids": (gpu,)}) for node in job.plan.nodes)
         job.plan = job.plan.model_copy(update={"nodes": nodes})
         job.launch()
         (holder,) = waiting.held(WorkFolder(tmp_path / "none"), "other", [gpu])
-        assert holder["job"] == job.plan.job and 500.0 < holder["left_s"] <= job.plan.longest_s < 600.0
+        assert (holder["job"], holder["user"]) == (job.plan.job, getpass.getuser()) and 0 <= holder["since_s"] < 600
+        assert waiting.held(WorkFolder(tmp_path / "none"), job.plan.job, [gpu]) == []
 
 
 def test_a_host_refuses_the_start_that_is_not_its_turn(tmp_path, gpu):
@@ -283,7 +267,7 @@ def test_no_socket_of_another_login_delays_or_stops_a_start(tmp_path, gpu, ill):
         began = time.monotonic()
         assert [ticket.job for ticket in those_for(gpu)] == ["own"]
         with pytest.raises(Refused, match="own, which waits for it"):
-            tickets.refuse_before_turn("other", [gpu], None)
+            tickets.refuse_before_turn("other", [gpu])
         assert time.monotonic() < began + 2 * tickets.ANSWER_S + 1
     with stranger(ILL[ill]), gang(tmp_path, "print('ran')", ranks=(1,)) as job:
         nodes = tuple(node.model_copy(update={"gpu_uuids": (gpu,)}) for node in job.plan.nodes)
@@ -297,7 +281,7 @@ def test_a_login_whose_socket_says_nothing_is_named(gpu, capfd):
     with stranger(lambda: bound(any_name())):
         asked = {"action": "look", "workdir": "/nowhere", "node": "a", "job": "j", "owner": OWNER, "gpus": [gpu]}
         assert waiting.act(asked)["silent"] == [tickets.user_name(NOBODY)]
-        tickets.refuse_before_turn("j", [gpu], None)
+        tickets.refuse_before_turn("j", [gpu])
     assert tickets.user_name(NOBODY) in capfd.readouterr().err
 
 
@@ -305,7 +289,7 @@ def connected(job: str, count: int) -> list[socket.socket]:
     """Connections to every ticket there is, without a word."""
     found = []
     for _ in range(count):
-        for name in tickets._names():
+        for name in tickets._all_names():
             one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             one.setblocking(False)
             with suppress(OSError):
@@ -319,7 +303,7 @@ def test_connections_of_another_login_do_not_keep_a_controller_from_its_ticket(g
     with taken("mine", 1, gpu), stranger(lambda: connected("mine", 600)):
         for _ in range(5):
             began = time.monotonic()
-            assert tickets.tell("mine", "a", {"do": "renew", "owner": OWNER})
+            assert tickets.send("mine", "a", {"do": "renew", "owner": OWNER})
             assert time.monotonic() < began + 1
         assert [ticket.job for ticket in those_for(gpu)] == ["mine"]
         asked = {"action": "take", "workdir": "/nowhere", "node": "a", "job": "mine", "owner": OWNER, "gpus": [gpu]}
@@ -329,24 +313,24 @@ def test_connections_of_another_login_do_not_keep_a_controller_from_its_ticket(g
 @needs_root
 @pytest.mark.parametrize("squat", [bound, lambda name: bound(name, None), full, None])
 def test_another_login_with_the_name_of_a_ticket_is_not_believed(gpu, squat):
-    lies = json.dumps({"heard": True, "cancelled": True, "job": "mine", "number": 1, "gpus": [gpu], "since_s": 0})
-    (name, *_) = tickets._own_names("mine", "a", OWNER)
+    lies = json.dumps({"accepted": True, "cancelled": True, "job": "mine", "number": 1, "gpus": [gpu], "since_s": 0})
+    (name, *_) = tickets._names_of("mine", "a", OWNER)
     squats = (lambda: squat(name)) if squat else answers_with(name, lies.encode(), b"", 0.01)
     with stranger(squats):
         if squat is full:  # nobody can see whose it is
             with pytest.raises(Refused, match="gives no answer"):
-                tickets.tell("mine", "a", {"do": "renew", "owner": OWNER})
+                tickets.send("mine", "a", {"do": "renew", "owner": OWNER})
         else:
-            assert tickets.tell("mine", "a", {"do": "renew", "owner": OWNER}) is None
+            assert tickets.send("mine", "a", {"do": "renew", "owner": OWNER}) is None
         with taken("mine", 1, gpu):
-            heard = tickets.tell("mine", "a", {"do": "renew", "owner": OWNER})
+            heard = tickets.send("mine", "a", {"do": "renew", "owner": OWNER})
             assert heard and heard["cancelled"] is False
 
 
 @needs_root
 def test_a_login_that_has_all_names_of_a_ticket_is_named(gpu):
     job = f"mine-{gpu[-12:]}"  # its names are of this test: a holder of the one before may still be at its end
-    taken_names = tickets._own_names(job, "a", OWNER)
+    taken_names = tickets._names_of(job, "a", OWNER)
     named = pytest.raises(Refused, match=f"{tickets.user_name(NOBODY)} took the names of {job}'s tickets")
     with stranger(lambda: [bound(name) for name in taken_names]), named:
         tickets.take(Ticket(job, 1, (gpu,)), "a", OWNER)

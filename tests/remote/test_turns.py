@@ -1,4 +1,4 @@
-"""The order of the queue, by the hosts' own rule, with jobs that come, look and start in any order of single steps."""
+"""The queue's order, by the hosts' own rule, with jobs that come, look and start in any order of single steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.remote.turns import Ticket, ahead
+from orchestrator.remote.tickets import Ticket, ahead
 
 HOSTS = "abcd"
 GPUS = tuple(f"{host}{index}" for host in HOSTS for index in (0, 1))
@@ -101,7 +101,7 @@ def test_every_job_runs_alone_on_its_gpus_and_nobody_who_came_later_goes_before(
     assert not rack.held and not any(rack.tickets.values())
 
 
-def test_whoever_wants_none_of_the_gpus_that_others_wait_for_goes_past_them():
+def test_a_job_that_needs_no_contested_gpu_passes_those_that_wait():
     large = Ticket("large", 1, ("a0", "a1"))
     assert ahead("small", ["a1"], [large, Ticket("small", 2, ("a1",))]) == [large]
     assert ahead("other", ["a2"], [large, Ticket("other", 2, ("a2",))]) == []
