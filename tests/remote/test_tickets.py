@@ -82,8 +82,18 @@ def test_whoever_waits_is_seen_with_the_login_that_the_kernel_knows(gpu, uid):
 
 @needs_root
 def test_another_login_or_another_home_can_neither_renew_nor_cancel_a_ticket(gpu):
+    def leave_by_hand():
+        (name,) = bound_names("mine")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as talk:
+            talk.connect(name)
+            talk.sendall(json.dumps({"do": "leave", "owner": OWNER}).encode())
+            assert json.loads(talk.recv(4096))["accepted"] is False
+        return True
+
     with taken("mine", 1, gpu):
         assert not ask_as(NOBODY, "mine", "leave")
+        with stranger(leave_by_hand):
+            pass
         assert tickets.send("mine", "a", {"do": "leave", "owner": "another"}) is None
         assert [ticket.job for ticket in those_for(gpu)] == ["mine"]
     assert those_for(gpu) == []
