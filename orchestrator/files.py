@@ -1,4 +1,4 @@
-"""Writing files so that a reader, or a crash, never meets half of one; and the digest of one."""
+"""Writes files so that a reader never meets half a file, even after a crash; and hashes files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from typing import IO, Any
 from orchestrator.errors import UsageError
 
 BLOCK_BYTES = 1 << 20
-ZEROS = bytes(BLOCK_BYTES)
 MAX_LINKS = 40
 """On one path, as path_resolution(7) has it."""
 
@@ -151,62 +150,10 @@ def flock(file: IO[Any], operation: int) -> None:
         raise OSError(error.errno, error.strerror, file.name) from error
 
 
-class Digest:
-    """SHA-256 of a file of any size, for which its holes cost nothing: of its blocks of BLOCK_BYTES, each behind its
-    number, without those that hold only zeros; and of its size. `remote/pieces.py` computes the same.
-    """
-
-    def __init__(self) -> None:
-        self._sha256, self._number, self._block = hashlib.sha256(), 0, bytearray()
-
-    def add(self, data: bytes) -> None:
-        left = memoryview(data)
-        while left:
-            room = BLOCK_BYTES - len(self._block)
-            self._block += left[:room]
-            left = left[room:]
-            if len(self._block) == BLOCK_BYTES:
-                self._end_block()
-
-    def add_zeros(self, count: int) -> None:
-        if self._block:
-            within = min(count, BLOCK_BYTES - len(self._block))
-            self.add(ZEROS[:within])
-            count -= within
-        self._number += count // BLOCK_BYTES
-        self._block += ZEROS[: count % BLOCK_BYTES]
-
-    def _end_block(self) -> None:
-        if self._block != ZEROS[: len(self._block)]:
-            self._sha256.update(self._number.to_bytes(8, "big") + self._block)
-        self._number += 1
-        self._block = bytearray()
-
-    def hexdigest(self) -> str:
-        """To be asked once, at the end."""
-        size = self._number * BLOCK_BYTES + len(self._block)
-        self._end_block()
-        self._sha256.update(size.to_bytes(8, "big"))
-        return self._sha256.hexdigest()
-
-
-def digest_of(file: IO[bytes]) -> tuple[Digest, int]:
-    """Of what the file holds now, and how many bytes that is."""
-    digest, at, size = Digest(), 0, os.fstat(file.fileno()).st_size
-    while at < size:
-        data_at = _data_after(file.fileno(), at, size)
-        digest.add_zeros(data_at - at)
-        piece = os.pread(file.fileno(), min(BLOCK_BYTES, size - data_at), data_at)
-        digest.add(piece)
-        at = data_at + len(piece)
-        if not piece and data_at < size:
-            break  # it became shorter
-    return digest, at
-
-
-def _data_after(handle: int, at: int, size: int) -> int:
-    """Where the next bytes lie that take room on the disk; the size if there are none."""
-    try:
-        return os.lseek(handle, at, os.SEEK_DATA)
-    except OSError as error:
-        return size if error.errno == errno.ENXIO else at  # or this file system has no holes
+def hash_file(file: IO[bytes]) -> tuple[hashlib._Hash, int]:
+    """The SHA-256 of the file so far, and its size; the file is read to its end."""
+    sha256, size = hashlib.sha256(), 0
+    while piece := file.read(BLOCK_BYTES):
+        sha256.update(piece)
+        size += len(piece)
+    return sha256, size

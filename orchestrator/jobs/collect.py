@@ -1,13 +1,12 @@
-"""Pulls a job's files into its run folder: only what is new, in place, checked by hash.
+"""Pulls a job's logs into its run folder: only what is new, in place, checked by hash.
 
     with claimed(run):
         collected = collect(plan, hosts, run)
 
-A file here only ever grows: at any moment, also when a link broke or this program was killed, it is a beginning of
-the host's file, and the next collect goes on from its end. At the end of each pull the host's SHA-256 over all that
-it ever handed out has to agree; a file that does not is set aside (`stdout.log.damaged-1`) and pulled again. A
-file that was cut, replaced or rotated on its host begins again here too, and what there was before stays beside it:
-`stdout.log.1` is the oldest generation, `stdout.log.2` the one after it. File names are ours; the host only fills them.
+A file here only grows: at any moment, even after a broken link or a kill, it is a beginning of the host's file, and the
+next collect continues at its end. At the end of each pull the host's SHA-256 of all bytes that it handed out has to
+match. A file that does not match, or that was cut, replaced or rotated on its host, is pulled anew; what it held before
+goes to the end of `stdout.log.previous`. We choose the file names; the host only fills the files.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ import os
 import shutil
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from orchestrator.errors import HostError, OrchError, ProbeError
-from orchestrator.files import Digest, digest_of, flock, resolved, sync, write_json
+from orchestrator.files import flock, hash_file, resolved, sync, write_json
 from orchestrator.jobs.frames import HEAD_BYTES, Agent, End, FilePiece, Held, names_of
 from orchestrator.jobs.watch import watch
 from orchestrator.paths import RunFolder
@@ -36,38 +36,36 @@ from orchestrator.transport.ask import ConnectedHost
 from orchestrator.units import format_bytes
 
 ORPHAN_S = 0.5
-"""A collect that is killed just as it starts a program leaves its lock with a child that has not yet become another
-program (fork(2) shares it, execve(2) drops it): so long may that take."""
+"""A collect that is killed just as it starts a program leaves its lock with the child until that has become the other
+program (fork(2) shares the lock, execve(2) drops it)."""
 MAX_LOG_BYTES = 1 << 30
 SPARE_BYTES, LOOK_BYTES = 16 << 20, 4 << 20
-"""So much is left free on the disk here; it is looked at after so many new bytes, and again."""
-MAX_GENERATIONS = 1000
-"""The most generations of one file, whatever its host says."""
+"""Left free on the disk here, which is checked each time this many new bytes have come."""
+MOST_RESTARTS = 10
+"""How often a host may restart one file during one collect."""
 
 
 class HeldError(OrchError):
-    """Another program pulls into this run folder at this moment."""
+    """Another program is pulling into this run folder."""
 
 
 @dataclass
 class Collected:
-    """What one collection brought, by node."""
+    """The outcome of one collect, by node."""
 
     new_bytes: int = 0
-    """What was pulled this time."""
     agents: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Every host's record."""
+    """The hosts' records."""
     errors: dict[str, HostError] = field(default_factory=dict)
     """Hosts whose part is missing or incomplete."""
     notices: list[str] = field(default_factory=list)
-    """What a person should know about files that began again or were damaged."""
+    """For the user: files that are pulled anew or not completely."""
 
 
 @contextlib.contextmanager
 def claimed(run: RunFolder) -> Iterator[None]:
-    """Keeps every other collect out of this folder, and removes what a killed one left half written.
-
-    Raises HeldError, which says who is there; the lock goes with its holder, however that ends.
+    """Keeps other collects out of this folder, and removes files that a killed collect left half written. Raises
+    HeldError, which names the holder; the lock disappears with its holder, however that ends.
     """
     with alone(run.lock, f"is collecting into {run.root}", "try again when it is done"):
         for leftover in [*run.root.glob(".*.????????"), *run.nodes.glob("*/.*.????????")]:
@@ -77,7 +75,7 @@ def claimed(run: RunFolder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone(lock: Path, doing: str, remedy: str) -> Iterator[None]:
-    """Holds this lock file. Raises HeldError: who holds it, and what that one is doing."""
+    """Holds this lock file. doing: the holder's work, for the HeldError that others get."""
     resolved(lock).parent.mkdir(parents=True, exist_ok=True)
     with open(lock, "a+", errors="replace") as file:
         if not _locked_within(file, ORPHAN_S):
@@ -91,7 +89,7 @@ def alone(lock: Path, doing: str, remedy: str) -> Iterator[None]:
 
 
 def _locked_within(file: IO[str], timeout_s: float) -> bool:
-    """Whether the lock could be had."""
+    """Whether the lock was free in time."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -111,10 +109,9 @@ def collect(
     *,
     limit_bytes: int = MAX_LOG_BYTES,
 ) -> Collected:
-    """progress(node, bytes) is called for every piece that comes. limit_bytes: of a file no more than its first so
-    many. The folder should be `claimed`. Raises OSError where the disk here is all but full.
-
-    A host that fails, or no longer has anything of the job, leaves what was there before.
+    """The folder should be `claimed`. progress(node, bytes) is called for every piece. limit_bytes: the most that
+    is pulled of each file. A host that fails, or no longer has the job, changes nothing here. Raises OSError if the
+    disk here is nearly full.
     """
     fetch = _Fetch(plan, run, progress, limit_bytes)
     damaged = fetch.stream({node.name: hosts[node.name] for node in plan.nodes if node.name in hosts})
@@ -127,7 +124,7 @@ def collect(
 
 
 class _Fetch:
-    """All hosts' files of one job, on their way into its run folder."""
+    """One collect from all hosts."""
 
     def __init__(
         self, plan: LaunchPlan, run: RunFolder, progress: Callable[[str, int], None], limit_bytes: int
@@ -138,7 +135,7 @@ class _Fetch:
         self._look_at = LOOK_BYTES
 
     def stream(self, hosts: Mapping[str, ConnectedHost]) -> dict[str, list[str]]:
-        """One stream of every host to its end. Returns, by node, the files that were set aside as damaged."""
+        """One stream of every host to its end. Returns, by node, the files that were damaged and have to come anew."""
         damaged: dict[str, list[str]] = {}
         offsets = {name: self._pulls[name].held() for name in hosts}
         try:
@@ -166,37 +163,38 @@ class _Fetch:
 
     def _keep_record(self, name: str, record: dict[str, Any]) -> None:
         self.collected.agents[name] = record
-        if record.get("gone") is True:  # what is known of this host's part is as good as it gets
+        if record.get("gone") is True:  # the record here is the best that there is
             return
         if record.get("state") != "lost" or not self._run.agent(name).exists():
             write_json(self._run.agent(name), record)
 
     def _end(self, name: str, end: End) -> list[str]:
-        """Its files that are damaged, set aside."""
-        self.collected.notices += self._pulls[name].note_left(self._run.left(name), end.left)
-        damaged = self._pulls[name].check(end.files)
-        words = "no longer matched the file on its host; set aside as damaged and pulled again"
-        self.collected.notices += [f"{name}: {file} {words}" for file in damaged]
+        """The files that were damaged; they are set aside."""
+        pull = self._pulls[name]
+        damaged = pull.damaged(end.files)
+        self.collected.notices += pull.note_left(self._run.left(name), end.left)
+        self.collected.notices += [pull.set_aside(file, "does not match the file on its host") for file in damaged]
         return damaged
 
 
-def refuse_if_full(folder: Path) -> None:
-    """Raises OSError before the disk of this folder is full to the last byte: others need it, too."""
-    if shutil.disk_usage(folder).free < SPARE_BYTES:
+def refuse_if_full(folder: Path, needed_bytes: int = 0) -> None:
+    """Raises OSError while the disk of this folder still has some room, which other programs need."""
+    if shutil.disk_usage(folder).free < needed_bytes + SPARE_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 class _Pull:
-    """The files of one node in its folder. `.pulled.json` there says which file on the host each of them came from."""
+    """The files of one node in its folder. `.pulled.json` there has the inode of each file on its host."""
 
     def __init__(self, node: NodePlan, folder: Path) -> None:
         self._node, self._folder = node, folder
         self._note = folder / ".pulled.json"
         self._inodes = _read_inodes(self._note)
+        self._restarts = Counter[str]()
         self._grown: set[Path] = set()
 
     def held(self) -> dict[str, Held]:
-        """What is here already, by the host's name for the file."""
+        """By the host's name of the file, what is here already."""
         found = {}
         for name in names_of(self._node.rank_numbers):
             with contextlib.suppress(FileNotFoundError), open(self._folder / name, "rb") as file:
@@ -205,34 +203,47 @@ class _Pull:
         return found
 
     def add(self, piece: FilePiece) -> list[str]:
-        """Appends it; a new generation of its file sets the older one aside. Returns notices."""
+        """Appends it. Returns notices."""
         path, notices = self._folder / piece.file, []
         path.parent.mkdir(parents=True, exist_ok=True)
-        if piece.restarted and path.exists():
-            aside = self._set_aside(path, "")
-            words = f"was cut, replaced or rotated on its host; what it held before is here as {aside.name}"
-            notices.append(f"{self._node.name}: {piece.file} {words}")
+        if piece.restarted:
+            self._restarts[piece.file] += 1
+            if self._restarts[piece.file] > MOST_RESTARTS:
+                raise ProbeError(self._node.name, f"restarted {piece.file} more than {MOST_RESTARTS} times")
+            notices.append(self.set_aside(piece.file, "was cut, replaced or rotated on its host"))
         if piece.offset == 0 and self._inodes.get(piece.file) != piece.inode:
-            # Noted while there is no byte of it: whenever this program is killed, the note speaks of what is here.
+            # Before the first byte: whenever this program is killed, the note describes the file that is here.
             self._inodes[piece.file] = piece.inode
             write_json(self._note, self._inodes)
         with open(path, "ab") as file:
             file.write(piece.data)
-            if piece.hole:
-                file.truncate(piece.end)
         self._grown.add(path)
         return notices
 
-    def check(self, files: Mapping[str, tuple[int, str]]) -> list[str]:
-        """Sets aside every file that does not agree with the host's (size, digest). Returns their names."""
-        damaged = [name for name, expected in files.items() if _fingerprint(self._folder / name) != expected]
-        for path in [self._folder / name for name in damaged]:
-            if path.exists():
-                self._set_aside(path, "damaged-")
-        return damaged
+    def damaged(self, files: Mapping[str, tuple[int, str]]) -> list[str]:
+        """The files that differ from the host's (size, SHA-256)."""
+        return [name for name, expected in files.items() if _fingerprint(self._folder / name) != expected]
+
+    def set_aside(self, name: str, why: str) -> str:
+        """Moves the file's content to the end of NAME.previous, so that it can come anew. Returns a notice."""
+        path = self._folder / name
+        previous = path.with_name(f"{path.name}.previous")
+        if not path.exists():
+            return f"{self._node.name}: {name} {why}; it is pulled anew"
+        if previous.exists():
+            refuse_if_full(path.parent, path.stat().st_size)
+            with open(path, "rb") as old, open(previous, "ab") as kept:
+                shutil.copyfileobj(old, kept)
+            sync(previous)
+            path.unlink()
+        else:
+            sync(path)
+            path.rename(previous)
+        sync(path.parent)
+        return f"{self._node.name}: {name} {why}; it is pulled anew, and its earlier content is in {previous.name}"
 
     def note_left(self, note: Path, left: Mapping[str, int]) -> list[str]:
-        """Notes and reports the files of which more lies on the host than was asked for."""
+        """Records the bytes that were beyond the limit, by file. Returns notices."""
         if left or note.exists():
             write_json(note, left)
         return [
@@ -241,26 +252,15 @@ class _Pull:
         ]
 
     def sync(self) -> None:
-        """Makes what has come outlast a power cut."""
+        """So that a power cut takes away nothing that has come."""
         grown = [path for path in self._grown if path.exists()]
         for path in [*grown, *{path.parent for path in grown}]:
             sync(path)
         self._grown.clear()
 
-    def _set_aside(self, path: Path, kind: str) -> Path:
-        """Under the first free name: nothing that already lies there is ever replaced."""
-        for number in range(1, MAX_GENERATIONS + 1):
-            aside = path.with_name(f"{path.name}.{kind}{number}")
-            if not aside.exists():
-                sync(path)
-                path.rename(aside)
-                sync(path.parent)
-                return aside
-        raise ProbeError(self._node.name, f"restarted {path.name} more than {MAX_GENERATIONS} times")
-
 
 def _read_inodes(note: Path) -> dict[str, int | None]:
-    """By the host's name for the file. Without the note (or with a damaged one) a file is known by its beginning."""
+    """By file. Without a valid note a file is recognised by its beginning."""
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
         inodes = json.loads(note.read_text())
         return {str(name): inode for name, inode in inodes.items() if isinstance(inode, int)}
@@ -269,6 +269,6 @@ def _read_inodes(note: Path) -> dict[str, int | None]:
 
 def _fingerprint(path: Path) -> tuple[int, str]:
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        digest, size = digest_of(file)
-        return size, digest.hexdigest()
-    return 0, Digest().hexdigest()
+        sha256, size = hash_file(file)
+        return size, sha256.hexdigest()
+    return 0, ""

@@ -1,11 +1,11 @@
 """Reads the stream of `remote/reader.py` or `remote/sender.py`: bytes from a host in, checked values out. Pure.
 
     held = {}
-    for frame in read_frames("v100", chunks, frozenset({0, 1}), held):  # `held` follows what has come
+    for frame in read_frames("v100", chunks, frozenset({0, 1}), held):  # updates `held`
         ...
 
-A piece has to go on where the one before it ended (or begin its file again), and a line has a largest size. Anything
-else ends the stream with a ProbeError, as does a frame that is none (`frames`).
+A piece has to begin where the piece before it ended (or at the beginning of its file), and a line has a largest size.
+Anything else ends the stream with a ProbeError, as does an invalid frame (`frames`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ def read_frames(
 ) -> Iterator[Frame]:
     """The logs of a job with these ranks on this node.
 
-    chunks: as a transport's stream yields them (b"" gives a Beat). marker: stands before each frame; what stands
-    between two frames is skipped. held: by file, what is here already; brought up to date with every piece, before it
-    is given out. A piece is given out part by part, as its bytes come: a link that breaks takes none of them along.
-    limit_bytes: of a file no more than its first so many were asked for.
+    chunks: as a transport's stream yields them (b"" gives a Beat). marker: begins each frame; bytes between two frames
+    are skipped. held: by file, the part that is here; updated before each piece is yielded. A piece is yielded part by
+    part as its bytes come, so that a broken connection loses none of them. limit_bytes: requested of each file.
     """
     frames = _Frames(node, partial(rank_of_log, ranks=ranks), {} if held is None else held, marker, limit_bytes)
     return frames.read(chunks)
@@ -49,12 +48,12 @@ def read_files(
     *,
     marker: bytes = b"",
 ) -> Iterator[Frame]:
-    """The same of any files: those that were asked for, and no others."""
+    """The files that were requested (`asked`). For the other arguments see `read_frames`."""
     return _Frames(node, partial(asked_for, asked=asked), {} if held is None else held, marker, None).read(chunks)
 
 
 class _Frames:
-    """Frames out of bytes, however these are cut."""
+    """Frames from bytes, however these are cut."""
 
     def __init__(
         self,
@@ -64,13 +63,13 @@ class _Frames:
         marker: bytes,
         limit_bytes: int | None,
     ) -> None:
-        """rank_of: raises ValueError for a file that must not come."""
+        """rank_of: raises ValueError for a file that was not requested."""
         self._node, self._rank_of, self._held = node, rank_of, held
         self._marker, self._limit_bytes = marker, limit_bytes
         self._buffer = bytearray()
         self._skipped = 0
         self._coming: FilePiece | None = None
-        self._due = 0  # so many bytes of the piece `_coming` are still on their way
+        self._due = 0  # bytes of the piece `_coming` that have not come yet
 
     def read(self, chunks: Iterable[bytes]) -> Iterator[Frame]:
         for chunk in chunks:
@@ -88,14 +87,14 @@ class _Frames:
             raise ConnectError(self._node, "its answer broke off in the middle of a frame")
 
     def _part_of(self, coming: FilePiece) -> FilePiece:
-        """What has come of it."""
+        """The bytes of it that have come."""
         part = replace(coming, data=bytes(self._buffer[: self._due]))
         del self._buffer[: len(part.data)]
         self._coming, self._due = replace(coming, offset=part.end), self._due - len(part.data)
         return _follow_on(self._node, part, self._held)
 
     def _header(self) -> tuple[Frame, int] | None:
-        """The next frame, and how many bytes of a piece follow it; None where its line is not there yet."""
+        """The next frame, and the number of bytes that follow it; None until its line is complete."""
         self._skipped += _skip_noise(self._buffer, self._marker)
         if self._skipped > MAX_NOISE_BYTES:
             raise endless(self._node, self._buffer)
@@ -106,17 +105,14 @@ class _Frames:
         return parse_frame(self._node, line, self._rank_of)
 
     def _begun(self, frame: Frame, due: int) -> Iterator[Frame]:
-        """The frame, unless its bytes are still to come."""
+        """The frame, unless it is a piece, whose bytes are still to come."""
         self._due = due
         if not isinstance(frame, FilePiece):
             yield frame
             return
         if self._limit_bytes is not None and frame.end + due > self._limit_bytes:
             raise ProbeError(self._node, f"sent more of {frame.file} than its first {self._limit_bytes} bytes")
-        if frame.hole:
-            yield _follow_on(self._node, frame, self._held)
-        else:
-            self._coming = frame
+        self._coming = frame
 
 
 def _follow_on(node: str, piece: FilePiece, held: MutableMapping[str, Held]) -> FilePiece:
@@ -130,7 +126,7 @@ def _follow_on(node: str, piece: FilePiece, held: MutableMapping[str, Held]) -> 
 
 
 def _skip_noise(buffer: bytearray, marker: bytes) -> int:
-    """Removes what stands before the next marker, but for what may be the beginning of one; how many bytes that was."""
+    """Removes the bytes before the next marker, except the beginning of a marker. Returns their number."""
     at = buffer.find(marker)
     size = at if at >= 0 else max(0, len(buffer) - len(marker) + 1)
     del buffer[:size]
@@ -138,7 +134,7 @@ def _skip_noise(buffer: bytearray, marker: bytes) -> int:
 
 
 def _take_line(node: str, buffer: bytearray, marker: bytes) -> bytes | None:
-    """Removes one whole line from the front of the buffer, its marker too; None where it is not there yet."""
+    """Removes one complete line and its marker from the front of the buffer. None until the line is complete."""
     if not buffer.startswith(marker):
         return None
     end = buffer.find(b"\n", 0, MAX_LINE_BYTES)

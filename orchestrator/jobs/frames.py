@@ -1,9 +1,9 @@
-"""What a host sends of a job's files, each frame as a checked value. Pure.
+"""The frames in which a host sends a job's files, each as a checked value. Pure.
 
     frame, due = parse_frame("v100", line, partial(rank_of_log, ranks=frozenset({0, 1})))
 
-A host is not trusted to name files: only the names that this job's logs can have are let through (or those that were
-asked for: `remote/sender.py`), and pieces have a largest size. Anything else is a ProbeError.
+The host is not trusted to name files: only names that this job's logs can have, or files that were requested from
+`remote/sender.py`, are accepted, and pieces have a largest size. Anything else is a ProbeError.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from orchestrator.jobs.metric_lines import duration
 from orchestrator.text import message, one_line
 
 MAX_PIECE_BYTES = 1 << 18
-MAX_HOLE_BYTES = 1 << 44
 LARGEST_WALL = 2.5e11
-"""In the year 9892: later ones are no date here."""
+"""In the year 9892: later times are rejected."""
 HEAD_BYTES = 1 << 12
-"""A file is known by its inode and by how it begins."""
+"""A file is recognised by its inode and its first HEAD_BYTES."""
 LOGS = ("stdout.log", "stderr.log")
 RANK_FILES = (*LOGS, "metrics.jsonl")
 NODE_FILES = ("supervisor.log", "torchrun.log", "prepare.log", "gpu.jsonl")
@@ -33,47 +32,41 @@ _RANK_FILE = re.compile(rf"rank-(\d{{1,5}})/({'|'.join(map(re.escape, RANK_FILES
 
 @dataclass(frozen=True)
 class FilePiece:
-    """New bytes of one file."""
+    """New bytes of one file. rank: None for a file of the node itself. inode: on the host. restarted: the file was cut,
+    replaced or rotated on its host, and comes again from its beginning. wall: when these bytes were printed, in seconds
+    since 1970 by the host's clock; None if not requested or unknown.
+    """
 
     file: str
     rank: int | None
-    """None for a file of the node itself."""
     offset: int
     data: bytes
     inode: int | None = None
-    """The file's on its host."""
     restarted: bool = False
-    """Whether the file was cut, replaced or rotated on its host: what came before belongs to an older generation."""
-    hole: int = 0
-    """So many zero bytes follow `data`; they take no room on the host's disk."""
     wall: float | None = None
-    """When these bytes were printed, in seconds since 1970 by the host's clock; None where that was not asked for, or
-    is not known."""
 
     @property
     def end(self) -> int:
-        """Where the next piece goes on."""
-        return self.offset + len(self.data) + self.hole
+        return self.offset + len(self.data)
 
 
 @dataclass(frozen=True)
 class Held:
-    """What is here of a file: its first `offset` bytes, of which `head` are the first HEAD_BYTES."""
+    """The part of a file that is here: its first `offset` bytes. head: the first HEAD_BYTES of them. inode: on the
+    host; None if unknown.
+    """
 
     offset: int = 0
     inode: int | None = None
-    """The file's on its host; None where that is not known."""
     head: bytes = b""
 
     def request(self) -> dict[str, Any]:
-        """What `remote/reader.py` has to know to go on from here."""
+        """For `remote/reader.py`, to continue from here."""
         return {"offset": self.offset, "inode": self.inode, "head": hashlib.sha256(self.head).hexdigest()}
 
     def plus(self, piece: FilePiece) -> Held:
-        """With this piece, which goes on where this ends."""
-        room = HEAD_BYTES - len(self.head)
-        head = self.head + (bytes(min(room, piece.hole)) if piece.hole else piece.data[:room])
-        return Held(piece.end, piece.inode, head)
+        """With this piece, which begins where this ends."""
+        return Held(piece.end, piece.inode, self.head + piece.data[: HEAD_BYTES - len(self.head)])
 
 
 @dataclass(frozen=True)
@@ -85,28 +78,27 @@ class Agent:
 
 @dataclass(frozen=True)
 class End:
-    """The last frame: what the host says that the controller now has."""
+    """The last frame. files: size in bytes and SHA-256 of each file, of the bytes that were sent. left: by file, the
+    number of bytes beyond the limit.
+    """
 
     files: dict[str, tuple[int, str]]
-    """Each file's size in bytes and its `files.Digest`."""
     left: dict[str, int] = field(default_factory=dict)
-    """The bytes that were not to be handed out, of files with more than that."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """All bytes of this file have come."""
+    """All bytes of this file have come. sha256: of all of them, by the host."""
 
     file: str
     size: int
     mtime_ns: int
     sha256: str
-    """The host's digest of all bytes: see `files.Digest`."""
 
 
 @dataclass(frozen=True)
 class Left:
-    """This file does not come, and why."""
+    """The reason why a file does not come."""
 
     file: str
     why: str
@@ -114,28 +106,27 @@ class Left:
 
 @dataclass(frozen=True)
 class Beat:
-    """Nothing new."""
+    """Nothing new. from_host: the host's program sent it, not our own clock."""
 
     from_host: bool = False
-    """Whether the host's program says so; else only our own clock does."""
 
 
 Frame = FilePiece | Agent | Whole | Left | End | Beat
 
 
 def names_of(ranks: Iterable[int]) -> list[str]:
-    """Every file that a host with these ranks may have of a job."""
+    """All files of a job that a host with these ranks may have."""
     return [f"rank-{rank}/{name}" for rank in ranks for name in RANK_FILES] + list(NODE_FILES)
 
 
 def asked_for(name: str, asked: frozenset[str]) -> None:
-    """Raises ValueError for any name that nobody asked for."""
+    """Raises ValueError for a name that was not requested."""
     if name not in asked:
         raise ValueError(f"file name {name!r}")
 
 
 def rank_of_log(name: str, ranks: frozenset[int]) -> int | None:
-    """Raises ValueError for any name but this job's own."""
+    """Raises ValueError for a name that this job's logs cannot have."""
     match = _RANK_FILE.fullmatch(name)
     if match and int(match[1]) in ranks and name == f"rank-{int(match[1])}/{match[2]}":
         return int(match[1])
@@ -145,9 +136,8 @@ def rank_of_log(name: str, ranks: frozenset[int]) -> int | None:
 
 
 def parse_frame(node: str, line: bytes, rank_of: Callable[[str], int | None]) -> tuple[Frame, int]:
-    """A frame, and how many bytes of a piece follow it. rank_of: `asked_for`, or `rank_of_log`.
-
-    Raises ProbeError for what is no frame, HostError for what went wrong on the host by its own words.
+    """The frame, and the number of bytes that follow it. rank_of: `asked_for` or `rank_of_log`. Raises ProbeError for
+    an invalid frame, HostError for an error that the host reports.
     """
     try:
         header = json.loads(line)
@@ -175,17 +165,15 @@ def parse_frame(node: str, line: bytes, rank_of: Callable[[str], int | None]) ->
 
 
 def _piece(header: dict[str, Any], rank_of: Callable[[str], int | None]) -> tuple[FilePiece, int]:
-    size, offset, inode, hole = header["size"], header["offset"], header["inode"], header.get("hole", 0)
-    if not isinstance(hole, int) or not 0 <= hole <= MAX_HOLE_BYTES:
-        raise ValueError(f"a hole of {hole!r} bytes")
-    if not isinstance(size, int) or not (size == 0 if hole else 0 < size <= MAX_PIECE_BYTES):
+    size, offset, inode = header["size"], header["offset"], header["inode"]
+    if not isinstance(size, int) or not 0 < size <= MAX_PIECE_BYTES:
         raise ValueError(f"a piece of {size!r} bytes")
     if not isinstance(offset, int) or offset < 0:
         raise ValueError(f"offset {offset!r}")
     if inode is not None and not isinstance(inode, int):
         raise ValueError(f"inode {inode!r}")
     wall = duration(header, "wall", LARGEST_WALL)
-    return FilePiece(header["file"], rank_of(header["file"]), offset, b"", inode, hole=hole, wall=wall), size
+    return FilePiece(header["file"], rank_of(header["file"]), offset, b"", inode, wall=wall), size
 
 
 def _whole(header: dict[str, Any]) -> Whole:

@@ -1,8 +1,8 @@
-"""What a job wrote beside its logs (checkpoints, new or changed files of its working folder), as its hosts list it.
+"""A job's output files (checkpoints, new or changed files of its working folder), as its hosts list them.
 
     found = list_outputs(hosts, {"a": [plan.job]})             by node, then job: an OutputListing; or the host's error
 
-A host is not trusted: names are checked, counts and sizes bounded.
+The host is not trusted: names are checked, counts and sizes are bounded.
 """
 
 from __future__ import annotations
@@ -38,29 +38,26 @@ SKIPPED = {
 
 @dataclass(frozen=True)
 class Output:
-    """One file that a job wrote."""
+    """name: in the job's folder, like `src/snapshot.pt`. foreign: an unchanged copy of a file that another host wrote
+    in an earlier job.
+    """
 
     name: str
-    """In the job's folder: `src/snapshot.pt`."""
     size: int
     mtime_ns: int
     inode: int
-    disk_bytes: int
-    """Fewer than `size` for a sparse file."""
     foreign: bool = False
-    """A copy of what another host wrote in an earlier job, as it came."""
 
 
 @dataclass(frozen=True)
 class OutputListing:
-    """What one host holds of a job's output."""
+    """One host's output files of a job, sorted by name. skipped: entries that are not handed out, counted by SKIPPED's
+    kinds. gone: the host has no such job.
+    """
 
     files: tuple[Output, ...] = ()
-    """Sorted by name."""
     skipped: Mapping[str, int] = field(default_factory=dict)
-    """How many entries are not handed out, by SKIPPED's kinds."""
     gone: bool = False
-    """Whether the host has no such job."""
 
     @property
     def notices(self) -> list[str]:
@@ -70,7 +67,7 @@ class OutputListing:
 def list_outputs(
     hosts: Mapping[str, ConnectedHost], jobs: Mapping[str, Sequence[str]]
 ) -> dict[str, dict[str, OutputListing] | HostError]:
-    """By node and job. jobs: by node, the ids to ask for."""
+    """By node and job. jobs: by node, the job ids."""
 
     def one(host: ConnectedHost) -> dict[str, OutputListing]:
         return _listed(host, jobs[host.node])
@@ -79,16 +76,16 @@ def list_outputs(
 
 
 def _listed(host: ConnectedHost, jobs: Sequence[str]) -> dict[str, OutputListing]:
-    heard = {job: _Heard() for job in jobs}
-    with ask.exchange(host, "outputs", {"workdir": host.workdir, "jobs": list(jobs)}) as words:
-        for word in words:
-            if "job" in word:
-                ask.understood(host.node, partial(_take_in, word, heard))
-    return {job: one.listing() for job, one in heard.items()}
+    reported = {job: _Reported() for job in jobs}
+    with ask.exchange(host, "outputs", {"workdir": host.workdir, "jobs": list(jobs)}) as parts:
+        for part in parts:
+            if "job" in part:
+                ask.understood(host.node, partial(_add, part, reported))
+    return {job: one.listing() for job, one in reported.items()}
 
 
-class _Heard:
-    """What a host has reported of one job so far."""
+class _Reported:
+    """The host's report of one job so far."""
 
     def __init__(self) -> None:
         self.files: dict[str, Output] = {}
@@ -99,18 +96,18 @@ class _Heard:
         return OutputListing(tuple(self.files[name] for name in sorted(self.files)), self.skipped, self.gone)
 
 
-def _take_in(word: Mapping[str, Any], heard: Mapping[str, _Heard]) -> None:
-    """Raises ValueError, KeyError, TypeError for what a host would not say."""
-    known = heard[word["job"]]
-    known.gone |= "gone" in word
-    foreign = frozenset(word.get("foreign", ()))
-    for row in word.get("files", ()):
+def _add(part: Mapping[str, Any], reported: Mapping[str, _Reported]) -> None:
+    """Raises ValueError, KeyError, TypeError for a malformed report."""
+    job = reported[part["job"]]
+    job.gone |= "gone" in part
+    foreign = frozenset(part.get("foreign", ()))
+    for row in part.get("files", ()):
         output = _output(*row)
-        known.files[output.name] = replace(output, foreign=True) if output.name in foreign else output
-    if len(known.files) > MAX_FILES:
+        job.files[output.name] = replace(output, foreign=True) if output.name in foreign else output
+    if len(job.files) > MAX_FILES:
         raise ValueError(f"more than {MAX_FILES} files")
-    skipped = word.get("skipped", {})
-    known.skipped |= {why: int(skipped[why]) for why in SKIPPED if why in skipped}
+    skipped = part.get("skipped", {})
+    job.skipped |= {why: int(skipped[why]) for why in SKIPPED if why in skipped}
 
 
 def _output(name: Any, *numbers: Any) -> Output:
@@ -121,34 +118,34 @@ def _output(name: Any, *numbers: Any) -> Output:
         raise ValueError(f"file name {name[:80]!r}")
     if any(len(os.fsencode(part)) > MAX_PART_BYTES for part in parts):
         raise ValueError(f"file name {name[:80]!r}")
-    if len(numbers) != 4 or not all(type(number) is int and 0 <= number < 1 << 64 for number in numbers):
-        raise ValueError(f"what it reports of {name[:80]!r}")
+    if len(numbers) != 3 or not all(type(number) is int and 0 <= number < 1 << 64 for number in numbers):
+        raise ValueError(f"the numbers of {name[:80]!r}")
     if numbers[0] > MAX_SIZE_BYTES or numbers[1] >= 1 << 63:
-        raise ValueError(f"what it reports of {name[:80]!r}")
+        raise ValueError(f"the numbers of {name[:80]!r}")
     return Output(name, *numbers)
 
 
 def matching(files: Iterable[Output], globs: Sequence[str]) -> tuple[Output, ...]:
-    """Those that one of these shell patterns means, all where there is none. `*` crosses `/`, and a pattern may leave
-    out what leads to the file: `snapshot.pt` and `src/snapshot.pt` mean the same, `checkpoints` all that is in it.
+    """The files that match one of these shell patterns; all files without patterns. `*` crosses `/`. A pattern may omit
+    the folders above: `snapshot.pt` matches `src/snapshot.pt`, and `checkpoints` matches all files in it.
     """
-    return tuple(output for output in files if not globs or any(_fits(output.name, glob) for glob in globs))
+    return tuple(output for output in files if not globs or any(_matches(output.name, glob) for glob in globs))
 
 
-def _fits(name: str, glob: str) -> bool:
+def _matches(name: str, glob: str) -> bool:
     glob = glob.removeprefix("./").rstrip("/")
-    ways = (name, name.partition("/")[2], *([] if "/" in glob else [name.rpartition("/")[2]]))
-    return any(fnmatchcase(way, form) for way in ways for form in (glob, f"{glob}/*"))
+    names = (name, name.partition("/")[2], *([] if "/" in glob else [name.rpartition("/")[2]]))
+    return any(fnmatchcase(each, pattern) for each in names for pattern in (glob, f"{glob}/*"))
 
 
 def without_copies(plan: LaunchPlan, found: Mapping[str, OutputListing]) -> dict[str, OutputListing]:
-    """The same, but for copies of checkpoints that the master has as well: these are the same bytes."""
+    """Leaves out copies of checkpoints that the master has, too: they hold the same bytes."""
     master = found.get(plan.master, OutputListing())
-    there = {(os.path.basename(output.name), output.size) for output in master.files}
+    originals = {(os.path.basename(output.name), output.size) for output in master.files}
 
     def is_copy(output: Output) -> bool:
         folder, name = os.path.split(output.name)
-        return folder == "checkpoints" and (name, output.size) in there
+        return folder == "checkpoints" and (name, output.size) in originals
 
     return {
         node: replace(listing, files=tuple(output for output in listing.files if not is_copy(output)))
@@ -159,25 +156,25 @@ def without_copies(plan: LaunchPlan, found: Mapping[str, OutputListing]) -> dict
 
 
 def checkpoint_globs(plan: LaunchPlan) -> list[str]:
-    """What means a job's checkpoints."""
+    """Patterns for a job's checkpoints."""
     own = os.path.normpath(plan.recorded.checkpoint_dir or ".")
     inside = [f"src/{own}"] if own != "." and not own.startswith(("/", "~", "..")) else []
     return ["checkpoints/*", "checkpoint_dir/*", *inside]
 
 
 def is_here(run: RunFolder, node: str, output: Output) -> bool:
-    """Whether this state of the file lies whole in this run folder."""
+    """Whether this state of the file is complete in this run folder."""
     try:
         found = (run.files(node) / output.name).lstat()
     except OSError:
         return False
     same_time = found.st_mtime_ns == output.mtime_ns or (
         found.st_mtime_ns % 10**9 == 0 and 0 <= output.mtime_ns - found.st_mtime_ns < 10**9
-    )  # some file systems keep whole seconds
+    )  # some file systems store whole seconds
     return stat.S_ISREG(found.st_mode) and found.st_size == output.size and same_time
 
 
 def nowhere(runs: Sequence[RunFolder], node: str, files: Iterable[Output]) -> list[Output]:
-    """Those that none of these run folders has. What lies in a folder of the person's own is not the job's to lose."""
+    """The files that none of these run folders has, except those in a folder that the user chose: they stay there."""
     own = [output for output in files if not output.name.startswith("checkpoint_dir/")]
     return [output for output in own if not any(is_here(run, node, output) for run in runs)]

@@ -1,18 +1,17 @@
-"""Brings home what a job wrote beside its logs: checkpoints, and every new or changed file of its working folder.
+"""Pulls a job's output files: checkpoints, and every new or changed file of its working folder.
 
     with collect.alone(run.pull_lock, ...):
         pulled = pull(plan, hosts, run, wanted, show, connections.reopen)
 
-A file lies in `nodes/<node>/files/` under the name that it has in the job's folder on its host, whole and as its host's
-digest has it, or not at all; it keeps its host's time of change, which with its size shows whether it is here already.
-Until it is whole it lies in `.incoming`, under a name that identifies the file and its state: whatever broke or
-ended the pull, the next one goes on from there. A newer state of a file takes the older one's place.
+A file appears in `nodes/<node>/files/`, under its name in the job's folder on its host, only when it is complete and
+matches its host's SHA-256. It keeps its host's modification time; size and time show whether it is here already. Until
+then it is in `.incoming`, under a name that identifies the file and its state, so that the next pull continues an
+interrupted one. A newer state of a file replaces the older one.
 
-Small files come first, a hole of a sparse file is neither sent nor hashed, and a file that does not come holds up no
-other: it is left, with the reason.
+Small files come first. A file that cannot come does not stop the others: it is left, with the reason.
 
-A host is not trusted: `listing` checks names, counts and sizes; free space here is looked at before and all along,
-nothing is written outside of the run folder, and what comes is bytes and never loaded.
+The host is not trusted: `listing` checks names, counts and sizes; free space here is checked before and during the
+pull, nothing is written outside of the run folder, and the content is only bytes that are never loaded.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Literal
 
 from orchestrator.errors import ConnectError, HostError, OrchError, ProbeError
-from orchestrator.files import Digest, digest_of, folder_beneath, make_folder, sync
+from orchestrator.files import folder_beneath, hash_file, make_folder, sync
 from orchestrator.jobs.collect import SPARE_BYTES, refuse_if_full
 from orchestrator.jobs.frame_stream import read_files
 from orchestrator.jobs.frames import End, FilePiece, Held, Left, Whole
@@ -43,40 +42,36 @@ from orchestrator.transport.resumed import on_each_link
 from orchestrator.units import format_bytes
 
 LOOK_BYTES = 16 << 20
-"""After so many bytes the free space is looked at again."""
+"""The free space is checked again each time this many bytes have come."""
 SETTLE_FILES, SETTLE_BYTES = 64, 64 << 20
-"""Files are brought to the disk in groups: one commit of the file system then serves many small ones."""
+"""Files are synced in groups: one commit of the file system then serves many small files."""
 
 _OF_THIS_FILE = {errno.EFBIG, errno.ENAMETOOLONG, errno.EINVAL, errno.EOVERFLOW}
-"""Errors by which a file system refuses one file, and may take the others."""
+"""Errors with which a file system refuses one file but may accept others."""
 
 MOST_BREAKS = 4
-"""So often the link may break at files that do not get on."""
+"""How often the connection may break at a file that makes no progress."""
 
 Phase = Literal["connects", "looks", "pulls", "done"]
 
 
 @dataclass(frozen=True)
 class PullProgress:
-    """How far the pull from one host is."""
+    """here_bytes: the part of all requested bytes that is here."""
 
     node: str
     phase: Phase
     here_bytes: int
-    """What is here of all that was asked for."""
     total_bytes: int
 
 
 @dataclass(frozen=True)
 class Pulled:
-    """What one pull brought from one host."""
+    """The files and bytes that one pull brought from one host. left: by name, why a file did not come."""
 
     files: int
-    """How many came now."""
     bytes: int
-    """How many came now."""
     left: Mapping[str, str]
-    """By name, why a file did not come."""
 
 
 def pull(
@@ -87,10 +82,9 @@ def pull(
     show: Callable[[PullProgress], None],
     reopen: Callable[[str], ConnectedHost],
 ) -> dict[str, Pulled | HostError]:
-    """All hosts at once; what is here already does not come again. show: called from several threads. reopen: a new
-    connection to a host whose link broke. The folder should be held (`collect.alone`).
-
-    Raises OrchError where this disk has too little room.
+    """From all hosts at once; a file that is here already does not come again. show: called from several threads.
+    reopen: opens a lost connection again. The folder should be held (`collect.alone`). Raises OrchError if this disk
+    has too little room.
     """
     _refuse_too_much(run, wanted)
     hosts = {name: hosts[name] for name in wanted if name in hosts}
@@ -99,22 +93,20 @@ def pull(
 
 
 def _refuse_too_much(run: RunFolder, wanted: Mapping[str, Sequence[Output]]) -> None:
-    lacking = [(node, output) for node, outputs in wanted.items() for output in outputs]
-    needed = sum(
-        max(0, min(output.size, output.disk_bytes) - _partial_size(_partial(run, node, output)))
-        for node, output in lacking
-        if not is_here(run, node, output)
-    )
+    lacking = [(node, one) for node, outputs in wanted.items() for one in outputs if not is_here(run, node, one)]
+    needed = sum(max(0, output.size - _partial_size(_partial(run, node, output))) for node, output in lacking)
     free = shutil.disk_usage(run.root).free
     if needed and needed + SPARE_BYTES > free:
+        node, largest = max(lacking, key=lambda each: each[1].size)
         raise OrchError(
-            f"{run.root}: {format_bytes(needed)} are to come, and {format_bytes(free)} are free there",
+            f"{run.root}: {format_bytes(needed)} are to come, and {format_bytes(free)} are free there; "
+            f"the largest file is {largest.name} of {node} ({format_bytes(largest.size)})",
             "choose files by a pattern, or another disk with --out",
         )
 
 
 def _partial(run: RunFolder, node: str, output: Output) -> Path:
-    """Its name identifies the file and the state of it that is to come."""
+    """Its name identifies the file and the state that is to come."""
     state = f"{output.size}:{output.mtime_ns}:{output.inode}"
     return run.incoming(node) / f"{_short(output.name)}-{_short(state)}.part"
 
@@ -124,7 +116,7 @@ def _short(text: str) -> str:
 
 
 class _Session:
-    """A pull from one host, over as many links as it takes."""
+    """A pull from one host, over as many connections as it takes."""
 
     def __init__(
         self,
@@ -136,7 +128,7 @@ class _Session:
     ) -> None:
         self.host = host
         self.moved_bytes = 0
-        """So much of what was asked for has been here at once: a host that sends the same again gets nowhere."""
+        """The most bytes that have been here at once: sending the same bytes again is no progress."""
         self._job, self._run, self._show = job, run, show
         self._asked = frozenset(_short(output.name) for output in wanted)
         self._total_bytes = sum(output.size for output in wanted)
@@ -149,11 +141,11 @@ class _Session:
         self._whole: list[tuple[_Incoming, Whole]] = []
 
     def run(self) -> Pulled:
-        """Raises ConnectError where the link broke, ProbeError for a host that sends what nobody asked for."""
+        """Raises ConnectError if the connection broke, ProbeError if the host sends anything that was not requested."""
         moved_before = self.moved_bytes
         try:
             self._stream()
-            if self._lacking:  # damaged on their way
+            if self._lacking:  # damaged in transit
                 self._stream()
         except ConnectError as error:
             if self.moved_bytes == moved_before:
@@ -170,7 +162,7 @@ class _Session:
         return Pulled(self._files, self._bytes, self._left)
 
     def _remove_older(self) -> None:
-        """States of these files that are no longer asked for. What came in part of others is for their next pull."""
+        """Removes parts of older states of these files. Parts of other files are for their next pull."""
         incoming = self._run.incoming(self.host.node)
         with contextlib.suppress(OSError):
             for path in incoming.iterdir():
@@ -179,7 +171,7 @@ class _Session:
             incoming.rmdir()
 
     def _stream(self) -> None:
-        """One stream to its end: then each file is here, is left, or still lacks because it came damaged."""
+        """One stream to its end: then each file is here, is left, or still lacks because it was damaged."""
         if not self._lacking:
             return
         self._report("looks")
@@ -206,25 +198,24 @@ class _Session:
         raise ConnectError(node, "its answer ended too early", "pull again: it resumes where this one stopped")
 
     def _put_off(self, error: ConnectError) -> None:
-        """A file that did not get on comes last over the next link, and is left if that breaks at it, too."""
+        """A file at which a connection broke comes last over the next one, and is left if that breaks at it, too."""
         self._breaks += 1
         if not self._lacking or self._breaks > MOST_BREAKS:
             return
-        name = (
-            self._coming.name if self._coming else min(self._lacking, key=lambda name: self._turn(self._lacking[name]))
-        )
+        first = min(self._lacking.values(), key=self._turn)
+        name = self._coming.name if self._coming else first.name
         if name in self._stuck:
             self._close()
             self._leave(name, f"did not come: {error.message.removeprefix(f'{error.node}: ')}")
         self._stuck.add(name)
-        self.moved_bytes += 1  # the others are worth another link
+        self.moved_bytes += 1  # the other files are worth another connection
 
     def _turn(self, output: Output) -> tuple[bool, int]:
-        """Small files first, and those behind which a link broke last."""
-        return output.name in self._stuck, min(output.size, output.disk_bytes)
+        """Small files first; files at which a connection broke last."""
+        return output.name in self._stuck, output.size
 
     def _begun(self, output: Output) -> Held | None:
-        """What came of this file before."""
+        """The part of this file that is here."""
         size = _partial_size(_partial(self._run, self.host.node, output))
         return Held(size, output.inode) if 0 < size <= output.size else None
 
@@ -248,8 +239,8 @@ class _Session:
             self._here_bytes -= coming.at
             coming.restart()
         coming.add(piece)
-        self._bytes += piece.end - piece.offset
-        self._here_bytes += piece.end - piece.offset
+        self._bytes += len(piece.data)
+        self._here_bytes += len(piece.data)
         self._unlooked_bytes += len(piece.data)
         if self._unlooked_bytes > LOOK_BYTES:
             self._unlooked_bytes = 0
@@ -258,7 +249,7 @@ class _Session:
         self._report("pulls")
 
     def _open(self, name: str) -> _Incoming:
-        """The file that comes now: a host hands out one after the other."""
+        """The file that is coming: a host sends one after the other."""
         if self._coming is None or self._coming.name != name:
             self._close()
             if name not in self._lacking:
@@ -269,7 +260,7 @@ class _Session:
         return self._coming
 
     def _close(self) -> None:
-        """What has come of the file stays for the next time."""
+        """Keeps the part of the file for the next time."""
         if self._coming:
             self._coming.close()
             self._here_bytes -= self._coming.at
@@ -289,9 +280,7 @@ class _Session:
             self._settle()
 
     def _settle(self) -> None:
-        """Brings the files that are whole to the disk and gives them their names: what has a name survives a power
-        cut.
-        """
+        """Syncs the complete files, then gives them their names: a file with its name survives a power cut."""
         whole, self._whole = self._whole, []
         for coming, state in whole:
             os.utime(coming.path, ns=(state.mtime_ns, state.mtime_ns))
@@ -311,33 +300,27 @@ class _Session:
 
 
 class _Incoming:
-    """A file of which so many bytes (`at`) are here."""
+    """A file of which the first `at` bytes are here."""
 
     def __init__(self, name: str, path: Path) -> None:
         make_folder(path.parent)
         self.name, self.path = name, path
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.fdopen(os.open(path, flags, 0o600), "r+b", buffering=0)
-        self._digest, self.at = digest_of(self._file)
-        self._file.seek(self.at)
+        self._sha256, self.at = hash_file(self._file)
 
     def is_sound(self, whole: Whole) -> bool:
-        """Whether it is what the host has: to be asked once, when all has come."""
-        return self.at == whole.size and self._digest.hexdigest() == whole.sha256
+        return self.at == whole.size and self._sha256.hexdigest() == whole.sha256
 
     def add(self, piece: FilePiece) -> None:
         left = memoryview(piece.data)
         while left:
             left = left[self._file.write(left) :]
-        self._digest.add(piece.data)
-        self._digest.add_zeros(piece.hole)
+        self._sha256.update(piece.data)
         self.at = piece.end
-        if piece.hole:
-            self._file.truncate(self.at)
-            self._file.seek(self.at)
 
     def restart(self) -> None:
-        self._digest, self.at = Digest(), 0
+        self._sha256, self.at = hashlib.sha256(), 0
         self._file.seek(0)
         self._file.truncate()
 

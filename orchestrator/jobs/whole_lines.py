@@ -1,4 +1,4 @@
-"""Whole lines out of a growing file that comes in pieces.
+"""Complete lines from a growing file that comes in pieces.
 
 >>> lines = WholeLines()
 >>> lines.of(0, b'{"step": 1}\\n{"st')
@@ -6,7 +6,7 @@ b'{"step": 1}'
 >>> lines.of(16, b'ep": 2}\\n')
 b'{"step": 2}'
 
-Where a piece is missing, what came before it is dropped, and what follows up to the next newline.
+If a piece is missing, the unfinished line before it is dropped, and the bytes up to the next newline.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from trainer.shared.metrics import LINE_LIMIT
 class WholeLines:
     def __init__(self) -> None:
         self.unfinished = b""
-        """The beginning of a line whose end has not come: never more than LINE_LIMIT bytes."""
+        """The beginning of a line whose end has not come; at most LINE_LIMIT bytes."""
         self._end = 0
         self._is_skipping = False  # until the end of a line whose beginning is not here
 
     def of(self, offset: int, data: bytes) -> bytes:
-        """What this piece completes, without the last line's newline; b"" where it completes none.
-
-        offset: where in its file the piece begins, in bytes.
+        """The lines that this piece completes, without the last newline; b"" if none. offset: where in its file the
+        piece begins, in bytes.
         """
         if offset != self._end:
             self.unfinished, self._is_skipping = b"", True

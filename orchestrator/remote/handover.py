@@ -30,7 +30,7 @@ from .beneath import READ, folder, holder
 from .claim import claimed
 from .layout import JobFolder, WorkFolder, write_json
 from .outputs import mark
-from .pieces import digest_of
+from .pieces import hash_pieces
 from .talk import Talk, serve
 from .workfolder import danger
 
@@ -112,7 +112,7 @@ def _opened(handle: int) -> Any:
 
 
 def _copied(source: int, target: int, size: int, talk: Talk) -> str:
-    """The digest of what was read. A hole stays one."""
+    """The SHA-256 of what was read."""
 
     def write(end: int, piece: bytes) -> None:
         left = memoryview(piece)
@@ -120,10 +120,8 @@ def _copied(source: int, target: int, size: int, talk: Talk) -> str:
             left = left[os.pwrite(target, left, end - len(left)) :]
         talk.mention({"copied": end})
 
-    digest = digest_of(source, size, write)
-    os.ftruncate(target, digest.size)
-    return digest.hexdigest()
+    return hash_pieces(source, size, write)[1]
 
 
 def _digest(handle: int, size: int, talk: Talk) -> str:
-    return digest_of(handle, size, lambda end, _: talk.mention({"looked": end})).hexdigest()
+    return hash_pieces(handle, size, lambda end, _: talk.mention({"looked": end}))[1]

@@ -3,7 +3,7 @@
 
 Request: {"workdir", "jobs": [ids]}. It reports (see `talk`), in parts:
 
-    {"job": ID, "files": [[name, size, mtime_ns, inode, disk_bytes], ...]}     names relative to the job's folder
+    {"job": ID, "files": [[name, size, mtime_ns, inode], ...]}     names relative to the job's folder
     {"job": ID, "files": ..., "foreign": [names]}              of these files, copies of what another host wrote
     {"job": ID, "skipped": {"links": 1, ...}}                                  what is no file to be handed out
     {"job": ID, "gone": 1}                                                     this host has no such job
@@ -64,7 +64,7 @@ def list_all(request: dict[str, Any], talk: Talk) -> dict[str, Any]:
 
 
 def _say(talk: Talk, found: FoundFile, part: list[list[Any]]) -> None:
-    foreign = [row[0] for row in part if found.received.get(row[0]) == row[1:4]]
+    foreign = [row[0] for row in part if found.received.get(row[0]) == row[1:]]
     talk.say({"job": found.job.id, "files": part, **({"foreign": foreign} if foreign else {})})
 
 
@@ -107,7 +107,7 @@ class FoundFile:
                     if self._count > MAX_FILES:
                         self.skipped["more"] += 1
                         continue
-                    yield [name, found.st_size, found.st_mtime_ns, found.st_ino, found.st_blocks * 512]
+                    yield [name, *mark(found)]
 
     def _in_folder(self, top: int, own_name: str, name: str) -> Iterator[list[Any]]:
         if own_name != "__pycache__":

@@ -1,26 +1,25 @@
-"""Hands a job's files back as a stream of frames, from where the controller already has them.
+"""Sends a job's files to the controller as a stream of frames, continuing where the controller's copies end.
 
 Request: {"workdir", "job", "ranks": [numbers of this host], "offsets": {name: {"offset", "inode", "head"}}, "follow",
-"files": [kinds of files, like "stdout.log"], "limit_bytes", "times"}; without any only the record is sent, and of a
-file no more than its first `limit_bytes` (null: all). Of each file the controller has the first `offset` bytes, `inode`
-(or null) is which file they came from, and `head` the SHA-256 of the first HEAD_BYTES of them. Each frame is the
-request's marker and one JSON line, followed by `size` raw bytes where it says so:
+"files": [kinds of files, like "stdout.log"], "limit_bytes", "times"}. Without kinds of files only the record is sent;
+of each file at most the first `limit_bytes` are sent (null: all). The controller has the first `offset` bytes of a
+file; they came from the file with this `inode` (or null), and `head` is the SHA-256 of the first HEAD_BYTES of them.
+Each frame is the request's marker and one JSON line, followed by `size` raw bytes if it has a size:
 
     {"file": "rank-0/stdout.log", "inode": 77, "offset": 0, "size": 4096}   and 4096 bytes
-    {"file": ..., "size": 0, "hole": 1048576}                   in place of bytes: so many zeros that take no room
     {"file": ..., "size": 80, "wall": 1764100000.12}            with `times`: of a log, when these bytes were printed
     {"agent": {...}}                                            whenever the supervisor's record changed
     {"beat": 1}                                                 at least every second
     {"error", "remedy"}                                         the disk fails; the last frame
-    {"end": {name: {"size", "sha256", "left"}}}                 of all that was handed out, ever, and how many bytes lie
-                                                                beyond the limit; the last frame
+    {"end": {name: {"size", "sha256", "left"}}}                 of all bytes that were ever sent, and the number of
+                                                                bytes beyond the limit; the last frame
 
-A file that was cut, replaced or rotated since is another file: it comes again from offset 0. Its size, its inode and
-its beginning show that; a file rewritten in place with the same beginning, and longer again before anybody looked,
-shows only in the hash at the end. An old log that rotation moved to another name is not looked for.
+A file that was cut, replaced or rotated since is another file and comes again from offset 0. Its size, inode or
+beginning shows that; if a file was rewritten in place with the same beginning, and has grown longer again, only the
+hash at the end shows it. A log that rotation moved to another name is not sent.
 
-With `follow` it goes on until the supervisor has spoken its last word (or is gone) and every byte is out, and its end
-frame is empty; without, it hands out what was there when it came, however fast the files grow. It ends at once when the
+With `follow` it continues until the supervisor has written its final record (or is gone) and every byte is out, and its
+end frame is empty; without, it sends what exists at its start, however fast the files grow. It ends at once if the
 controller leaves (standard input closes), and yields the processor to the job.
 """
 
@@ -39,7 +38,7 @@ from typing import Any
 from .agent import agent_state
 from .layout import JobFolder, WorkFolder
 from .line_times import LineTimes
-from .pieces import Out, digest_of, next_piece, opened
+from .pieces import CHUNK_BYTES, Out, hash_pieces, opened
 
 HEAD_BYTES = 1 << 12
 LOOK_S = 0.1
@@ -69,7 +68,7 @@ def main(request: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _reported(out: Out, job: JobFolder) -> Iterator[None]:
-    """A disk that fails here is reported in words: to read again would only fail again."""
+    """Reports a disk that fails here: to read again would only fail again."""
     try:
         yield
     except BrokenPipeError:
@@ -81,7 +80,7 @@ def _reported(out: Out, job: JobFolder) -> Iterator[None]:
 
 
 class LogFile:
-    """One file on its way to the controller: how far it is, and whether it is still the same file."""
+    """One file on its way to the controller."""
 
     def __init__(
         self,
@@ -93,8 +92,8 @@ class LogFile:
         *,
         times: bool = False,
     ) -> None:
-        """have: what the controller has of it, as the request says. limit_bytes: no more than these are handed out.
-        times: of a log, say when each piece was printed.
+        """have: the controller's part of it, as in the request. limit_bytes: the most that is sent; None for all.
+        times: send the time at which each piece of a log was printed.
         """
         have = have or {"offset": 0, "inode": None, "head": None}
         self.name = name
@@ -109,7 +108,7 @@ class LogFile:
         self._times = LineTimes(self._path.with_suffix(".times")) if times and name.endswith(".log") else None
 
     def send_new(self, *, only_present: bool = False) -> bool:
-        """Sends the next piece, if there is one. only_present: nothing that was not there at the first look."""
+        """Sends the next piece, if there is one. only_present: not beyond the file's size at the first call."""
         with opened(self._path) as handle:
             if handle is None:
                 return False
@@ -122,34 +121,31 @@ class LogFile:
             self._inode = found.st_ino
             is_new = self.offset < self._limit
             wall, end = self._times.at(self.offset) if self._times and is_new else (None, None)
-            hole, piece = next_piece(handle, self.offset, min(end or self._limit, self._limit))
-        if not piece and not hole:
+            size = max(0, min(end or self._limit, self._limit) - self.offset)
+            piece = os.pread(handle, min(CHUNK_BYTES, size), self.offset)
+        if not piece:
             return False
         header = {"file": self.name, "inode": self._inode, "offset": self.offset, "size": len(piece)}
-        more = {"hole": hole} if hole else {"wall": wall} if wall else {}
-        self._out.frame({**header, **more}, piece)
-        room = max(0, HEAD_BYTES - self.offset)
-        self._head = (self._head or b"") + (piece[:room] or bytes(min(hole, room)))
-        self.offset += len(piece) + hole
+        self._out.frame(header | ({"wall": wall} if wall else {}), piece)
+        self._head = (self._head or b"") + piece[: max(0, HEAD_BYTES - self.offset)]
+        self.offset += len(piece)
         return True
 
     def _limited(self, size: int) -> int:
         return size if self._limit_bytes is None else min(size, self._limit_bytes)
 
     def fingerprint(self) -> dict[str, Any] | None:
-        """The fingerprint of exactly the bytes that the controller now has: a file that still grows can be checked too.
-
-        None where it has none, or where the file is no longer the one that they came from.
+        """Of exactly the bytes that the controller has, so that a file that still grows can be checked, too. None if it
+        has none, or if the file is no longer the one that they came from.
         """
         with opened(self._path) as handle:
             if handle is None or not self.offset or not self._is_same(handle, found := os.fstat(handle)):
                 return None
-            digest = digest_of(handle, self.offset, lambda end, piece: self._out.beat())
-        left = found.st_size - max(digest.size, self._limited(found.st_size))
-        return {"size": digest.size, "sha256": digest.hexdigest(), "left": left}
+            size, sha256 = hash_pieces(handle, self.offset, lambda end, piece: self._out.beat())
+        return {"size": size, "sha256": sha256, "left": found.st_size - max(size, self._limited(found.st_size))}
 
     def _is_same(self, handle: int, found: os.stat_result) -> bool:
-        """Whether what was handed out came from this very file."""
+        """Whether the controller's bytes came from this very file."""
         if not self.offset:
             return True
         if self._inode not in (None, found.st_ino) or found.st_size < self.offset:
@@ -161,7 +157,7 @@ class LogFile:
 
 
 def _hand_out(out: Out, job: JobFolder, files: list[LogFile]) -> None:
-    """What is there now. The record is read once, before the files: what it calls final has nothing left to write."""
+    """Everything that exists now. The record is read once, before the files: a final record means complete files."""
     out.frame({"agent": look(job)})
     while any([file.send_new(only_present=True) for file in files]):
         out.beat()
@@ -175,7 +171,7 @@ def _follow(out: Out, job: JobFolder, files: list[LogFile]) -> None:
         if latest != agent:
             agent = latest
             out.frame({"agent": agent})
-        # A final record alone is not the end: while supervisor or keeper lives, a process of the job is there.
+        # A final record is not yet the end: while supervisor or keeper lives, the job still has a process.
         if not any(sent) and not agent.get("alive"):
             return
         out.beat()
@@ -184,7 +180,7 @@ def _follow(out: Out, job: JobFolder, files: list[LogFile]) -> None:
 
 
 def look(job: JobFolder) -> dict[str, Any]:
-    """The supervisor's record, as a follower is sent it."""
+    """The supervisor's record, as it is sent to a follower."""
     return agent_state(job) if job.root.is_dir() else {"state": "lost", "alive": False, "gone": True}
 
 

@@ -1,24 +1,24 @@
-"""Hands files that a job wrote to the controller, one after the other, as a stream of frames.
+"""Sends a job's output files to the controller, one after the other, as a stream of frames.
 
-Request: {"workdir", "job", "files": [[name, size, mtime_ns, inode, offset], ...]}: names, sizes and marks as `outputs`
-reported them; the first `offset` bytes are at the controller. Each frame is the request's marker and one JSON line,
-followed by `size` raw bytes:
+Request: {"workdir", "job", "files": [[name, size, mtime_ns, inode, offset], ...]}: name, size, time and inode as
+`outputs` reported them; the controller has the first `offset` bytes. Each frame is the request's marker and one JSON
+line, followed by `size` raw bytes:
 
     {"file": NAME, "inode": 77, "offset": 0, "size": 4096}      and 4096 bytes
-    {"file": NAME, "inode": 77, "offset": 0, "size": 0, "hole": 1048576}      so many zeros that take no room
     {"whole": NAME, "size", "mtime_ns", "sha256"}               all of this file is out
-    {"left": NAME, "why"}                                       this file cannot be had now
+    {"left": NAME, "why"}                                       this file cannot be sent now
     {"beat": 1}                                                 at least every second
     {"end": {}}                                                 the last frame
 
-Files go in the order of the request. One that is no longer as reported begins again, at offset 0. One that changes
-while it is read waits until all others are out, and is read again, a few times. `sha256` is the `pieces.Digest` of the
-whole file, with the bytes that the controller had before.
+Files are sent in the order of the request. A file that has changed since it was reported begins at offset 0. A file
+that changes while it is read is tried again after all others, TRIES times in all. `sha256` is of the whole file, with
+the bytes that the controller had before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import stat
 import time
@@ -28,12 +28,12 @@ from typing import Any
 from .beneath import READ, folder, holder
 from .layout import JobFolder, WorkFolder
 from .outputs import ELSEWHERE, checkpoint_folder, mark
-from .pieces import Digest, Out, next_piece
+from .pieces import CHUNK_BYTES, Out
 
 TRIES = 3
 AGAIN_S = 0.2
 LOOK_BYTES = 16 << 20
-"""After so many bytes it is looked whether the file has changed: the rest of it would be for nothing."""
+"""Bytes between two checks whether the file has changed, which makes the rest of it useless."""
 NICE = 10
 
 
@@ -46,7 +46,7 @@ def main(request: dict[str, Any]) -> None:
         files = request["files"]
         for turn in range(TRIES):
             if turn and files:
-                time.sleep(AGAIN_S)  # whoever writes them may be done then
+                time.sleep(AGAIN_S)  # their writer may be done then
             files = [row for row in files if not _is_out(out, job, row)]
         for name, *_ in files:
             out.frame({"left": name, "why": "changes while it is read: pull again when the job is at rest"})
@@ -54,7 +54,7 @@ def main(request: dict[str, Any]) -> None:
 
 
 def _is_out(out: Out, job: JobFolder, row: list[Any]) -> bool:
-    """False for a file that changed meanwhile."""
+    """False if the file changed meanwhile."""
     name, size, mtime_ns, inode, offset = row
     try:
         return send(out, job, name, [size, mtime_ns, inode], offset)
@@ -88,23 +88,22 @@ def send(out: Out, job: JobFolder, name: str, before: list[int], offset: int) ->
 
 
 def send_bytes(out: Out, name: str, handle: int, found: os.stat_result, offset: int) -> str:
-    """All bytes from the offset on, as many as there were at the first look. Gives the digest of the whole file; "" as
-    soon as it is seen to have changed.
+    """All bytes from the offset on, up to the size that `found` has. Returns the SHA-256 of the whole file; "" as soon
+    as the file is seen to have changed.
     """
-    digest, at, look_at = Digest(), 0, LOOK_BYTES
+    sha256, at, look_at = hashlib.sha256(), 0, LOOK_BYTES
     while at < found.st_size:
-        hole, piece = next_piece(handle, at, offset if at < offset else found.st_size)
-        if not hole and not piece:
+        end = offset if at < offset else found.st_size
+        piece = os.pread(handle, min(CHUNK_BYTES, end - at), at)
+        if not piece:
             return ""  # it became shorter
         if at >= offset:
-            header = {"file": name, "inode": found.st_ino, "offset": at, "size": len(piece)}
-            out.frame({**header, "hole": hole} if hole else header, piece)
-        digest.add(piece)
-        digest.add_zeros(hole)
-        at += hole + len(piece)
+            out.frame({"file": name, "inode": found.st_ino, "offset": at, "size": len(piece)}, piece)
+        sha256.update(piece)
+        at += len(piece)
         out.beat()
         if at >= look_at:
             look_at = at + LOOK_BYTES
             if mark(os.fstat(handle)) != mark(found):
                 return ""
-    return digest.hexdigest()
+    return sha256.hexdigest()

@@ -239,7 +239,7 @@ class _Delivery:
     def _copied(self, name: str) -> str:
         """Where its own files lie, and others are to come. Raises HostError."""
         own, others = self._own[name], _flat(self._others[name])
-        needed = sum(min(o.size, o.disk_bytes) for o in own) + sum(o.size for o in others)
+        needed = sum(o.size for o in (*own, *others))
         workdir = self._plan.node(name).workdir
         request = {
             "action": "copy",

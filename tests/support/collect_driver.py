@@ -94,7 +94,7 @@ def main() -> None:
         assert pull_in_a_fork(plan, run, None) is not None
         changed = [name for name, (here, there) in files(plan, run).items() if here != there]
         assert not changed, f"killed at {deadly}: {changed} are not whole"
-        left = [path for path in run.root.rglob("*") if ".damaged" in path.name or path.name.endswith(".1")]
+        left = [path for path in run.root.rglob("*") if path.name.endswith(".previous")]
         assert not left, f"killed at {deadly}: {left}"
     print(f"killed at {killed} of {total} write points: every file whole")
 
