@@ -189,9 +189,7 @@ class Controller:
         return job
 
     def launch_in_turn(self, plan: LaunchPlan, blob: bytes, limit_s: float | None = None) -> RunningJob:
-        """The same when its GPUs are free and nobody waits before it. limit_s: it waits no longer. Raises TurnError,
-        too.
-        """
+        """Queues for the plan's GPUs, then launches it. limit_s: the longest wait. Raises TurnError and as `launch`."""
         plan = plan.model_copy(update={"owner": read_owner(self.store.home)})
         self._reached(plan)
         with Turn(plan, self.store, self.connections, self.say, limit_s) as turn:
@@ -204,7 +202,7 @@ class Controller:
                         raise
 
     def _launch_before_rivals(self, plan: LaunchPlan, blob: bytes) -> RunningJob:
-        """As `launch`. Of two starts that refuse each other crosswise one goes first, and the other is refused."""
+        """As `launch`. Of two simultaneous starts that each have a GPU that the other needs, one goes first."""
         try:
             return self.launch(plan, blob)
         except RefusedError as error:

@@ -49,9 +49,9 @@ SCREEN_JOBS = 20
 def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str | None, as_json: bool) -> None:
     """List the jobs of all clusters, newest first; running jobs are refreshed from their hosts.
 
-    Runs that wait for their GPUs (`orch run --wait`) stand above them in their order, other people's on the same hosts
-    too. Hosts that give no answer are named on standard error, and as `unheard` in the JSON. You can look at found jobs
-    that another $ORCH_HOME started, but only that one can end or remove them, unless you make them yours with --adopt.
+    Queued runs (`orch run --wait`) are listed first, including other people's on the same hosts. Hosts that give no
+    answer are named on standard error, and as `unheard` in the JSON. You can look at found jobs that another $ORCH_HOME
+    started, but only that one can end or remove them, unless you make them yours with --adopt.
 
     \b
     orch jobs
