@@ -166,7 +166,7 @@ def test_kept_folders_go_from_job_to_job_of_a_script(place: Place) -> None:
     assert found["b"]["table.txt"] == "as shipped" and "C/c.txt" not in found["a"], "only these folders"
     assert f"carried over from {first}: 3 files (19B) from a, 2 files" in said
     plan = Store(Home(place.folder / "home")).plan(second)
-    assert "--keep out/" in run_line(plan) and spec_of(plan).keep == ["out"]
+    assert "--keep out " in run_line(plan) and spec_of(plan).keep == ["out"]
     other = place.here / "proj/other.py"
     other.write_text(SAVES)
     assert "nothing is carried over" in job_of(place, "--keep", "out/", "proj/other.py", "nothing")[1]
@@ -184,7 +184,7 @@ def test_it_can_be_written_in_every_way(place: Place) -> None:
     assert place.plan("job.yaml", "--keep", "runs/")["keep"] == ["runs"]
     (place.here / "bad.yaml").write_text("exp: mnist_lenet\nkeep: [/out]\n")
     wrong = place.types("run", "bad.yaml", code=2).stderr
-    assert "/out" in wrong and "`keep` belongs to a `script` or a `module`" in wrong
+    assert "/out" in wrong and "`keep` belongs to a script or module of your own" in wrong
     assert "no folder" in place.types("run", "--keep", "../x", "proj/train.py", code=2).stderr
     assert "--keep belongs to a script" in place.types("run", "--keep", "x", "--exp", "mnist_lenet", code=2).stderr
 
