@@ -16,7 +16,7 @@ from orchestrator.forecast.layers import Layer, gradient_bytes, layers_of
 from orchestrator.forecast.links import GLOO, GOODPUT, NCCL, LinkCosts, Site, measured
 from orchestrator.forecast.rounds import fewest_steps
 from orchestrator.forecast.step import (
-    STRATEGIES,
+    PREDICTED,
     HostSpeed,
     Way,
     Workload,
@@ -34,7 +34,7 @@ RESNET = layers_of("resnet152", (3, 32, 32), 10)
 SMALL = tuple(Layer(((size, 40), (size,)), work) for size, work in ((400, 5.0), (900, 9.0), (90, 2.0), (2000, 1.0)))
 GPUS = {"a2000": 333.0, "v100": 833.0, "a16": 220.0}
 EVERY_WAY = [
-    *(Way(strategy) for strategy in STRATEGIES if strategy != "parameter_average"),
+    *(Way(strategy) for strategy in PREDICTED if strategy != "parameter_average"),
     *(Way(strategy, "half") for strategy in ("ddp", "allreduce", "allreduce_flat")),
     *(Way("ddp", "exact", 0.1), Way("allreduce_flat", "compressed"), Way("ddp", "half", 0.1)),
     *(Way("parameter_average", "local", every=8, overlap=wait) for wait in (0, 1, 7)),
