@@ -91,6 +91,6 @@ def _fitting(words: list[str], begun: str) -> list[str]:
 
 
 def studies(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
-    from orchestrator.studies.tables import STUDIES
+    from orchestrator.studies import study_names
 
-    return _fitting(list(STUDIES), begun)
+    return _fitting(study_names(), begun)

@@ -1,6 +1,6 @@
-"""Runs a study's rows one after the other and keeps what came of each, so that a sweep goes on where it stopped.
+"""Runs a study's rows one after the other and keeps the result of each, so that a sweep goes on where it stopped.
 
-    sweep = Sweep(study_name, controller, cluster, out, overrides={})
+    sweep = Sweep(name, load_study(name), controller, cluster, out, overrides={})
     for outcome in sweep.run(follow, only=["3090x2-ddp"], repeats=3):
         outcome.row.name, outcome.done.spread("samples_per_s"), outcome.why_not
 
@@ -31,39 +31,44 @@ from orchestrator.results.summary import Summary
 from orchestrator.studies.choose import Chosen, choose_nodes, hosts_words
 from orchestrator.studies.figures import FIGURES
 from orchestrator.studies.ledger import Done, Ledger, Outcome, RowRun
-from orchestrator.studies.rows import Study, StudyRow
-from orchestrator.studies.tables import STUDIES
+from orchestrator.studies.study import Study, StudyRow
 
 Follow = Callable[[StudyRow, RunningJob], None]
 """Shows a job until its end."""
 
 REPEATS = 3
-"""How often a short row is run where nothing else is asked for."""
+"""Runs of a short row without `--repeats`."""
 
 
 def _with_ranks(cluster: Cluster, chosen: Chosen) -> Cluster:
-    """The cluster whose hosts have so many ranks each."""
+    """The cluster with the chosen ranks on its hosts."""
     nodes = (node.model_copy(update={"ranks": chosen.get(node.name, node.ranks)}) for node in cluster.nodes)
     return cluster.model_copy(update={"nodes": tuple(nodes)})
 
 
 class Sweep:
-    """overrides: settings that go before the rows' own; figures made under others do not count as done."""
+    """overrides: settings in place of the rows' own; figures measured with other overrides do not count as done."""
 
     def __init__(
-        self, name: str, controller: Controller, cluster: Cluster, out: Path, overrides: Mapping[str, str]
+        self,
+        name: str,
+        study: Study,
+        controller: Controller,
+        cluster: Cluster,
+        out: Path,
+        overrides: Mapping[str, str],
     ) -> None:
-        self.study: Study = STUDIES[name]
+        self.study = study
         self.controller, self.cluster, self.out, self.overrides = controller, cluster, out, dict(overrides)
         self.file = out / f"sweep-{name}.json"
 
     def run(
         self, follow: Follow, *, only: Sequence[str] = (), again: bool = False, repeats: int | None = None
     ) -> list[Outcome]:
-        """Every row, as often as `repeats` says; None: REPEATS times where its first run was short, else once.
+        """Runs every row `repeats` times; None: REPEATS times if its first run was short, else once.
 
-        Raises HostsError where the cluster cannot be used at all, OrchError where a row's job fails: what was done
-        before is kept.
+        Raises HostsError if the cluster cannot be used at all, OrchError if a row's job fails; earlier results are
+        kept.
         """
         own_folder(self.out)
         with locked(self.out / f".{self.file.name}.lock"):
@@ -80,7 +85,7 @@ class Sweep:
         return [self._outcome(row, done[row.name], chosen[row.name], row.name in asked) for row in rows]
 
     def _due(self, done: Done | None, turn: int, repeats: int | None) -> bool:
-        """Whether a row is to be run in this turn. What another cluster has measured is left as it is."""
+        """Whether a row is to be run in this turn. Results of another cluster are left as they are."""
         if done is None or not done.runs:
             return True
         return done.cluster == self.cluster.name and len(done.runs) <= turn and (repeats is not None or done.is_short)
@@ -92,9 +97,8 @@ class Sweep:
 
     def _nodes(self) -> tuple[NodePlan, ...]:
         """The cluster's nodes as a plan sees them, with their ranks and GPUs."""
-        first = self.study.rows[0]
         of_hosts = {name: value for name, value in self.overrides.items() if name == "device"}
-        job = parse_job(JobSpec(exp=first.exp, settings=of_hosts))
+        job = parse_job(JobSpec(exp=self.study.exp, settings=of_hosts))
         return self.controller.choice.plan(self.cluster, job.request, job.code).nodes
 
     def _measure(self, row: StudyRow, chosen: Chosen, before: Done | None, follow: Follow) -> Done:
@@ -130,7 +134,8 @@ class Sweep:
 
     def _start(self, row: StudyRow, chosen: Chosen, runs: tuple[RowRun, ...], follow: Follow) -> RunningJob:
         seed = {"seed": str(len(runs))}  # another for each run: accuracy has a range, too
-        asked = parse_job(JobSpec(exp=row.exp, settings={**seed, **row.settings, **self.overrides}))
+        settings = {**seed, **self.study.settings_of(row), **self.overrides}
+        asked = parse_job(JobSpec(exp=self.study.exp, settings=settings))
         request = replace(asked.request, starter=row.starter)
         plan = self.controller.choice.plan(_with_ranks(self.cluster, chosen), request, asked.code, tuple(chosen))
         begun = Done(cluster=plan.cluster, hosts=hosts_words(plan.nodes), overrides=self.overrides, runs=runs)
@@ -140,8 +145,8 @@ class Sweep:
         return job
 
     def _find_again(self, row: StudyRow, before: Done | None, follow: Follow) -> RunningJob | None:
-        """The job that an interrupted sweep left for this row, at its end; None where it has to be run again. Raises
-        OrchError where it still runs and cannot be followed.
+        """The job that an interrupted sweep left for this row, at its end; None if the row has to be run again. Raises
+        OrchError if the job still runs and cannot be followed.
         """
         if before is None or before.begun is None or before.cluster != self.cluster.name:
             return None
@@ -152,7 +157,7 @@ class Sweep:
             return None
         if record.state not in FINAL_STATES:
             job.reach()
-            follow(row, job)  # where this fails, the job runs on: another one beside it would disturb both
+            follow(row, job)  # if this fails, the job runs on: a second one would disturb both
             record = job.record
         return None if record.state in FINAL_STATES - {"succeeded"} else job
 

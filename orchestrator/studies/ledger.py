@@ -1,4 +1,4 @@
-"""What came of a study's rows: their runs, the spread of a figure over them, rows it does not distinguish. Pure."""
+"""Results of a study's rows: their runs, the spread of a figure over them, rows within noise of each other. Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pydantic import Field, model_validator
 
 from orchestrator.record import SCHEMA, Record
 from orchestrator.results.curves import Epoch
-from orchestrator.studies.rows import Study, StudyRow
+from orchestrator.studies.study import Study, StudyRow
 
 SHORT_S = 60.0
-"""A row whose first run took less is short: it is run several times unasked."""
+"""A row whose first run took less is short: without `--repeats` it is run several times."""
 
 
 class RowRun(Record):
@@ -24,11 +24,11 @@ class RowRun(Record):
     figures: dict[str, float | None] = Field(default_factory=dict)
     valid: bool = True
     total_s: float | None = None
-    """How long it took; None where that is not known."""
+    """Its duration; None if not known."""
     epochs: tuple[Epoch, ...] = ()
-    """Of a study that shows how its rows learn."""
+    """Only in a study that `shows_learning`, as the next field."""
     per_class: dict[str, float] = Field(default_factory=dict)
-    """The accuracy of each class, 0..1; of such a study."""
+    """The accuracy of each class, 0..1."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Spread:
 
 
 class Done(Record):
-    """What is kept of a row: the runs that are collected, and the job that was begun after them."""
+    """A row's collected runs, and the job that was started after them."""
 
     cluster: str
     hosts: str = ""
-    """What it ran on, in a few words."""
+    """Its hosts, in a few words."""
     overrides: dict[str, str] = Field(default_factory=dict)
     runs: tuple[RowRun, ...] = ()
     begun: str | None = None
@@ -56,7 +56,7 @@ class Done(Record):
     @model_validator(mode="before")
     @classmethod
     def _of_one_run(cls, value: Any) -> Any:
-        """Files of the time when a row was run once."""
+        """Reads older files, in which a row had one run."""
         if not isinstance(value, dict) or "job" not in value:
             return value
         run = {key: value[key] for key in ("job", "figures", "valid") if key in value}
@@ -64,7 +64,7 @@ class Done(Record):
 
     @property
     def is_short(self) -> bool:
-        """Whether its first run took so little time that others may follow unasked."""
+        """Whether its first run took less than SHORT_S."""
         return bool(self.runs) and self.runs[0].total_s is not None and self.runs[0].total_s < SHORT_S
 
     @property
@@ -72,22 +72,22 @@ class Done(Record):
         return all(run.valid for run in self.runs)
 
     def spread(self, figure: str) -> Spread | None:
-        """None where a run lacks it."""
+        """None if a run lacks it."""
         return _spread([run.figures.get(figure) for run in self.runs])
 
     def losses(self) -> list[float]:
-        """The median over its runs of each epoch's loss, as far as all runs have one."""
+        """The median over its runs of each epoch's loss, up to the last epoch that all runs have."""
         runs = ([epoch.loss for epoch in run.epochs if epoch.loss is not None] for run in self.runs)
         return [statistics.median(losses) for losses in zip(*runs, strict=False)]
 
     def per_class(self) -> dict[str, float]:
-        """The median over its runs of each class's accuracy, 0..1; of classes that all runs judged."""
+        """The median over its runs of each class's accuracy, 0..1, for the classes that all runs have."""
         spreads = {name: _spread([run.per_class.get(name) for run in self.runs]) for name in self.runs[0].per_class}
         return {name: spread.median for name, spread in spreads.items() if spread}
 
 
 def _spread(values: Sequence[float | None]) -> Spread | None:
-    """None where one is missing, or all are."""
+    """None if any value is missing, or all."""
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
         return None
@@ -111,8 +111,8 @@ class Outcome:
 
 
 def speed_up(study: Study, outcomes: Sequence[Outcome], outcome: Outcome) -> Spread | None:
-    """How many times as fast the row is as the one that it is compared with, by the study's first figure, a time. The
-    range is the widest that both rows' ranges allow. None unless both were run on the same cluster.
+    """Time of the row it is relative to, by the row's own time (the study's first figure). The range is the widest that
+    both rows' ranges allow. None unless both ran on the same cluster.
     """
     base = next((other.done for other in outcomes if other.row.name == outcome.row.against), None)
     if not base or not outcome.done or base.cluster != outcome.done.cluster:
@@ -126,8 +126,8 @@ def speed_up(study: Study, outcomes: Sequence[Outcome], outcome: Outcome) -> Spr
 
 
 def within_noise(study: Study, outcomes: Sequence[Outcome]) -> list[list[StudyRow]]:
-    """Rows that the study's first figure does not distinguish: groups in which each range overlaps another one.
-    A row that was run once has no range and is in no group.
+    """Groups of rows in which each range of the study's first figure overlaps another. A row that was run once has no
+    range and is in no group.
     """
     found = []
     for outcome in outcomes:

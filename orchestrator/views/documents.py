@@ -32,8 +32,7 @@ from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.profiles import RankProfile, measured_shares
 from orchestrator.studies.ledger import Outcome, speed_up, within_noise
-from orchestrator.studies.rows import Study
-from orchestrator.studies.tables import STUDIES
+from orchestrator.studies.study import Study
 from orchestrator.units import format_bandwidth
 from orchestrator.views.figures import local_minute
 from orchestrator.views.plan import Outlook
@@ -349,15 +348,14 @@ def profile_json(exp: str, batch: int, known: Sequence[RankProfile]) -> dict[str
     return {"schema": 1, "exp": exp, "batch": batch, "ranks": ranks}
 
 
-def sweep_json(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """`orch sweep --json`. name: the study's."""
-    study = STUDIES[name]
+def sweep_json(name: str, study: Study, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """`orch sweep --json`."""
     rows = [
         {
             "name": outcome.row.name,
             **dict(zip(study.columns, outcome.row.cells, strict=True)),
             "measured": _measured(study, outcomes, outcome) if outcome.done else None,
-            "published": dict(zip(study.published, outcome.row.published, strict=True)),
+            "published": dict(zip(study.published, study.published_of(outcome.row), strict=True)),
             "why_not": outcome.why_not or None,
         }
         for outcome in outcomes

@@ -26,9 +26,9 @@ from orchestrator.jobs.record import FirstFailure
 from orchestrator.jobs.redraw import Drawing
 from orchestrator.paths import RunFolder
 from orchestrator.results.collectives import Collectives, CollectiveTime, LinksCarried, link_matrix
-from orchestrator.results.published import conditions, published_for
 from orchestrator.results.summary import NodeSummary, RankEnd, Summary
 from orchestrator.results.timeline import load_timeline
+from orchestrator.studies.study import published_for
 from orchestrator.text import clean, one_line
 from orchestrator.units import counted, format_bytes
 from orchestrator.views.charts import draw_throughput
@@ -127,9 +127,19 @@ def render_report(
             curves_by_clock=[*by_clock(summary.curves)],
             shares_over_steps=tuple(_shares_over_steps(summary)),
             published=published_for(summary),
-            conditions=conditions(summary),
+            conditions=_conditions(summary),
         )
     )
+
+
+def _conditions(summary: Summary) -> str:
+    """Hardware, length and batch of this run, beside figures measured under other conditions."""
+    settings = summary.recorded
+    epochs, steps = settings.epochs, settings.steps
+    length = f"{steps} steps" if steps else f"{epochs} epoch{'' if epochs == 1 else 's'}" if epochs else ""
+    types = ", ".join(f"{gpu.ranks} x {name}" for name, gpu in summary.by_gpu.items())
+    batch = "" if settings.batch is None else f"batch {settings.batch}"
+    return ", ".join(part for part in (types, length, batch) if part)
 
 
 def headline(summary: Summary) -> str:

@@ -7,12 +7,10 @@ from functools import partial
 
 from orchestrator.studies.figures import FIGURES
 from orchestrator.studies.ledger import Outcome, Spread, speed_up, within_noise
-from orchestrator.studies.rows import Study
+from orchestrator.studies.study import Study
 from orchestrator.views import console, tables
-from orchestrator.views.figures import UNKNOWN, figure
+from orchestrator.views.figures import UNKNOWN
 
-DIGITS = {"efficiency": 3, "train_s": 2, "load_s": 4, "update_s": 4, "epoch_s": 2, "total_s": 2, "accuracy": 2}
-"""Decimals of the figures that stand beside published ones, which have as many. Speeds are written as everywhere."""
 SPEED_UP = "speed-up"
 
 
@@ -28,8 +26,8 @@ def print_study(study: Study, outcomes: Sequence[Outcome]) -> None:
     console.put(f"published: {study.source}")
     for line in _noise(study, outcomes):
         console.put(line)
-    if study.note:
-        console.out.print(study.note, style="dim")
+    if study.notes:
+        console.out.print(study.notes, style="dim")
     for outcome in outcomes:
         if outcome.why_not:
             console.put(f"{outcome.row.name}: not run, {outcome.why_not}")
@@ -63,7 +61,7 @@ def cells(study: Study, outcomes: Sequence[Outcome], outcome: Outcome) -> tuple[
         for place, (name, spread) in enumerate(spreads.items()):
             figures[place] += _range(spread, partial(_shown, name)) if name in (study.figures[0], "accuracy") else ""
         figures += [_speed_up(speed_up(study, outcomes, outcome))] if study.has_speed_ups else []
-    return (*outcome.row.cells, *figures, *outcome.row.published)
+    return (*outcome.row.cells, *figures, *study.published_of(outcome.row))
 
 
 def titles(study: Study) -> tuple[str, ...]:
@@ -117,6 +115,4 @@ def _range(spread: Spread | None, shown: Callable[[float], str]) -> str:
 
 
 def _shown(name: str, value: float | None) -> str:
-    if value is None or name not in DIGITS:
-        return figure(value)
-    return f"{value * FIGURES[name].scale:.{DIGITS[name]}f}"
+    return UNKNOWN if value is None else FIGURES[name].shown(value)

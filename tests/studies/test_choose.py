@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.studies.choose import choose_nodes
-from orchestrator.studies.rows import StudyRow
-from orchestrator.studies.tables import STUDIES
+from orchestrator.studies.study import StudyRow, load_study
 from tests.support.plans import study_node as node
 
 
 def row_of(study, name):
-    return next(row for row in STUDIES[study].rows if row.name == name)
+    return next(row for row in load_study(study).rows if row.name == name)
+
+
+def wants(ranks, **more):
+    return StudyRow(name="r", ranks=ranks, **more)
 
 
 def test_a_row_takes_the_hosts_that_it_names_and_no_others():
@@ -25,14 +28,10 @@ def test_a_row_takes_the_hosts_that_it_names_and_no_others():
 
 def test_a_row_that_needs_a_number_of_ranks_spreads_them_over_as_many_hosts_as_fit():
     hosts = [node("one", None), node("two", None, 2), node("three", None)]
-    assert choose_nodes(StudyRow("r", (), "mnist_lenet", ranks=2), hosts) == {"one": 1, "three": 1}
-    assert choose_nodes(StudyRow("r", (), "mnist_lenet", ranks=1), hosts) == {"one": 1}
-    assert choose_nodes(StudyRow("r", (), "mnist_lenet", ranks=2), hosts[1:2]) == {"two": 2}
-    assert "needs 7 ranks in all" in choose_nodes(StudyRow("r", (), "mnist_lenet", ranks=7), hosts)
-
-
-def wants(ranks, **more):
-    return StudyRow("r", (), "mnist_lenet", ranks=ranks, **more)
+    assert choose_nodes(wants(2), hosts) == {"one": 1, "three": 1}
+    assert choose_nodes(wants(1), hosts) == {"one": 1}
+    assert choose_nodes(wants(2), hosts[1:2]) == {"two": 2}
+    assert "needs 7 ranks in all" in choose_nodes(wants(7), hosts)
 
 
 def test_hosts_of_more_ranks_give_a_part_of_them():
@@ -68,7 +67,7 @@ def test_ranks_that_need_gpus_get_hosts_that_have_them():
 
 def test_a_row_that_needs_a_package_takes_a_host_that_has_it():
     row, hosts = row_of("ways_to_start", "horovod"), [node("large", None, 4), node("small", None, 2)]
-    assert (row.settings["strategy"], row.starter) == ("horovod", "torchrun")
+    assert (row.settings, row.starter) == ({"strategy": "horovod"}, "torchrun")
     assert choose_nodes(row, hosts, {"small"}) == {"small": 2}
     assert choose_nodes(row, hosts, {"small", "large"}) == {"large": 4}
     assert choose_nodes(row_of("ways_to_start", "torchrun"), hosts) == {"large": 4}

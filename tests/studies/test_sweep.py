@@ -1,11 +1,10 @@
-"""Studies: every row is a run that can be made, and a sweep goes on where it was left."""
+"""A sweep goes on where it was left, and repeats rows in rounds."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import shutil
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,31 +15,29 @@ from orchestrator.hosts.connections import Connections
 from orchestrator.measuring.sweep import Sweep
 from orchestrator.paths import Home
 from orchestrator.store import Store
-from orchestrator.studies import figures, ledger, tables
-from orchestrator.studies.rows import Study, StudyRow
-from orchestrator.studies.tables import STUDIES
+from orchestrator.studies import ledger
+from orchestrator.studies.study import Study, StudyRow
 from orchestrator.views import documents, study_table
 from tests.support.local_cluster import bring_up
 from tests.support.plans import study_node
 from tests.support.quick_python import quick_python
-from trainer.shared.config import parse_settings
 
-ROWS = [(study, row) for study in STUDIES.values() for row in study.rows]
 SHORT = {"data": "synthetic", "steps": "5", "warmup_steps": "1", "batch": "8", "eval_every": "0"}
-
-
-@pytest.mark.parametrize("study, row", ROWS, ids=[row.name for _, row in ROWS])
-def test_every_row_is_a_complete_experiment_with_a_published_cell_for_each_column(study, row):
-    settings = parse_settings(row.exp, row.settings)
-    assert settings.exp == row.exp
-    assert (len(row.cells), len(row.published)) == (len(study.columns), len(study.published))
-    assert row.hosts or row.ranks or row.starter or row.never
-
-
-@pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
-def test_a_studys_rows_have_names_of_their_own_and_figures_that_exist(study):
-    assert len({row.name for row in study.rows}) == len(study.rows)
-    assert set(study.figures) <= figures.FIGURES.keys()
+ROWS = (
+    StudyRow(name="pair", cells=("two",), settings={"strategy": "ddp"}, ranks=2, published=("1.0",)),
+    StudyRow(name="none-can", cells=("x",), hosts=(("3090", 2),), published=("2.0",)),
+    StudyRow(name="alone", cells=("one",), settings={"strategy": "none"}, ranks=1, published=("3.0",)),
+)
+STUDY = Study(
+    title="t",
+    source="s",
+    columns=("ranks",),
+    figures=("samples_per_s", "train_s"),
+    published=("seconds",),
+    exp="mnist_lenet",
+    settings=SHORT,
+    rows=ROWS,
+)
 
 
 def come_up(folder, python, ranks=1):
@@ -62,33 +59,26 @@ def quick_home(tmp_path_factory):
 
 
 @pytest.fixture
-def bench(tmp_path, monkeypatch, quick_home):
+def bench(tmp_path, quick_home):
     """A study of three short rows, and sweeps of it on two local nodes on which nothing can be trained."""
-    with sweeps(tmp_path, monkeypatch, Home(shutil.copytree(quick_home.root, tmp_path / "home"))) as made:
+    with sweeps(tmp_path, Home(shutil.copytree(quick_home.root, tmp_path / "home"))) as made:
         yield made
 
 
 @pytest.fixture
-def real_bench(tmp_path, monkeypatch):
+def real_bench(tmp_path):
     """The same, on nodes that train."""
-    with sweeps(tmp_path, monkeypatch, come_up(tmp_path, quick_python(tmp_path / "quick", trains=True))) as made:
+    with sweeps(tmp_path, come_up(tmp_path, quick_python(tmp_path / "quick", trains=True))) as made:
         yield made
 
 
 @contextlib.contextmanager
-def sweeps(tmp_path, monkeypatch, home):
-    rows = (
-        StudyRow("pair", ("two",), "mnist_lenet", {**SHORT, "strategy": "ddp"}, ranks=2, published=("1.0",)),
-        StudyRow("none-can", ("x",), "mnist_lenet", SHORT, hosts=(("3090", 2),), published=("2.0",)),
-        StudyRow("alone", ("one",), "mnist_lenet", {**SHORT, "strategy": "none"}, ranks=1, published=("3.0",)),
-    )
-    study = Study("t", "s", ("ranks",), ("samples_per_s", "train_s"), ("seconds",), rows)
-    monkeypatch.setitem(tables.STUDIES, "short", study)
+def sweeps(tmp_path, home):
     with Connections(home) as connections:
         controller = Controller(Store(home), connections)
 
-        def made(**overrides):
-            return Sweep("short", controller, controller.store.cluster("t"), tmp_path / "out", overrides)
+        def made(study=STUDY, **overrides):
+            return Sweep("short", study, controller, controller.store.cluster("t"), tmp_path / "out", overrides)
 
         yield made
 
@@ -129,22 +119,21 @@ def test_a_sweep_that_was_left_takes_up_its_own_job_again_and_runs_no_row_twice(
     kept = bench().run(idle, repeats=1)
     assert idle.seen == []
     assert [outcome.done for outcome in kept] == [outcome.done for outcome in outcomes]
-    document = documents.sweep_json("short", kept)
+    document = documents.sweep_json("short", STUDY, kept)
     assert json.loads(json.dumps(document)) == document
     assert [row["why_not"] is None for row in document["rows"]] == [True, False, True]
 
 
 @pytest.mark.slow
-def test_a_row_whose_ranks_the_trainer_spawns_has_the_figures_of_all_of_them(tmp_path, monkeypatch):
+def test_a_row_whose_ranks_the_trainer_spawns_has_the_figures_of_all_of_them(tmp_path):
     python = quick_python(tmp_path / "quick", torchrun=True)
     home = come_up(tmp_path, python, ranks=3)
     settings = {"data": "synthetic", "samples": "160", "batch": "32", "epochs": "1", "strategy": "ddp"}
-    row = StudyRow("spawn", ("two",), "mnist_lenet", settings, ranks=2, starter="spawn", published=("1.0",))
+    row = StudyRow(name="spawn", cells=("two",), settings=settings, ranks=2, starter="spawn", published=("1.0",))
     figures = ("samples_per_s", "epoch_s", "accuracy")
-    study = Study("t", "s", ("ranks",), figures, ("seconds",), (row,), shows_learning=True)
-    with sweeps(tmp_path, monkeypatch, home) as made:
-        monkeypatch.setitem(tables.STUDIES, "short", study)
-        one = made()
+    study = STUDY.model_copy(update={"figures": figures, "settings": {}, "rows": (row,), "shows_learning": True})
+    with sweeps(tmp_path, home) as made:
+        one = made(study)
         (outcome,) = one.run(Watch(one.controller), repeats=2)
         seeds = [one.controller.store.plan(run.job).settings["seed"] for run in outcome.done.runs]
     run, _ = outcome.done.runs
@@ -218,7 +207,7 @@ def test_short_rows_are_run_three_times_in_rounds_and_long_ones_once(bench, monk
     outcomes = sweep_of(bench).run(None)
     assert jobs.rows == ["pair", "alone"] * 3
     assert outcomes[0].done.spread("samples_per_s") == ledger.Spread(50, 52, 60)
-    assert study_table.cells(tables.STUDIES["short"], outcomes, outcomes[0]) == (
+    assert study_table.cells(STUDY, outcomes, outcomes[0]) == (
         "two",
         "52.0 (50.0 to 60.0)",
         "1.00",
@@ -230,7 +219,7 @@ def test_short_rows_are_run_three_times_in_rounds_and_long_ones_once(bench, monk
     long = Jobs(monkeypatch, SPEEDS, total_s=90)
     (once, *_) = sweep_of(bench).run(None, again=True)
     assert long.rows == ["pair", "alone"]
-    assert study_table.cells(tables.STUDIES["short"], [once], once) == ("two", "50.0", "1.00", "1.0")
+    assert study_table.cells(STUDY, [once], once) == ("two", "50.0", "1.00", "1.0")
     more = Jobs(monkeypatch, SPEEDS)
     sweep_of(bench).run(None, repeats=2, only=["alone"])
     assert more.rows == ["alone"]
@@ -248,13 +237,12 @@ def test_figures_of_other_settings_do_not_count_as_done(bench, monkeypatch):
 @pytest.mark.slow
 def test_a_row_whose_job_fails_ends_the_sweep_with_its_name_and_is_run_again_the_next_time(bench, monkeypatch):
     """On these nodes the trainer does not find its torch."""
-    study = tables.STUDIES["short"]
-    monkeypatch.setitem(tables.STUDIES, "short", replace(study, rows=(study.rows[2],)))
-    first = bench()
+    study = STUDY.model_copy(update={"rows": ROWS[2:]})
+    first = bench(study)
     with pytest.raises(OrchError, match=r"^alone: mnist_lenet-\S+ did not succeed"):
         first.run(Watch(first.controller))
     jobs = Jobs(monkeypatch, SPEEDS)
-    (outcome,) = sweep_of(bench).run(None, repeats=1)
+    (outcome,) = sweep_of(lambda: bench(study)).run(None, repeats=1)
     assert (jobs.rows, len(outcome.done.runs)) == (["alone"], 1)
 
 
@@ -270,16 +258,15 @@ def test_a_row_of_another_cluster_gets_no_run_of_this_one(bench, monkeypatch):
 
 def outcome(name, *values):
     runs = tuple(ledger.RowRun(job=str(i), figures={"samples_per_s": value}) for i, value in enumerate(values))
-    return ledger.Outcome(StudyRow(name, (name,), "mnist_lenet", published=("",)), ledger.Done(cluster="t", runs=runs))
+    return ledger.Outcome(StudyRow(name=name, cells=(name,)), ledger.Done(cluster="t", runs=runs))
 
 
-def test_rows_whose_ranges_overlap_are_within_noise(bench):
-    study = tables.STUDIES["short"]
+def test_rows_whose_ranges_overlap_are_within_noise():
     rows = [outcome("a", 1, 6), outcome("b", 9, 10), outcome("c", 2, 3), outcome("d", 5, 6), outcome("e", 7, 8)]
-    (group,) = ledger.within_noise(study, [*rows, outcome("once", 9.5), outcome("f", 11, None)])
+    (group,) = ledger.within_noise(STUDY, [*rows, outcome("once", 9.5), outcome("f", 11, None)])
     assert [row.name for row in group] == ["a", "c", "d"]
-    assert ledger.within_noise(study, rows[:2]) == []
-    assert documents.sweep_json("short", rows)["within_noise"] == [["a", "c", "d"]]
+    assert ledger.within_noise(STUDY, rows[:2]) == []
+    assert documents.sweep_json("short", STUDY, rows)["within_noise"] == [["a", "c", "d"]]
 
 
 def test_a_table_of_one_run_a_row_is_read_as_it_was(bench, monkeypatch):

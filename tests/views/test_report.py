@@ -94,7 +94,7 @@ def test_published_figures_stand_beside_this_run_with_their_hardware(tmp_path: P
     ours = "this run"
     assert text.count("This run: 1 x RTX A2000, 2 x Tesla V100-16GB, batch 96.") == 3
     assert f"nccl 3 9.50 – 99.23 % {ours} NCCL 1 200.97 1.00 99.56 % published" in text
-    assert f"allreduce, 3 processes, num_workers 2 99.23 % 9.50 {ours}" in text
+    assert f"allreduce, 3 processes, num_workers 2 9.50 99.23 % {ours}" in text
     assert f"2 0.0020 0.0980 9.50 99.23 % {ours} 0 0.0064 0.0011 72.80 99.08 % published" in text
 
 

@@ -9,9 +9,10 @@ from orchestrator.jobs.record import FirstFailure
 from orchestrator.paths import Home
 from orchestrator.results.analyse import analyse
 from orchestrator.store import Store
+from orchestrator.studies import study_names
 from orchestrator.studies.figures import FIGURES
 from orchestrator.studies.ledger import Done, Outcome, RowRun
-from orchestrator.studies.tables import STUDIES
+from orchestrator.studies.study import load_study
 from orchestrator.views import comparison, console, figures, job_table, network, tables
 from orchestrator.views.study_table import cells, dispensable, titles
 from tests.support.plan_command import RESNET, lab_home, orch
@@ -143,9 +144,9 @@ def test_links_of_many_hosts_stand_in_tables_beneath_each_other(screen):
     assert len(screen(200, lambda: network.print_links(names, gbps), rows="from / to")) == 1
 
 
-@pytest.mark.parametrize("study", STUDIES)
+@pytest.mark.parametrize("study", study_names())
 def test_a_study_keeps_its_rows_names_first_figure_and_the_published_one(screen, study):
-    study = STUDIES[study]
+    study = load_study(study)
     done = Done(cluster="lab", runs=[RowRun(job="j", figures=dict.fromkeys(FIGURES, 123.4), valid=True)] * 2)
     outcomes = [Outcome(row, done) for row in study.rows]
     header, *rows = [line.split("  ") for line in screen(80, lambda: sweep_table(study, outcomes))]

@@ -1,0 +1,216 @@
+"""Published studies, each a data file of this folder: rows that can be run again, beside the figures of their authors.
+
+    study = load_study("bottlenecks")                 # bottlenecks.yaml
+    study.settings_of(study.rows[4])                  # {"lr": "0.02", ..., "slow": "rank:1,at:start,ms:1"}
+    published_for(summary)                            # tables for the report of a run
+
+Published figures were measured by their authors on their machines: a reference, never a target. Pure but for the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from orchestrator.errors import InventoryError, Mistake
+from orchestrator.hosts import grammar
+from orchestrator.hosts.inventory import Written, nearest
+from orchestrator.hosts.inventory_mistakes import mistake_of
+from orchestrator.hosts.yamlfile import Document, KeyPath, read_yaml
+from orchestrator.planning.starters import Starter
+from orchestrator.results.summary import Summary
+from orchestrator.studies import FOLDER, study_names
+from orchestrator.studies.figures import cell_of_run, report_figure, study_figure
+from trainer.shared.config import parse_settings
+from trainer.shared.fields import SettingsError
+
+_VERBATIM = ("settings", "cells", "published", "in_report")
+"""Below these keys 1, 1.10 and false stay text."""
+Texts = Annotated[tuple[str, ...], Field(strict=False)]
+Host = Annotated[tuple[str, int], Field(strict=False)]
+"""GPU and ranks of a host."""
+
+
+class StudyRow(Written):
+    """One configuration that the study measured."""
+
+    name: str
+    cells: Texts = ()
+    """Under the study's own columns."""
+    in_report: Texts | None = None
+    """The same under the columns of the report, if these differ."""
+    settings: dict[str, str] = Field(default_factory=dict)
+    """In place of the study's."""
+    hosts: Annotated[tuple[Host, ...], Field(strict=False)] = ()
+    """The hosts it needs; empty if `ranks` is enough."""
+    ranks: int = Field(default=0, ge=0)
+    """Ranks over all hosts; with a starter, 0 stands for all ranks of one host."""
+    gpus: int = Field(default=0, ge=0)
+    """GPUs that each rank needs for itself."""
+    starter: Starter | None = None
+    """Program that starts the ranks, all on one host; None is orch, on any number of hosts."""
+    needs_horovod: bool = False
+    against: str = ""
+    """The row that its speed-up is relative to."""
+    never: str = ""
+    """The reason why no cluster can run it."""
+    published: Texts = ()
+    """The study's figures as it prints them; empty if it has no such row."""
+
+
+class ReportColumns(Written):
+    """The table of published figures in the reports of runs with this model and data."""
+
+    model: str
+    data: str
+    columns: dict[str, Annotated[str, AfterValidator(report_figure)] | None] = Field(default_factory=dict)
+    """Title -> the run's own figure below it, null if runs have none. Without columns, only the note is shown."""
+
+
+class Study(Written):
+    title: str
+    source: str
+    """Hardware and software of the published figures."""
+    note: str = ""
+    """About the figures, for the table and the report."""
+    rows_note: str = ""
+    """How the rows are run here, for the table only."""
+    columns: Texts
+    figures: Annotated[tuple[Annotated[str, AfterValidator(study_figure)], ...], Field(strict=False, min_length=1)]
+    """Measured columns of the table; the first one compares the rows."""
+    published: Texts
+    """Columns of the rows' published cells."""
+    shows_learning: bool = False
+    """Adds each row's loss by epoch and accuracy by class to the table."""
+    report: ReportColumns | None = None
+    exp: str
+    settings: dict[str, str] = Field(default_factory=dict)
+    """Of all rows."""
+    rows: Annotated[tuple[StudyRow, ...], Field(strict=False, min_length=1)]
+
+    @property
+    def has_speed_ups(self) -> bool:
+        return any(row.against for row in self.rows)
+
+    @property
+    def notes(self) -> str:
+        return f"{self.rows_note} {self.note}".strip()
+
+    def settings_of(self, row: StudyRow) -> dict[str, str]:
+        return {**self.settings, **row.settings}
+
+    def published_of(self, row: StudyRow) -> tuple[str, ...]:
+        return row.published or ("",) * len(self.published)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def load_study(name: str) -> Study:
+    return read_study(FOLDER / f"{name}.yaml")
+
+
+def read_study(path: Path) -> Study:
+    """Raises InventoryError with all mistakes of the file, each with its line."""
+    document = read_yaml(path, verbatim=_VERBATIM)
+    mistakes = list(document.mistakes)
+    try:
+        study = Study.model_validate(document.values)
+    except ValidationError as error:
+        raise InventoryError([*mistakes, *(_mistake(details, document) for details in error.errors())]) from error
+    mistakes += [Mistake(document.file, document.line(at), words) for at, words in _mistakes_together(study)]
+    if mistakes:
+        raise InventoryError(mistakes)
+    return study
+
+
+def _mistake(details: ErrorDetails, document: Document) -> Mistake:
+    path = details["loc"]
+    if details["type"] != "extra_forbidden":
+        return mistake_of(details, document)
+    models: dict[str, type[Written]] = {"rows": StudyRow, "report": ReportColumns}
+    model = models[str(path[0])] if len(path) > 1 else Study
+    words = f"unknown key {grammar.show(str(path[-1]))}; {nearest(str(path[-1]), list(model.model_fields))}"
+    return Mistake(document.file, document.line(path), words)
+
+
+def _mistakes_together(study: Study) -> Iterator[tuple[KeyPath, str]]:
+    """What is wrong between keys, each with its place."""
+    names = [row.name for row in study.rows]
+    for index, row in enumerate(study.rows):
+        at: KeyPath = ("rows", index)
+        if row.name in names[:index]:
+            yield (*at, "name"), f"row {row.name}: an earlier row has the same name"
+        if row.against and row.against not in names:
+            yield (*at, "against"), f"row {row.name}: `against` must name a row, not {grammar.show(row.against)}"
+        if not (row.hosts or row.ranks or row.starter or row.never):
+            yield at, f"row {row.name}: needs `hosts`, `ranks`, a `starter` or `never`"
+        yield from (((*at, key), f"row {row.name}: {words}") for key, words in _wrong_cells(study, row))
+        try:
+            parse_settings(study.exp, study.settings_of(row))
+        except SettingsError as error:
+            yield from (((*at, "settings"), f"row {row.name}: {words}") for words in error.mistakes)
+
+
+def _wrong_cells(study: Study, row: StudyRow) -> Iterator[tuple[str, str]]:
+    if len(row.cells) != len(study.columns):
+        yield "cells", f"`cells` has {len(row.cells)} values for {len(study.columns)} `columns`"
+    if row.published and len(row.published) != len(study.published):
+        yield "published", f"`published` has {len(row.published)} values for {len(study.published)} columns"
+    if study.report and study.report.columns and row.published:
+        given = len(_report_cells(row))
+        if given != len(study.report.columns):
+            words = f"has {given} values for the report's {len(study.report.columns)} columns"
+            yield "in_report", f"{words}; `in_report` stands in place of `cells` there"
+
+
+# ---- in the report of a run ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PublishedTable:
+    """The figures of a study, with a run's own as the first row."""
+
+    title: str
+    source: str
+    note: str
+    columns: tuple[str, ...]
+    this_run: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def published_for(summary: Summary) -> tuple[PublishedTable, ...]:
+    """The tables of the studies with this run's model and data; empty for a person's own script."""
+    if summary.kind != "experiment":
+        return ()
+    studies = (load_study(name) for name in study_names())
+    shown = ((study, study.report) for study in studies)
+    run = (summary.recorded.model, summary.recorded.data)
+    return tuple(
+        _table(study, report.columns, summary)
+        for study, report in shown
+        if report and (report.model, report.data) == run
+    )
+
+
+def _table(study: Study, columns: Mapping[str, str | None], summary: Summary) -> PublishedTable:
+    rows = (_report_cells(row) for row in study.rows if row.published)
+    return PublishedTable(
+        title=study.title,
+        source=study.source,
+        note=study.note,
+        columns=tuple(columns),
+        this_run=tuple(cell_of_run(figure, summary) for figure in columns.values()),
+        rows=tuple(rows) if columns else (),
+    )
+
+
+def _report_cells(row: StudyRow) -> tuple[str, ...]:
+    return (*(row.cells if row.in_report is None else row.in_report), *row.published)
