@@ -39,9 +39,9 @@ def compare(jobs: tuple[str, ...], page: Path | None, out: Path, cluster: str | 
     from orchestrator.files import write_atomic
     from orchestrator.results.compare import compare as compared
     from orchestrator.views import console
+    from orchestrator.views.charts import MOST_LINES
     from orchestrator.views.compare import print_comparison
     from orchestrator.views.compare_page import render_comparison
-    from orchestrator.views.linechart import MOST_LINES
 
     if not 2 <= len(jobs) <= MOST_LINES:
         raise UsageError(

@@ -32,9 +32,9 @@ from orchestrator.ui.in_turn import InTurn
 from orchestrator.ui.log import log_lines
 from orchestrator.ui.watched import Watched
 from orchestrator.units import counted
+from orchestrator.views.charts import MOST_LINES
 from orchestrator.views.compare_page import render_comparison
 from orchestrator.views.documents import cluster_json, top_json
-from orchestrator.views.linechart import MOST_LINES
 
 EVERY_S = 1.0
 PLAIN = "text/plain; charset=utf-8"

@@ -1,44 +1,172 @@
-"""Pictures of a run: each host's speed in the cluster beside its speed alone, or the network's speed; lines over time.
-Pure but for the files that it writes.
+"""Draws a run's charts with matplotlib: as SVG within a page, in the page's colours, or as a file.
 
-Takes a `Summary`, writes PNG or SVG. matplotlib is imported only when a picture is drawn.
+    svg(LineChart("loss", "updates", (ChartLine("training", [(0, 2.3), (100, 0.4)], PALETTE[0]),), from_zero=True))
+    draw_throughput(summary, run.chart)         # PNG
 
-    draw_throughput(summary, run.chart)
+matplotlib takes half a second to import, so that each function imports it. Pure but for the files that it writes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+import math
+import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from markupsafe import Markup, escape
 
 from orchestrator.files import write_atomic
 from orchestrator.results.collectives import Collectives
 from orchestrator.results.summary import NodeSummary, Summary
 from orchestrator.units import counted, format_bytes, format_figure
 
-# Okabe and Ito's palette, distinct for every common form of colour vision; the hatch distinguishes them on paper.
-_SERIES = (
-    ("samples_per_s", "in the cluster", "#0072B2", ""),
-    ("own_samples_per_s", "own speed (estimate of alone)", "#E69F00", "//"),
-    ("solo_samples_per_s", "measured alone", "#009E73", ".."),
-)
-_INK = "#757d87"
-"""A grey that can be read on a white page and on a dark one: the picture itself is transparent."""
-_LINES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#999999", "#8C564B", "#B8A800")
+PALETTE = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#999999", "#8c564b", "#b8a800")
+"""Okabe and Ito's colours and two more, distinct for every common form of colour vision."""
+MOST_LINES = len(PALETTE)
+MARKED = "#c8372d"
+INK = "#757d87"
+"""A grey that can be read on a white page and on a dark one: the background is transparent."""
 _MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*", "<")
+_BARS = (
+    ("samples_per_s", "in the cluster", PALETTE[0], ""),
+    ("own_samples_per_s", "own speed (estimate of alone)", PALETTE[1], "//"),
+    ("solo_samples_per_s", "measured alone", PALETTE[2], ".."),
+)
+"""Field of a host, its words, its colour, and the hatch that distinguishes it on paper."""
+_WIDTH, _HEIGHT = 420, 200
+"""Of a chart within a page, in the units of its SVG; style.css has the size of the text."""
+
+Points = Sequence[tuple[float, float]]
+"""In the order of x, which is never negative."""
 
 
-Series = Mapping[str, Sequence[tuple[float, float]]]
-"""Points of each line, by its name; a line that is alone may have none."""
+@dataclass(frozen=True)
+class ChartLine:
+    name: str
+    points: Points
+    colour: str
+    dots: bool = False
+    marked: Sequence[Points] = ()
+    """Stretches of it that stand out."""
+
+
+@dataclass(frozen=True)
+class Upright:
+    """Something that happened at one place of the x axis."""
+
+    name: str
+    x: float
+    colour: str
+
+
+@dataclass(frozen=True)
+class LineChart:
+    """Lines over an x axis that begins at 0; at least one has a point."""
+
+    title: str
+    over: str
+    """What the x axis counts."""
+    lines: tuple[ChartLine, ...]
+    from_zero: bool = False
+    """Whether the y axis begins at 0, too."""
+    percent: bool = False
+    """Whether y values are parts of 1."""
+    uprights: tuple[Upright, ...] = ()
+
+    @property
+    def key(self) -> dict[str, str]:
+        """Name -> colour, for the words above the drawing. A single line has the title."""
+        lines = {line.name: line.colour for line in self.lines if line.points and len(self.lines) > 1}
+        return lines | {each.name: each.colour for each in self.uprights}
+
+
+# ---- lines -----------------------------------------------------------------------------------------------------------
+
+
+def svg(chart: LineChart) -> Markup:
+    """The drawing as a part of an HTML page: without ids, styles and namespaces that could meet those of the page."""
+    text = _drawn(partial(line_figure, chart), "svg", fonttype="none").decode()
+    body = text[text.index(">", text.index("<svg")) + 1 :]
+    body = re.sub(r"<metadata>.*?</metadata>|<defs>.*?</defs>|<!--.*?-->", "", body, flags=re.DOTALL)
+    body = re.sub(r' (id|clip-path)="[^"]*"|font[-a-z]*: [^;"]*;? ?|<g/>', "", body).replace(INK, "var(--soft)")
+    body = re.sub(r"(\.\d\d)\d+", r"\1", re.sub(r"\s*\n\s*", "\n", body))
+    label = escape(f"{chart.title} over {chart.over}")
+    return Markup(f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{body}')  # noqa: S704 - our own
+
+
+def line_figure(chart: LineChart, title: str = "") -> Any:
+    """For a page, which has title and key in its own text. title: for a file, which has all that within itself."""
+    figure, axes = _empty(8.6, 4.2, "constrained") if title else _empty(_WIDTH / 72, _HEIGHT / 72, None)
+    for line, marker in zip(chart.lines, itertools.cycle(_MARKERS), strict=False):
+        _draw_line(axes, line, marker if title and len(line.points) <= 30 else None)
+    _set_axes(axes, chart)
+    for each in chart.uprights:
+        if each.x <= axes.get_xlim()[1]:
+            axes.axvline(each.x, color=each.colour, linewidth=1.4, linestyle=(0, (3, 3)), clip_on=False)
+    _plain(axes, "both" if title else "y")
+    if not title:
+        figure.subplots_adjust(left=0.15, right=0.97, top=0.95, bottom=0.15)
+        axes.tick_params(length=0, labelsize=13, pad=7)
+        axes.spines[["left", "bottom"]].set_visible(False)
+        return figure
+    axes.set_xlabel(chart.over)
+    axes.set_ylabel(chart.title)
+    axes.set_title(title, loc="left", fontsize=11, parse_math=False)
+    if chart.key:
+        figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    return figure
+
+
+def _draw_line(axes: Any, line: ChartLine, marker: str | None) -> None:
+    from matplotlib.collections import LineCollection
+
+    if not line.points:
+        return
+    xs, ys = zip(*line.points, strict=True)
+    dots = [[point, point] for point in line.points] if line.dots or len(xs) == 1 else []
+    for paths, colour, width, alpha in ((line.marked, MARKED, 8, 0.45), ([] if marker else dots, line.colour, 7, 1)):
+        if paths:  # a path without length is a dot
+            whole = [[*path, path[-1]] for path in paths]
+            axes.add_collection(
+                LineCollection(whole, colors=colour, linewidths=width, alpha=alpha, capstyle="round", clip_on=False)
+            )
+    axes.plot(
+        xs, ys, label=_short(line.name), color=line.colour, marker=marker, markersize=5, linewidth=2, clip_on=False
+    )
+
+
+def _set_axes(axes: Any, chart: LineChart) -> None:
+    """Round marks; the y axis ends with the first and the last of them."""
+    from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+
+    xs, ys = ([point[axis] for line in chart.lines for point in line.points] for axis in (0, 1))
+    axes.set_xlim(0, max(xs) or 1)
+    axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10], integer=True))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    low, high = min(0, *ys) if chart.from_zero or min(ys) == max(ys) else min(ys), max(ys)
+    ticks = MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(low, high if high != low else low + 1)
+    axes.set_yticks(ticks)
+    axes.set_ylim(ticks[0], ticks[-1])
+    scale = 100 if chart.percent else 1
+    digits = max(0, -math.floor(math.log10(scale * (ticks[1] - ticks[0])) + 1e-9))
+    plain = f"{{x:,.{digits}f}}" if digits <= 4 and max(map(abs, ticks)) < 1e6 else "{x:.3g}"
+    axes.yaxis.set_major_formatter(
+        PercentFormatter(1.0, digits, symbol=" %") if chart.percent else StrMethodFormatter(plain)
+    )
+
+
+# ---- a host's speed, the network's speed -----------------------------------------------------------------------------
 
 
 def draw_throughput(summary: Summary, path: Path) -> bool:
-    """Writes the chart and returns True; where there is no speed to show, removes an older chart, returns False."""
+    """Writes the chart and returns True; without a speed to show, removes an older chart and returns False."""
     if not has_speeds(summary):
         path.unlink(missing_ok=True)
         return False
@@ -51,59 +179,17 @@ def has_speeds(summary: Summary) -> bool:
     return bool(measured) or any(node.samples_per_s for node in summary.nodes)
 
 
-def save(draw: Callable[[], Any], path: Path) -> None:
-    """Whole, in the form that the path's suffix names; the same figures give the same bytes."""
-    content = io.BytesIO()
-    form = path.suffix.removeprefix(".")
-    with warnings.catch_warnings():
-        # A host may be named in a script that the font has no glyphs for: boxes are drawn, and that is enough.
-        warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
-        with _plain_settings():
-            without_date = {"Date": None} if form == "svg" else None
-            draw().savefig(content, format=form, dpi=144, transparent=True, metadata=without_date)
-    write_atomic(path, content.getvalue())
-
-
 def throughput_figure(summary: Summary) -> Any:
     """Each host's speed in the cluster beside its speed alone; of a run that measured the network, that."""
-    return _figure_of_network(summary) if summary.collectives else _figure(summary)
+    return _figure_of_network(summary) if summary.collectives else _figure_of_hosts(summary)
 
 
-@contextlib.contextmanager
-def _plain_settings() -> Iterator[None]:
-    """matplotlib obeys a `matplotlibrc` of whatever folder one stands in, which may be anybody's; we do not."""
-    import matplotlib
-
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update({"text.color": _INK, "xtick.color": _INK, "ytick.color": _INK})
-        matplotlib.rcParams.update({"axes.labelcolor": _INK, "axes.edgecolor": _INK, "svg.hashsalt": "orch"})
-        yield
-
-
-def _empty(height_inch: float, layout: Any = "constrained") -> tuple[Any, Any]:
-    """A figure with nothing on it, and its axes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.6, height_inch), layout=layout)
-    FigureCanvasAgg(figure)
-    return figure, figure.add_subplot()
-
-
-def _plain(axes: Any, grid: str = "both") -> None:
-    """No frame, and thin lines behind what is drawn. grid: the axis whose values they mark."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis=grid, color=_INK, alpha=0.25, linewidth=0.8)
-    axes.set_axisbelow(True)
-
-
-def _figure(summary: Summary) -> Any:
+def _figure_of_hosts(summary: Summary) -> Any:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    series = [item for item in _SERIES if any(getattr(node, item[0]) for node in summary.nodes)]
+    series = [item for item in _BARS if any(getattr(node, item[0]) for node in summary.nodes)]
     height_inch = 1.7 + 0.32 * (len(series) + 0.8) * len(summary.nodes)
-    figure, axes = _empty(min(height_inch, 60), ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1))
+    figure, axes = _empty(8.6, min(height_inch, 60), ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1))
     bar_height = 0.8 / len(series)
     for index, (name, label, colour, hatch) in enumerate(series):
         places = [row + (index - (len(series) - 1) / 2) * bar_height for row in range(len(summary.nodes))]
@@ -112,12 +198,12 @@ def _figure(summary: Summary) -> Any:
             places, values, bar_height * 0.92, label=label, color=colour, hatch=hatch, edgecolor="white", linewidth=0
         )
         axes.bar_label(
-            bars, [format_figure(value) if value else "" for value in values], padding=4, color=_INK, fontsize=9
+            bars, [format_figure(value) if value else "" for value in values], padding=4, color=INK, fontsize=9
         )
     axes.set_yticks(range(len(summary.nodes)), [_label(node) for node in summary.nodes], parse_math=False)
     axes.invert_yaxis()
     axes.set_xlabel("samples per second")
-    axes.set_title(_title(summary), loc="left", fontsize=11, parse_math=False)
+    axes.set_title(title_of(summary), loc="left", fontsize=11, parse_math=False)
     axes.margins(x=0.14)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -127,22 +213,22 @@ def _figure(summary: Summary) -> Any:
 
 
 def _figure_of_network(summary: Summary) -> Any:
-    """Bus bandwidth over size, a line an operation; the declared bandwidth is as high as a line can come."""
+    """Bus bandwidth over size, a line for each operation; the declared bandwidth is its upper bound."""
     found = summary.collectives or Collectives()
-    figure, axes = _empty(5.2)
+    figure, axes = _empty(8.6, 5.2, "constrained")
     for index, operation in enumerate(found.operations):
         times = [each for each in found.times if each.operation == operation.operation and each.busbw_gbps]
         axes.plot(
             [each.bytes for each in times],
             [each.busbw_gbps or 0.0 for each in times],
             label=operation.operation,
-            color=_LINES[index % len(_LINES)],
+            color=PALETTE[index % len(PALETTE)],
             marker=_MARKERS[index % len(_MARKERS)],
             markersize=5,
             linewidth=1.4,
         )
     if found.declared_gbps:
-        axes.axhline(found.declared_gbps, color=_INK, linestyle="--", linewidth=1.2, label="declared")
+        axes.axhline(found.declared_gbps, color=INK, linestyle="--", linewidth=1.2, label="declared")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     sizes = sorted({each.bytes for each in found.times})[:: max(1, len(found.times) // 100)]
@@ -156,21 +242,12 @@ def _figure_of_network(summary: Summary) -> Any:
     return figure
 
 
-def lines_figure(summary: Summary, series: Series, along: str, words: str) -> Any:
-    """along, words: what stands on the x and on the y axis."""
-    figure, axes = _empty(4.2)
-    for index, (name, points) in enumerate(series.items()):
-        xs, ys = zip(*points, strict=True)
-        marker = _MARKERS[index % len(_MARKERS)] if len(points) <= 30 else None
-        colour = _LINES[index % len(_LINES)]
-        axes.plot(xs, ys, label=_short(name), color=colour, marker=marker, markersize=5, linewidth=1.4)
-    axes.set_xlabel(along)
-    axes.set_ylabel(words)
-    axes.set_title(_title(summary), loc="left", fontsize=11, parse_math=False)
-    _plain(axes)
-    if len(series) > 1:
-        figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
-    return figure
+def title_of(summary: Summary) -> str:
+    settings = summary.recorded
+    named = {"strategy": settings.strategy, "fidelity": settings.fidelity, "batch": settings.batch}
+    known = [f"{name} {value}" for name, value in named.items() if value is not None]
+    paced = ["paced, not real GPUs"] if summary.paced else []
+    return " · ".join([_short(summary.experiment), *(_short(text) for text in known), *paced])
 
 
 def _label(node: NodeSummary) -> str:
@@ -182,9 +259,51 @@ def _short(text: str) -> str:
     return text if len(text) <= 32 else text[:31] + "…"
 
 
-def _title(summary: Summary) -> str:
-    settings = summary.recorded
-    named = {"strategy": settings.strategy, "fidelity": settings.fidelity, "batch": settings.batch}
-    known = [f"{name} {value}" for name, value in named.items() if value is not None]
-    paced = ["paced, not real GPUs"] if summary.paced else []
-    return " · ".join([_short(summary.experiment), *(_short(text) for text in known), *paced])
+# ---- any chart -------------------------------------------------------------------------------------------------------
+
+
+def save(draw: Callable[[], Any], path: Path) -> None:
+    """Writes the file whole, in the form that its suffix names; equal figures give equal bytes."""
+    write_atomic(path, _drawn(draw, path.suffix.removeprefix(".")))
+
+
+def _drawn(draw: Callable[[], Any], form: str, fonttype: str = "path") -> bytes:
+    """fonttype: `none` keeps text as text, `path` needs no font where the file is read."""
+    content = io.BytesIO()
+    with warnings.catch_warnings():
+        # A host's name may be in a script that the font has no glyphs for: boxes are drawn, and that is enough.
+        warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
+        with _plain_settings(fonttype):
+            without_date = {"Date": None} if form == "svg" else None
+            draw().savefig(content, format=form, dpi=144, transparent=True, metadata=without_date)
+    return content.getvalue()
+
+
+@contextlib.contextmanager
+def _plain_settings(fonttype: str = "path") -> Iterator[None]:
+    """matplotlib obeys a `matplotlibrc` of the current folder, which may be anybody's; we do not."""
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update({"text.color": INK, "xtick.color": INK, "ytick.color": INK})
+        matplotlib.rcParams.update({"axes.labelcolor": INK, "axes.edgecolor": INK})
+        matplotlib.rcParams.update({"svg.hashsalt": "orch", "svg.fonttype": fonttype})
+        yield
+
+
+def _empty(width_inch: float, height_inch: float, layout: Any) -> tuple[Any, Any]:
+    """A figure with nothing on it, and its axes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width_inch, height_inch), layout=layout)
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def _plain(axes: Any, grid: str = "both") -> None:
+    """No frame, and thin lines behind what is drawn. grid: the axis whose values they mark."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis=grid, color=INK, alpha=0.25, linewidth=0.8)
+    axes.set_axisbelow(True)

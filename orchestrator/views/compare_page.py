@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from orchestrator.results.compare import ComparedRun, Comparison
 from orchestrator.results.curves import Curves, placed
 from orchestrator.results.intervals import Interval
+from orchestrator.views.charts import PALETTE, ChartLine, LineChart
 from orchestrator.views.figures import figure, span
-from orchestrator.views.linechart import ChartLine, LineChart, line_chart, percent_words
 from orchestrator.views.pages import environment, or_nothing
 
 
@@ -28,8 +28,10 @@ def render_comparison(comparison: Comparison) -> str:
             most=_most(runs),
             bars=[_bar(run.speed, _most(runs)) for run in runs],
             has_accuracy=any(run.accuracy is not None for run in runs),
-            charts_by_clock=[("seconds", [*_charts(runs, _seconds)]), ("samples", [*_charts(runs, _samples)])],
-            styles={run.letter: f"host{place}" for place, run in enumerate(runs)},
+            charts_by_clock=[
+                ("seconds", [*_charts(runs, "seconds", _seconds)]),
+                ("samples", [*_charts(runs, "samples", _samples)]),
+            ],
         )
     )
 
@@ -64,18 +66,18 @@ def _samples(curves: Curves) -> list[float]:
     return [float(moment.samples) for moment in curves.course]
 
 
-def _charts(runs: tuple[ComparedRun, ...], along: Callable[[Curves], list[float]]) -> Iterator[LineChart]:
-    """Loss and accuracy, a line a run; of those whose course is known."""
+def _charts(runs: tuple[ComparedRun, ...], over: str, along: Callable[[Curves], list[float]]) -> Iterator[LineChart]:
+    """Loss and accuracy, with a line for each run whose course is known."""
     losses, accuracies = [], []
-    for run in runs:
+    for run, colour in zip(runs, PALETTE, strict=False):
         curves = run.curves
         if len(curves.course) < 2:
             continue
         place = placed(curves.course, along(curves))
-        losses.append(ChartLine(run.letter, [(place(point.step), point.loss) for point in curves.loss]))
+        losses.append(ChartLine(run.letter, [(place(point.step), point.loss) for point in curves.loss], colour))
         tested = [(place(each.step), each.accuracy) for each in curves.evaluations if each.accuracy is not None]
-        accuracies.append(ChartLine(run.letter, tested, dots=True))
+        accuracies.append(ChartLine(run.letter, tested, colour, dots=True))
     if any(len(line.points) > 1 for line in losses):
-        yield line_chart("training loss", losses, of_zero=True)
+        yield LineChart("training loss", over, tuple(losses), from_zero=True)
     if any(len(line.points) > 1 for line in accuracies):
-        yield line_chart("test accuracy", accuracies, words=percent_words)
+        yield LineChart("test accuracy", over, tuple(accuracies), percent=True)

@@ -17,6 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from orchestrator.text import clean_lines, one_line
 from orchestrator.units import format_bandwidth, format_bytes, format_duration
+from orchestrator.views.charts import MARKED, PALETTE, svg
 from orchestrator.views.figures import figure, percent
 
 NOTHING = "–"
@@ -40,9 +41,11 @@ def environment(**filters: Callable[..., Any]) -> Environment:
         "duration": or_nothing(format_duration),
         "known": or_nothing(str),
         "moment": _moment,
+        "svg": svg,
         "line": lambda value: one_line(str(value)),
         **filters,
     }
+    made.globals |= {"palette": PALETTE, "marked": MARKED}
     return made
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,16 @@ from orchestrator.paths import RunFolder
 from orchestrator.results.figure_tables import FigureTable, figure_tables
 from orchestrator.results.parquet import convert
 from orchestrator.results.summary import Summary
-from orchestrator.views.charts import Series, has_speeds, lines_figure, save, throughput_figure
+from orchestrator.views.charts import (
+    PALETTE,
+    ChartLine,
+    LineChart,
+    has_speeds,
+    line_figure,
+    save,
+    throughput_figure,
+    title_of,
+)
 
 TABLES = ("csv", "jsonl", "parquet")
 """The forms of a table, by the ends of their files' names."""
@@ -64,7 +74,7 @@ LINES = (
 
 
 def plots(summary: Summary, tables: Mapping[str, FigureTable]) -> dict[str, Callable[[], Any]]:
-    """What draws each plot, by its name."""
+    """Name -> the function that draws it."""
     found: dict[str, Callable[[], Any]] = {}
     if has_speeds(summary):
         found["throughput"] = partial(throughput_figure, summary)
@@ -72,24 +82,29 @@ def plots(summary: Summary, tables: Mapping[str, FigureTable]) -> dict[str, Call
         if table not in tables:
             continue
         along = _along(tables[table])
-        series = _series(tables[table], along, column)
-        if any(len(points) > 1 for points in series.values()):
-            found[name] = partial(lines_figure, summary, series, {"step": "update"}.get(along, along), words)
+        lines = _lines(tables[table], along, column)
+        if any(len(line.points) > 1 for line in lines):
+            over = "update" if along == "step" else along
+            chart = LineChart(words, over, lines, from_zero=name != "accuracy", percent=name == "accuracy")
+            found[name] = partial(line_figure, chart, title_of(summary))
     return found
 
 
 def _along(table: FigureTable) -> str:
-    """Seconds where they are known, else steps."""
+    """Seconds if they are known, else steps."""
     place = table.columns.index("seconds")
     return "seconds" if all(row[place] is not None for row in table.rows) else "step"
 
 
-def _series(table: FigureTable, along: str, column: str) -> Series:
-    """By host where the table has one."""
+def _lines(table: FigureTable, along: str, column: str) -> tuple[ChartLine, ...]:
+    """One for each host, if the table names hosts."""
     x, y = table.columns.index(along), table.columns.index(column)
     host = table.columns.index("host") if "host" in table.columns else None
     found: dict[str, list[tuple[float, float]]] = {}
     for row in table.rows:
         if row[y] is not None:
             found.setdefault("" if host is None else row[host], []).append((row[x], row[y]))
-    return found
+    colours = itertools.cycle(PALETTE)
+    return tuple(
+        ChartLine(name, points, colour) for (name, points), colour in zip(found.items(), colours, strict=False)
+    )

@@ -32,11 +32,9 @@ from orchestrator.studies.study import published_for
 from orchestrator.text import clean, one_line
 from orchestrator.units import counted, format_bytes
 from orchestrator.views.charts import draw_throughput
-from orchestrator.views.curves import by_clock, curve_charts
 from orchestrator.views.figures import figure, percent
-from orchestrator.views.gpu_charts import GpuCharts, gpu_charts, read_course
 from orchestrator.views.pages import environment
-from orchestrator.views.speeds import speed_chart
+from orchestrator.views.run_charts import GpuCharts, by_clock, curve_charts, gpu_charts, read_course, speed_chart
 from orchestrator.views.timeline import TimelineDrawing, draw_timeline
 from trainer.shared.config import EXPERIMENTS
 

@@ -9,13 +9,13 @@ drains, as much of it as leaves bars that can be distinguished.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from orchestrator.results.timeline import Bar, Message, Timeline, TimelineLane
 from orchestrator.units import format_figure
-from orchestrator.views.linechart import Tick, marks
 from trainer.shared.metrics import TASKS
 
 WIDTH = 1000.0
@@ -30,6 +30,12 @@ READABLE, DIGIT = 14.0, 6.0
 HAIR = 0.6
 """Bars of one kind that are closer than this are drawn as one."""
 WORDS = ("forward", "backward", "gradients of weights", "sum of gradients", "optimiser")
+
+
+@dataclass(frozen=True)
+class Tick:
+    place: float
+    text: str
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,6 @@ def _panel(line: Timeline, title: str, from_ms: float, to_ms: float) -> Panel:
     tops = {lane.rank: ABOVE - 14 + number * (BAR + ABOVE) for number, lane in enumerate(line.lanes)}
     titles = _titles(line.lanes)
     shown = [one for one in line.messages if one.came_ms > from_ms and one.sent_ms < to_ms]
-    round_ms, digits = marks(from_ms, to_ms)
     return Panel(
         title=title,
         height=len(line.lanes) * (BAR + ABOVE) - 14 + AXIS,
@@ -122,12 +127,16 @@ def _panel(line: Timeline, title: str, from_ms: float, to_ms: float) -> Panel:
         lanes=tuple(_lane(lane, titles[lane.rank], tops[lane.rank], from_ms, scale) for lane in line.lanes),
         sent=tuple(_sent([one for one in shown if one.task == task], task, tops, from_ms, scale) for task in TASKS[:2]),
         stroke=1.0 if len(shown) <= 100 else 0.5,
-        ticks=tuple(
-            Tick(across(ms), f"{ms:,.{digits}f} ms")
-            for ms in round_ms
-            if from_ms <= ms <= to_ms - 0.04 * (to_ms - from_ms)
-        ),
+        ticks=tuple(Tick(across(ms), f"{text} ms") for ms, text in _marks(from_ms, to_ms - 0.04 * (to_ms - from_ms))),
     )
+
+
+def _marks(from_ms: float, to_ms: float) -> Iterator[tuple[float, str]]:
+    from matplotlib.ticker import MaxNLocator
+
+    values = MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(from_ms, to_ms)
+    digits = max(0, -math.floor(math.log10(values[1] - values[0]) + 1e-9))
+    return ((ms, f"{ms:,.{digits}f}") for ms in values if from_ms <= ms <= to_ms)
 
 
 def _titles(lanes: Sequence[TimelineLane]) -> dict[int, str]:

@@ -12,7 +12,7 @@ from orchestrator.results.analyse import analyse
 from orchestrator.results.speed_course import POINTS
 from orchestrator.results.summary import Summary
 from orchestrator.views.report import render_report
-from orchestrator.views.speeds import speed_chart
+from orchestrator.views.run_charts import speed_chart
 from tests.support.run_folders import Host, end, start, step, write_run
 
 
@@ -41,7 +41,9 @@ def test_what_happened_is_marked_once_and_never_behind_the_last_step(tmp_path: P
     found = [(mark.what, mark.step) for mark in summary.speed_course.marks]
     assert found == [("rebalance", 12), ("eval", 20), ("checkpoint", 20)]
     page = render_report(summary)
-    assert [page.count(f'class="upright {name}"') for name in ("rebalance", "evaluation", "checkpoint")] == [1, 1, 1]
+    (drawing,) = (each for each in re.findall(r"<svg.*?</svg>", page, re.DOTALL) if "samples/s of each host" in each)
+    assert re.findall(r"stroke-dasharray: [^\"]*stroke: ([^;\"]+)", drawing) == ["#d55e00", "#cc79a7", "var(--soft)"]
+    assert all(f"</span>{name}" in page for name in ("shares changed", "evaluation", "checkpoint"))
     assert 'aria-label="samples/s of each host over seconds"' in page
 
 
@@ -67,6 +69,6 @@ def test_of_many_hosts_those_whose_speed_changed_most_are_drawn(tmp_path: Path) 
     ranks = {rank: [start(rank=rank), *(changing if rank == 10 else even), end()] for rank in range(11)}
     summary = analyse(write_run(tmp_path, [Host(f"host{rank}") for rank in range(11)], ranks))
     drawn = speed_chart(summary)
-    assert drawn is not None and drawn.of == 11
-    assert len(drawn.chart.lines) == 9 and drawn.chart.lines[-1].name == "host10"
+    assert drawn is not None
+    assert len(drawn.lines) == 9 and drawn.lines[-1].name == "host10"
     assert re.search(r"The 9 of 11 hosts whose speed changed most", render_report(summary))

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from orchestrator.results.analyse import analyse
 from orchestrator.results.gpu_use import read_gpu_use
 from orchestrator.views import comparison
-from orchestrator.views.gpu_charts import POINTS, GpuCourse, gpu_charts, read_course
-from orchestrator.views.linechart import MOST_LINES as HOSTS
+from orchestrator.views.charts import MARKED, PALETTE
+from orchestrator.views.charts import MOST_LINES as HOSTS
 from orchestrator.views.report import write_report
+from orchestrator.views.run_charts import POINTS, GpuCourse, gpu_charts, read_course
 from tests.support.run_folders import Host, lines, start, step, two_hosts, write_run
 
 CAP, HEAT, HARDWARE, IDLE, OWN_CLOCKS = 0x4, 0x20, 0x8, 0x1, 0x2
@@ -145,8 +146,8 @@ def test_each_host_is_a_line_and_its_slow_stretches_are_marked(tmp_path):
     assert (drawn.hosts, drawn.unit, drawn.of) == (("a2000", "v100"), "seconds", 2)
     clock = drawn.charts[1]
     first, second = clock.lines
-    assert first.marked.count("M") == 1 and first.marked.count("L") == 2
-    assert second.marked == ""
+    assert [[x for x, _ in run] for run in first.marked] == [[6, 8, 10]]
+    assert second.marked == ()
 
 
 def test_what_a_driver_does_not_report_has_no_chart(tmp_path):
@@ -192,7 +193,7 @@ def test_report_and_terminal_name_slowed_gpus_the_stragglers_beside_it(tmp_path,
     assert beside < page.index(SLOW) < later < page.index(HOT)
     drawings = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     assert len(drawings) == 7  # and the loss, over updates, seconds and samples
-    assert 'class="marked"' in drawings[1] and 'class="line host1"' in drawings[1]
+    assert MARKED in drawings[1] and PALETTE[1] in drawings[1]
     comparison.print_summary(summary)
     said = capsys.readouterr().out
     assert said.index("straggler: a2000") < said.index(SLOW) < said.index(HOT)
