@@ -3,8 +3,8 @@
 request → plan → (GPUs looked at) → launch → RunningJob                         run
 RunningJob → collect → analyse → report                                         collect
 
-How a cluster comes to be is `clusters`' to know, which jobs there are `jobs/known`'s, what can be asked of one
-`jobs/running`'s, which were lost `jobs/lost`'s; what is in `measuring/` runs jobs of its own through this.
+`clusters` builds clusters, `jobs/known` lists jobs, `jobs/running` is one job, `jobs/lost` recovers forgotten ones;
+`measuring/` runs jobs of its own through this. Each part is imported when a command first needs it.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from orchestrator.clusters import Clusters, now_utc, or_without
-from orchestrator.doctor.start import StartChecks
 from orchestrator.errors import HostError, HostsError, OrchError, RefusedError, TurnError, UsageError
 from orchestrator.files import own_folder
-from orchestrator.forecast.cluster_links import COLLECTIVES, runs_measuring
-from orchestrator.hosts.belongings import Cleared
-from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.inventory import Node
-from orchestrator.jobs.collect import MAX_LOG_BYTES, HeldError, claimed
-from orchestrator.jobs.known import KnownJobs
-from orchestrator.jobs.launch import Prepared, launch
-from orchestrator.jobs.lost import LostJobs
-from orchestrator.jobs.record import JobRecord
-from orchestrator.jobs.resume import job_from, keepers_of, kept_by, last_checkpoint, settings_of
-from orchestrator.jobs.running import RunningJob
-from orchestrator.jobs.waiting import CROSSED_S, Queue, Turn, crossed
 from orchestrator.owner import read_owner
 from orchestrator.paths import Home, RunFolder
-from orchestrator.planning.job_spec import JobSpec
-from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.planning.request import parse_job
-from orchestrator.results.collectives import LinksCarried, links_carried
-from orchestrator.results.summary import Summary
-from orchestrator.starting.choice import HostChooser
-from orchestrator.starting.handover import Handovers
-from orchestrator.starting.planner import Planner
-from orchestrator.starting.retries import Asked, Retries
 from orchestrator.store import Store
 from orchestrator.transport.fanout import errors, values
+
+if TYPE_CHECKING:
+    from orchestrator.clusters import Clusters
+    from orchestrator.doctor.start import StartChecks
+    from orchestrator.hosts.belongings import Cleared
+    from orchestrator.hosts.cluster import Cluster
+    from orchestrator.hosts.inventory import Node
+    from orchestrator.jobs.collect import HeldError
+    from orchestrator.jobs.known import KnownJobs
+    from orchestrator.jobs.launch import Prepared
+    from orchestrator.jobs.lost import LostJobs
+    from orchestrator.jobs.running import RunningJob
+    from orchestrator.jobs.waiting import Queue
+    from orchestrator.planning.job_spec import JobSpec
+    from orchestrator.planning.launch_plan import LaunchPlan
+    from orchestrator.results.collectives import LinksCarried
+    from orchestrator.results.summary import Summary
+    from orchestrator.starting.choice import HostChooser
+    from orchestrator.starting.handover import Handovers
+    from orchestrator.starting.planner import Planner
+    from orchestrator.starting.retries import Asked, Retries
 
 
 @dataclass(frozen=True)
@@ -79,18 +79,62 @@ class Controller:
 
     def __init__(self, store: Store, connections: Connections, say: Callable[[str], None] = lambda line: None) -> None:
         self.store, self.connections, self.say = store, connections, say
-        self.clusters = Clusters(store, connections)
-        self.planner = Planner(store, self.clusters)
-        self.choice = HostChooser(self.planner, self.clusters)
-        self.queue = Queue(store, connections)
-        self.handovers = Handovers(store, connections)
-        self.checks = StartChecks(store, lambda line: self.say(line))
-        self.jobs, self.lost_jobs = KnownJobs(store, connections), LostJobs(store, connections)
+
+    @cached_property
+    def clusters(self) -> Clusters:
+        from orchestrator.clusters import Clusters
+
+        return Clusters(self.store, self.connections)
+
+    @cached_property
+    def planner(self) -> Planner:
+        from orchestrator.starting.planner import Planner
+
+        return Planner(self.store, self.clusters)
+
+    @cached_property
+    def choice(self) -> HostChooser:
+        from orchestrator.starting.choice import HostChooser
+
+        return HostChooser(self.planner, self.clusters)
+
+    @cached_property
+    def queue(self) -> Queue:
+        from orchestrator.jobs.waiting import Queue
+
+        return Queue(self.store, self.connections)
+
+    @cached_property
+    def handovers(self) -> Handovers:
+        from orchestrator.starting.handover import Handovers
+
+        return Handovers(self.store, self.connections)
+
+    @cached_property
+    def checks(self) -> StartChecks:
+        from orchestrator.doctor.start import StartChecks
+
+        return StartChecks(self.store, lambda line: self.say(line))
+
+    @cached_property
+    def jobs(self) -> KnownJobs:
+        from orchestrator.jobs.known import KnownJobs
+
+        return KnownJobs(self.store, self.connections)
+
+    @cached_property
+    def lost_jobs(self) -> LostJobs:
+        from orchestrator.jobs.lost import LostJobs
+
+        return LostJobs(self.store, self.connections)
 
     # ---- running ----------------------------------------------------------------------------------------------
 
     def read(self, spec: JobSpec) -> Asked:
         """The job that a spec asks for. Raises OrchError."""
+        from orchestrator.planning.request import parse_job
+        from orchestrator.starting.retries import Asked
+
         if spec.resume:
             return self._resumed(spec, spec.resume)
         job, cluster = parse_job(spec), self.store.cluster(spec.cluster)
@@ -100,6 +144,10 @@ class Controller:
         """Goes on from a job's last checkpoint: its cluster with the host that holds it as the master. A script that
         resumes by itself gets all files that it wrote, whichever hosts take part. Raises UsageError or HostsError.
         """
+        from orchestrator.jobs.resume import job_from, keepers_of, last_checkpoint, settings_of
+        from orchestrator.planning.request import parse_job
+        from orchestrator.starting.retries import Asked
+
         old = self.jobs.find(wanted, spec.cluster).plan
         exp, kept = settings_of(old, spec)
         cluster = self.store.cluster(old.cluster)
@@ -125,6 +173,8 @@ class Controller:
         """Whether it ran a script that saves its checkpoints itself. `trainer` may lie beside it, for another script of
         that folder; then it has written none.
         """
+        from orchestrator.jobs.resume import kept_by
+
         if old.kind == "experiment" or old.recorded.checkpoint_every or old.recorded.resume:
             return False
         there = values(self.connections.open(keepers)) if old.training else {}
@@ -158,12 +208,18 @@ class Controller:
 
     def retries(self, asked: Asked, start: Callable[[Asked], RunningJob]) -> Retries:
         """For a job that is tried again, by `request.attempt`. start: `start`, with what a person sees of it."""
+        from orchestrator.starting.retries import Retries
+
         return Retries(self.clusters, self.connections, start, self.say, asked)
 
     def launch(self, plan: LaunchPlan, blob: bytes, said: set[str] | None = None) -> RunningJob:
         """Starts the job on all its hosts or on none; remembers it first. Raises HostsError, of which RefusedError says
         that none of them was asked to run it. said: lines that an earlier plan of the same start has said.
         """
+        from orchestrator.clusters import now_utc
+        from orchestrator.jobs.launch import launch
+        from orchestrator.jobs.record import JobRecord
+
         plan = plan.model_copy(update={"owner": read_owner(self.store.home)})
         handover = self.handovers.find(plan, blob)
         plan = plan.model_copy(update={"notes": (*plan.notes, *handover.notes)})
@@ -190,6 +246,9 @@ class Controller:
 
     def launch_in_turn(self, plan: LaunchPlan, blob: bytes, limit_s: float | None = None) -> RunningJob:
         """Queues for the plan's GPUs, then launches it. limit_s: the longest wait. Raises TurnError and as `launch`."""
+        from orchestrator.clusters import now_utc
+        from orchestrator.jobs.waiting import Turn
+
         plan = plan.model_copy(update={"owner": read_owner(self.store.home)})
         self._reached(plan)
         with Turn(plan, self.store, self.connections, self.say, limit_s) as turn:
@@ -203,6 +262,8 @@ class Controller:
 
     def _launch_before_rivals(self, plan: LaunchPlan, blob: bytes) -> RunningJob:
         """As `launch`. Of two simultaneous starts that each have a GPU that the other needs, one goes first."""
+        from orchestrator.jobs.waiting import CROSSED_S, crossed
+
         try:
             return self.launch(plan, blob)
         except RefusedError as error:
@@ -214,6 +275,8 @@ class Controller:
 
     def _reached(self, plan: LaunchPlan) -> RunningJob:
         """With all its hosts; no start that was left half done is in its way. Raises RefusedError."""
+        from orchestrator.clusters import or_without
+
         self.jobs.settle_half_starts()
         job = self.jobs.of(plan)
         if away := job.reach():
@@ -227,6 +290,8 @@ class Controller:
         """Ends this cluster's jobs and removes what is ours from its hosts; remembers how they ended, and that their
         files are gone. spared: see `Clusters.down`.
         """
+        from orchestrator.clusters import now_utc
+
         answers = self.clusters.down(cluster, spared)
         cleared, now = values(answers), now_utc()
         for wanted in {job_id for answer in cleared.values() for job_id in answer.jobs} & {*self.store.job_ids()}:
@@ -250,13 +315,18 @@ class Controller:
         out: Path,
         progress: Callable[[str, int], None] = lambda *_: None,
         *,
-        limit_bytes: int = MAX_LOG_BYTES,
+        limit_bytes: int | None = None,
     ) -> Report:
-        """Pulls what is new into `out/<job>/`, analyses it, writes the report. limit_bytes: of a log, no more.
+        """Pulls what is new into `out/<job>/`, analyses it, writes the report.
 
-        While somebody else collects into that folder, it is only read. Raises HeldError where there is nothing yet.
+        While somebody else collects into that folder, it is only read. Raises HeldError if there is nothing yet.
+
+        limit_bytes: the most to pull of a log; None: MAX_LOG_BYTES.
         """
+        from orchestrator.jobs.collect import MAX_LOG_BYTES, HeldError, claimed
+
         job.refuse_if_removed()
+        limit_bytes = MAX_LOG_BYTES if limit_bytes is None else limit_bytes
         run = RunFolder(out / job.id)
         own_folder(run.root)
         try:
@@ -274,6 +344,8 @@ class Controller:
 
         While somebody collects into that folder, it is only read. Raises HeldError where there is nothing yet.
         """
+        from orchestrator.jobs.collect import HeldError, claimed
+
         try:
             with claimed(run):
                 return Report(self._analysed(run), run, 0, {})
@@ -291,6 +363,9 @@ class Controller:
 
     def _links_of(self, run: RunFolder, summary: Summary) -> LinksCarried | None:
         """What the newest measurement of this run's hosts, beside it or remembered, says of their links."""
+        from orchestrator.forecast.cluster_links import COLLECTIVES, runs_measuring
+        from orchestrator.results.collectives import links_carried
+
         names = [node.name for node in summary.nodes]
         if len(names) < 2 or summary.collectives:
             return None
@@ -303,5 +378,7 @@ def _found_before(run: RunFolder, held: HeldError) -> Report:
     """What is there of a folder that somebody collects into. Raises that error where there is nothing."""
     if not run.summary.is_file():
         raise held
+    from orchestrator.results.summary import Summary
+
     said = f"{held.message}; this is what the collect before it found. {held.remedy}"
     return Report(Summary.load(run), run, 0, {}, (said,))

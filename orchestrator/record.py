@@ -43,13 +43,16 @@ def read_record(path: Path, form: type[AnyRecord]) -> AnyRecord:
         content = file.read(RECORD_LIMIT + 1)
     if len(content) > RECORD_LIMIT:
         raise RecordError("larger than such a record can be")
-    _refuse_newer(path, content)
     try:
-        return form.model_validate_json(content)
+        record = form.model_validate_json(content)
     except ValidationError as error:
+        _refuse_newer(path, content)
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise RecordError(f"{where}: {first['msg']}") from error
+    if getattr(record, "schema_", SCHEMA + 1) > SCHEMA:  # its form may have no such field
+        _refuse_newer(path, content)
+    return record
 
 
 def _refuse_newer(path: Path, content: bytes) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from orchestrator.errors import OrchError, StateError
 from orchestrator.files import make_folder
 from orchestrator.hosts.remembered import ListedCluster
 from orchestrator.jobs.record import ENDED
 from orchestrator.jobs.remembered import RememberedJobs
-from orchestrator.planning.profiles import Kind, Profile, Rank
 from orchestrator.record import write_record
+
+if TYPE_CHECKING:
+    from orchestrator.planning.profiles import Kind, Profile, Rank
 
 
 class Store(RememberedJobs):
@@ -54,6 +57,8 @@ class Store(RememberedJobs):
         return found
 
     def _profile(self, path: Path) -> Profile | None:
+        from orchestrator.planning.profiles import Profile
+
         with suppress(OrchError):
             return self._read(path, Profile)
         return None

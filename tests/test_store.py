@@ -241,6 +241,18 @@ def test_a_damaged_job_is_named_with_what_to_do_and_hides_no_other(store, name, 
     assert store.find_job("j") == "j"
 
 
+@pytest.mark.parametrize("content", DAMAGED)
+@pytest.mark.parametrize("name", ["job.json", "plan.json"])
+def test_a_list_names_a_damaged_job_that_has_ended_too(store, name, content):
+    for each in ("j", "sound"):
+        store.save_job(job(each, state="succeeded"), a2000_v100().model_copy(update={"job": each}))
+    assert store.listed() == (store.jobs(), {})
+    (store.home.job_folder("j") / name).write_bytes(content)
+    records, wrong = store.listed()
+    assert (records, wrong.keys()) == (store.jobs(), {"j"})
+    assert f"/j/{name} is damaged" in str(wrong["j"])
+
+
 def test_a_job_without_its_plan_is_damaged_too(store):
     store.save_job(job("j"))
     assert "plan.json is damaged (it is missing)" in str(store.damaged()["j"])

@@ -60,7 +60,7 @@ def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str |
     orch jobs --rescan --adopt            after it was lost
     orch jobs --json | jq -r '.jobs[0].id'
     """
-    from orchestrator.views import console, documents, job_table
+    from orchestrator.views import console, job_table
 
     problems: dict[str, OrchError] = {}
     if adopt and not rescan:
@@ -74,6 +74,8 @@ def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str |
     queued = {rival.job for rivals in waiting.runs.values() for rival in rivals}
     records = [job for job in found.records if job.state != "cancelled" or job.id not in queued]  # it tries again
     if as_json:
+        from orchestrator.views import documents
+
         shown = documents.jobs_json(records[: limit or None], found.unheard)
         console.print_json({**shown, "waiting": documents.waiting_json(waiting.runs)})
     else:

@@ -21,14 +21,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from orchestrator.errors import ConnectError, HostError
-from orchestrator.hosts.inventory import Node
 from orchestrator.paths import Home
 from orchestrator.transport import Transport
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import errors_by_node, for_each
 from orchestrator.transport.local import LocalTransport
 
-if TYPE_CHECKING:  # paramiko is slow to import and a cluster of local nodes does without
+if TYPE_CHECKING:  # both are slow to load: a list of jobs does without nodes, a cluster of local ones without paramiko
+    from orchestrator.hosts.inventory import Node
     from orchestrator.transport.route import Target
 
 CONNECT_S = 10.0

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from orchestrator.errors import HostError
-from orchestrator.hosts.facts import Gpu, NodeFacts, Occupant
 from orchestrator.text import one_line, some
 from orchestrator.units import format_bytes
+
+if TYPE_CHECKING:
+    from orchestrator.hosts.facts import Gpu, NodeFacts, Occupant
 
 SHOWN = 3
 UNREPORTED_BYTES = 1 << 30

@@ -15,13 +15,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from orchestrator.errors import StateError, UsageError
 from orchestrator.files import locked, own_folder, write_atomic
-from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.grammar import NAME
 from orchestrator.paths import Home
 from orchestrator.record import AnyRecord, RecordError, read_record, write_record
+
+if TYPE_CHECKING:
+    from orchestrator.hosts.cluster import Cluster
 
 CLUSTER_VARIABLE = "ORCH_CLUSTER"
 """Chooses the current cluster of one terminal."""
@@ -60,7 +63,7 @@ class RememberedClusters:
     def save_cluster(self, cluster: Cluster | Callable[[], Cluster], *, current: bool = False) -> Cluster:
         """cluster: or what makes it, under the lock: nobody changes then what it reads. current: it becomes that."""
         with self._locked():
-            saved = cluster if isinstance(cluster, Cluster) else cluster()
+            saved = cluster() if callable(cluster) else cluster
             write_record(self.home.cluster(saved.name), saved.masked())
             if current:
                 write_atomic(self.home.current_cluster, saved.name + "\n")
@@ -83,7 +86,7 @@ class RememberedClusters:
 
     def cluster(self, name: str | None = None) -> Cluster:
         """The named cluster, else the current one. Raises UsageError where there is none."""
-        return self._read(self.home.cluster(self.cluster_name(name)), Cluster)
+        return self._cluster(self.cluster_name(name))
 
     def cluster_name(self, name: str | None = None) -> str:
         """The same, without a look into it."""
@@ -132,7 +135,12 @@ class RememberedClusters:
 
     def known_cluster(self, name: str) -> Cluster | None:
         """None where it is unknown. Raises StateError where it is damaged."""
-        return self._read(self.home.cluster(name), Cluster) if self.home.cluster(name).is_file() else None
+        return self._cluster(name) if self.home.cluster(name).is_file() else None
+
+    def _cluster(self, name: str) -> Cluster:
+        from orchestrator.hosts.cluster import Cluster  # a list of jobs does without, and it is slow to load
+
+        return self._read(self.home.cluster(name), Cluster)
 
     # ---- files ------------------------------------------------------------------------------------------------
 

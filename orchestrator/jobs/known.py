@@ -11,14 +11,17 @@ import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from orchestrator.errors import HostError, OrchError, StateError
 from orchestrator.hosts.connections import Connections
 from orchestrator.jobs.record import ENDED, JobRecord
 from orchestrator.jobs.remembered import RememberedJobs
-from orchestrator.jobs.running import RunningJob
 from orchestrator.jobs.stall import asks_for_it
 from orchestrator.planning.launch_plan import LaunchPlan
+
+if TYPE_CHECKING:
+    from orchestrator.jobs.running import RunningJob
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class KnownJobs:
         return found
 
     def of(self, plan: LaunchPlan) -> RunningJob:
+        from orchestrator.jobs.running import RunningJob  # a list of ended jobs does without
+
         return RunningJob(plan, self._jobs, self._connections)
 
     def all(
@@ -63,9 +68,9 @@ class KnownJobs:
         record. silent: nodes of this cluster that were found not to answer a moment ago, and are not dialled again.
         why: asks those that print nothing who holds them up, where nobody has.
         """
-        problems: dict[str, OrchError] = dict(self._jobs.damaged())
+        records, problems = self._jobs.listed()
         found, unheard = [], dict[str, Mapping[str, HostError]]()
-        for record in self._jobs.jobs():
+        for record in records:
             if cluster in (None, record.cluster):
                 try:
                     asks = record.id not in problems and record.state not in ENDED

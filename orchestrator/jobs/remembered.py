@@ -13,17 +13,17 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from pydantic import Field
 
 from orchestrator.errors import NoJobError, OrchError, UsageError
 from orchestrator.files import flock, is_at, locked, make_folder, write_atomic, write_json
 from orchestrator.hosts.remembered import RememberedClusters, damaged
-from orchestrator.jobs.record import JobRecord
+from orchestrator.jobs.record import ENDED, JobRecord
 from orchestrator.paths import Home
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.record import SCHEMA, Record, write_record
@@ -51,6 +51,21 @@ class WaitingRun(Record):
     job: str
     cluster: str
     nodes: tuple[str, ...]
+
+
+class PlanHead(Record):
+    """As much of a plan as a list of jobs needs."""
+
+    schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
+    job: str
+
+
+AnyPlan = TypeVar("AnyPlan", PlanHead, LaunchPlan)
+
+
+def _newest_first(jobs: Iterable[JobRecord]) -> list[JobRecord]:
+    """By their numbers: a clock may have been set back."""
+    return sorted(jobs, key=lambda job: (job.number, job.started or "", job.id), reverse=True)
 
 
 class RememberedJobs(RememberedClusters):
@@ -103,19 +118,22 @@ class RememberedJobs(RememberedClusters):
         return record
 
     def plan(self, job: str) -> LaunchPlan:
+        return self._plan(job, LaunchPlan)
+
+    def _plan(self, job: str, form: type[AnyPlan]) -> AnyPlan:
         path = self.home.job_folder(job) / "plan.json"
-        plan = self._read(path, LaunchPlan)
+        plan = self._read(path, form)
         if plan.job != job:
             raise damaged(path, f"it speaks of {plan.job[:80]!r}")
         return plan
 
     def jobs(self) -> list[JobRecord]:
-        """Newest first, by their numbers: a clock may have been set back. The damaged ones are left out."""
+        """Newest first, without the damaged ones."""
         found = []
         for job in self.job_ids():
             with suppress(OrchError):
                 found.append(self.job_record(job))
-        return sorted(found, key=lambda job: (job.number, job.started or "", job.id), reverse=True)
+        return _newest_first(found)
 
     def damaged(self) -> dict[str, OrchError]:
         """Jobs whose record or plan cannot be read, and why."""
@@ -127,6 +145,21 @@ class RememberedJobs(RememberedClusters):
             except OrchError as error:
                 found[job] = error
         return found
+
+    def listed(self) -> tuple[list[JobRecord], dict[str, OrchError]]:
+        """`jobs` and `damaged` at once. Of a plan whose job has ended only the id is checked: nobody asks its hosts."""
+        records, wrong = list[JobRecord](), dict[str, OrchError]()
+        for job in self.job_ids():
+            try:
+                record = self.job_record(job)
+                records.append(record)
+                if record.state in ENDED:
+                    self._plan(job, PlanHead)
+                else:
+                    self.plan(job)
+            except OrchError as error:
+                wrong[job] = error
+        return _newest_first(records), wrong
 
     def job_ids(self) -> list[str]:
         """The ids of all remembered jobs, the damaged ones too. Without job.json nothing of a job has begun."""

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from orchestrator.jobs.live import Standstill
 from orchestrator.jobs.record import FINAL_STATES, Answer, JobRecord, Stall, StillRank, Verdict
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.units import format_duration
+
+if TYPE_CHECKING:
+    from orchestrator.jobs.live import Standstill
 
 DOES = {
     "waits": "waiting, with no CPU use",
@@ -136,6 +138,8 @@ def alarm_words(record: JobRecord) -> str:
 
 def standstill(record: JobRecord) -> Standstill:
     """The same for who looks at it all the time: also why it prints nothing although it gets on."""
+    from orchestrator.jobs.live import Standstill
+
     stall = record.stall if record.state == "running" else None
     if stall and stall.answer:
         return Standstill(verdict_words(stall.answer.verdict), stall.answer.verdict.is_alarm)

@@ -5,7 +5,7 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -13,9 +13,9 @@ from orchestrator.hosts.masking import mask, masked_env
 from orchestrator.planning.recorded_settings import RecordedSettings, read_settings
 from orchestrator.record import SCHEMA, Owner, Record
 from orchestrator.units import format_figure, format_percent
-from trainer.shared.config import settings_from
-from trainer.shared.fields import SettingsError
-from trainer.shared.settings import AnySettings, Settings
+
+if TYPE_CHECKING:
+    from trainer.shared.settings import AnySettings, Settings
 
 LOCAL_RANK = "--local_rank={LOCAL_RANK}"
 """Filled in by the rank wrapper: what torch.distributed.launch would give a script."""
@@ -301,6 +301,9 @@ class LaunchPlan(Record):
     @property
     def typed_settings(self) -> AnySettings | None:
         """None for a script that the trainer has no part in, and for what this version does not know."""
+        from trainer.shared.config import settings_from
+        from trainer.shared.fields import SettingsError
+
         exp = self.exp if self.kind == "experiment" else self.settings.get("exp")
         try:
             return settings_from(str(exp), self.settings) if exp else None
@@ -312,6 +315,8 @@ class LaunchPlan(Record):
         """Its settings, of a script with what it would have by itself; None where the trainer trains nothing, or by
         settings that this version does not know.
         """
+        from trainer.shared.settings import Settings
+
         settings = self.typed_settings
         return settings if isinstance(settings, Settings) else None
 

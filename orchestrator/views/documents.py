@@ -9,33 +9,32 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from orchestrator.doctor.judge import Diagnosis, Finding
-from orchestrator.doctor.seen import Pair, Seen
-from orchestrator.doctor.ways import declared_bps
 from orchestrator.errors import ConnectError, HostError
-from orchestrator.forecast.advice import Advice, Choice, WhatIf
-from orchestrator.forecast.layers import gradient_bytes
-from orchestrator.forecast.pipeline.choice import PipelineChoice
-from orchestrator.hosts.cluster import Cluster
-from orchestrator.hosts.facts import NodeFacts
-from orchestrator.hosts.remembered import Current, ListedCluster
-from orchestrator.jobs.gauge import HostNow, JobNow
-from orchestrator.jobs.listing import Output, OutputListing, is_here
-from orchestrator.jobs.looks import HostLook
-from orchestrator.jobs.pull import Pulled
-from orchestrator.jobs.queued import Rival
-from orchestrator.jobs.record import JobRecord, Verdict
-from orchestrator.jobs.standing import standings_of
-from orchestrator.paths import RunFolder
-from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.planning.profiles import RankProfile, measured_shares
-from orchestrator.studies.ledger import Outcome, speed_up, within_noise
-from orchestrator.studies.study import Study
 from orchestrator.units import format_bandwidth
 from orchestrator.views.figures import local_minute
-from orchestrator.views.plan import Outlook
+
+if TYPE_CHECKING:  # `orch jobs` should not load what other documents are about
+    from orchestrator.doctor.judge import Diagnosis, Finding
+    from orchestrator.doctor.seen import Pair, Seen
+    from orchestrator.forecast.advice import Advice, Choice, WhatIf
+    from orchestrator.forecast.pipeline.choice import PipelineChoice
+    from orchestrator.hosts.cluster import Cluster
+    from orchestrator.hosts.facts import NodeFacts
+    from orchestrator.hosts.remembered import Current, ListedCluster
+    from orchestrator.jobs.gauge import HostNow, JobNow
+    from orchestrator.jobs.listing import Output, OutputListing
+    from orchestrator.jobs.looks import HostLook
+    from orchestrator.jobs.pull import Pulled
+    from orchestrator.jobs.queued import Rival
+    from orchestrator.jobs.record import JobRecord, Verdict
+    from orchestrator.paths import RunFolder
+    from orchestrator.planning.launch_plan import LaunchPlan
+    from orchestrator.planning.profiles import RankProfile
+    from orchestrator.studies.ledger import Outcome
+    from orchestrator.studies.study import Study
+    from orchestrator.views.plan import Outlook
 
 MOST_LISTED = 100
 """A plan lists its hosts and shares where there are at most so many."""
@@ -206,6 +205,8 @@ def pulled_json(
     found: Mapping[str, Pulled | HostError],
 ) -> dict[str, Any]:
     """`orch pull --json`."""
+    from orchestrator.jobs.listing import is_here
+
     nodes: dict[str, Any] = {node: {"error": str(error)} for node, error in errors.items()}
     for node, files in chosen.items():
         rows = [
@@ -233,6 +234,8 @@ def changed(file: Output) -> str:
 
 def plan_json(found: Outlook) -> dict[str, Any]:
     """`orch plan --json`. Hosts and shares are listed where there are at most MOST_LISTED."""
+    from orchestrator.forecast.layers import gradient_bytes
+
     advice, scene = found.advice, found.scene
     return {
         "schema": 1,
@@ -322,6 +325,8 @@ def doctor_json(cluster: str, found: Diagnosis) -> dict[str, Any]:
 
 
 def _way(pair: Pair, seen: Seen) -> dict[str, Any]:
+    from orchestrator.doctor.ways import declared_bps
+
     return {**asdict(pair), "declared_bits_per_s": declared_bps(seen.host(pair.start), seen.host(pair.end))}
 
 
@@ -332,6 +337,8 @@ def dry_run_json(plan: LaunchPlan, files: Sequence[str]) -> dict[str, Any]:
 
 def profile_json(exp: str, batch: int, known: Sequence[RankProfile]) -> dict[str, Any]:
     """`orch profile --json`. batch: samples, split over the ranks by what was measured."""
+    from orchestrator.planning.profiles import measured_shares
+
     shares = measured_shares(batch, known)
     ranks = [
         {
@@ -350,6 +357,8 @@ def profile_json(exp: str, batch: int, known: Sequence[RankProfile]) -> dict[str
 
 def sweep_json(name: str, study: Study, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """`orch sweep --json`."""
+    from orchestrator.studies.ledger import within_noise
+
     rows = [
         {
             "name": outcome.row.name,
@@ -366,6 +375,8 @@ def sweep_json(name: str, study: Study, outcomes: Sequence[Outcome]) -> dict[str
 
 def _measured(study: Study, outcomes: Sequence[Outcome], outcome: Outcome) -> dict[str, Any]:
     """figures: medians; least, most: the ends of their ranges."""
+    from orchestrator.studies.ledger import speed_up
+
     assert outcome.done  # noqa: S101 - for the type checker
     spreads = {name: outcome.done.spread(name) for name in study.figures}
     if study.has_speed_ups:
@@ -379,6 +390,8 @@ def _measured(study: Study, outcomes: Sequence[Outcome], outcome: Outcome) -> di
 
 def why_json(job: str, verdict: Verdict, outcomes: Mapping[str, HostLook | HostError]) -> dict[str, Any]:
     """The document of `orch why --json`."""
+    from orchestrator.jobs.standing import standings_of
+
     ranks = [
         {"node": one.node, "at": one.at, "moves": one.moves, "place": one.place, **one.look.model_dump(mode="json")}
         for one in standings_of(outcomes)

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import time
 from datetime import datetime
+from typing import TYPE_CHECKING
 
-from orchestrator.results.intervals import Interval
 from orchestrator.units import format_age, format_figure, format_percent
+
+if TYPE_CHECKING:
+    from orchestrator.results.intervals import Interval
 
 UNKNOWN = "-"
 

@@ -17,7 +17,7 @@ from orchestrator.jobs.stall import alarm_words
 from orchestrator.text import one_line
 from orchestrator.views import console
 from orchestrator.views.figures import clock, local_minute
-from orchestrator.views.tables import has_room, kept, table
+from orchestrator.views.tables import has_room, table
 
 COLUMNS = ("job", "state", "cluster", "started", "took", "exit", "nodes", "exp", "attempt", "note", "first failure")
 DISPENSABLE = ("note", "attempt", "first failure", "exit", "took", "cluster")
@@ -41,8 +41,9 @@ def print_jobs(jobs: Sequence[JobRecord]) -> None:
     columns = [name for name in COLUMNS if name not in idle]
     rows = [[row[name] for name in columns] for row in cells]
     drop = [*DISPENSABLE, "started"]
-    console.out.print(table(None, columns, rows, drop=drop, text=FOLDED))
-    if gone := [name for name in columns if name not in kept(columns, rows, drop, FOLDED)]:
+    shown = table(None, columns, rows, drop=drop, text=FOLDED)
+    console.out.print(shown)
+    if gone := [name for name in columns if name not in {column.header for column in shown.columns}]:
         console.say(f"no room for {', '.join(gone)}: a wider terminal shows more, --json everything")
 
 

@@ -5,7 +5,7 @@
 One lab of two hosts, both ways alternating, the first of a pair by turns. Every time runs from typing the command: to
 the start of torchrun on the last host, and to the end of the first step of the slowest rank, read from the ranks' own
 records (the hosts of a lab share one clock and one machine's cores: the second figure suffers from whatever else it
-does). Also `orch --help` beside the bare `python -c "import click"`. Needs root, as the lab does.
+does). Needs root, as the lab does. What orch costs to start by itself: `startup.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.support.lab import Lab, lab
-from tests.support.terminal import ORCH, Person
+from tests.support.terminal import Person
 
 ROOT = Path(__file__).resolve().parents[2]
 INVENTORY = """
@@ -73,7 +73,6 @@ def main() -> None:
         values["overhead"] = [a - b for a, b in zip(*values.values(), strict=True)]
         for name, one in values.items():
             print(f"to {what:11} {name:15} median {statistics.median(one):5.2f}, {min(one):.2f} to {max(one):.2f}")
-    show_help_times()
 
 
 def by_orch(person: Person) -> Times:
@@ -138,18 +137,6 @@ def copy_trainer(hosts: Lab) -> None:
     for node in HOSTS:
         unpack = ["sh", "-c", "mkdir -p by-hand && tar -C by-hand -x"]
         hosts.host_exec(node, unpack, as_user=True, input=packed, text=False, check=True)
-
-
-def show_help_times() -> None:
-    commands = {"orch --help": [*ORCH, "--help"], "import click": [sys.executable, "-c", "import click"]}
-    times = {name: [] for name in commands}
-    for _ in range(11):
-        for name, command in commands.items():
-            started = time.perf_counter()
-            subprocess.run(command, capture_output=True, check=True)
-            times[name].append(time.perf_counter() - started)
-    for name, values in times.items():
-        print(f"{name:15} median {statistics.median(values):5.3f} s")
 
 
 if __name__ == "__main__":

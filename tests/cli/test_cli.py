@@ -54,7 +54,11 @@ def test_a_command_that_neither_analyses_nor_ships_imports_nothing_for_it(tmp_pa
     env = {**os.environ, "ORCH_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert "orchestrator.controller" in done.stderr.split()
-    assert {name.partition(".")[0] for name in done.stderr.split()} & {"duckdb", "matplotlib", "pathspec"} == set()
+    loaded = set(done.stderr.split())
+    assert {name.partition(".")[0] for name in loaded} & {"duckdb", "matplotlib", "pathspec", "paramiko"} == set()
+    rooms = ("doctor", "forecast", "starting", "results", "studies", "provision")
+    assert {name for name in loaded if name.startswith(tuple(f"orchestrator.{room}." for room in rooms))} == set()
+    assert loaded & {"orchestrator.hosts.inventory", "orchestrator.jobs.running", "trainer.shared.settings"} == set()
 
 
 def test_duckdb_comes_with_the_analysis_alone():

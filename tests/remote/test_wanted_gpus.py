@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import controller
 from orchestrator.controller import Controller
 from orchestrator.errors import ConnectError, OrchError, RefusedError, TooFewError
 from orchestrator.hosts.cluster import Cluster
@@ -216,7 +215,7 @@ def test_of_two_who_refuse_each_other_crosswise_one_starts(people, start, monkey
 
     monkeypatch.setattr(ask, "ask", asked)
     monkeypatch.setattr(waiting, "POLL_S", 0.1)
-    monkeypatch.setattr(controller, "CROSSED_S", 2.0)
+    monkeypatch.setattr(waiting, "CROSSED_S", 2.0)
     ended = both(people, start)
     (job,), (error,) = ([one for one in ended if isinstance(one, kind)] for kind in (RunningJob, RefusedError))
     assert names(job) == {"a", "b", "c"} and "is in use by" in str(error)
