@@ -34,7 +34,7 @@ def clean_lines(text: object) -> str:
 def one_line(text: object, limit: int = 300) -> str:
     """All of it on one printable line of at most `limit` characters, cleaned."""
     if isinstance(text, str) and len(text) <= limit and text.isascii() and text.isprintable() and "  " not in text:
-        return text.strip()  # as most are: a list of jobs has thousands
+        return text.strip()  # the usual case: a list of jobs has thousands of them
     spaced = re.sub(r"\s+", " ", str(text)[: 4 * limit])
     line = "".join(char for char in clean(spaced) if char.isprintable()).strip()
     return line if len(line) <= limit else line[: limit - 1] + "…"
