@@ -19,9 +19,9 @@ from orchestrator.doctor.table import checks_at
 from orchestrator.errors import HostError, ProbeError, RefusedError
 from orchestrator.forecast.memory import needed_bytes
 from orchestrator.hosts import occupied
+from orchestrator.hosts.answers import as_of_now
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.inventory import Node
-from orchestrator.hosts.now import as_of_now
 from orchestrator.hosts.probe import look
 from orchestrator.jobs.launch import Prepared
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan

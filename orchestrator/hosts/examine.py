@@ -13,11 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.hosts.facts import NodeFacts
+from orchestrator.hosts.answers import read_facts, read_health
+from orchestrator.hosts.facts import MAX_PEERS, NodeFacts
 from orchestrator.hosts.health import Health
-from orchestrator.hosts.network_answers import MAX_PEERS
-from orchestrator.hosts.parse_facts import parse_facts
-from orchestrator.hosts.parse_health import parse_health
 from orchestrator.hosts.probe import limit_of
 from orchestrator.transport.ask import ConnectedHost, ask, understood
 
@@ -35,8 +33,8 @@ def examine(host: ConnectedHost, peers: Sequence[str], *, data: str, timeout_s: 
     wanted = {"workdir": host.workdir, "peers": list(peers[:MAX_PEERS]), "torch": True, "data": data}
     sent_at = time.time()
     answer = ask(host, "examine", {**wanted, "limit_s": limit_of(timeout_s)}, timeout_s=timeout_s)
-    facts = parse_facts(host.node, answer, sent_at, time.time(), peers[:MAX_PEERS])
-    return Examined(facts, parse_health(host.node, answer), understood(host.node, lambda: _began(answer.get("began"))))
+    facts = read_facts(host.node, answer, sent_at, time.time())
+    return Examined(facts, read_health(host.node, answer), understood(host.node, lambda: _began(answer.get("began"))))
 
 
 def outlived(host: ConnectedHost, began: tuple[int, int, str], *, timeout_s: float) -> bool | None:

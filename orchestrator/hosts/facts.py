@@ -1,34 +1,49 @@
-"""What a host is, as it was probed: frozen values, which go to JSON and back. `parse_facts` makes them. Pure.
+"""What a host is, as it was probed: frozen values, which go to JSON and back. `answers` makes them. Pure.
 
 A fact that a host cannot give (no driver, no torch, no `ip`) is None or empty beside a line that says why.
 """
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from typing_extensions import Self
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from orchestrator.text import one_line
 
 MAX_TEXT = 200
-MAX_WORDS = 1000
+MAX_PEERS = 2048
+
+
+def _cut_at(limit: int) -> AfterValidator:
+    """Text from a host, made fit for a terminal and a log: printable, on one line, cut."""
+    return AfterValidator(lambda text: text if len(text) <= limit and text.isprintable() else one_line(text, limit))
+
+
+def _absolute(path: str) -> str:
+    """A path is used as it is, so it is refused and not cut."""
+    if path and not (path.startswith("/") and path.isprintable()):
+        raise ValueError("not an absolute path")
+    return path
+
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-Text = Annotated[str, Field(max_length=MAX_TEXT)]
-Peer = Annotated[str, Field(max_length=300)]
+Text = Annotated[str, _cut_at(MAX_TEXT)]
+Words = Annotated[str, _cut_at(1000)]
+LongText = Annotated[str, _cut_at(4096)]
+Address = Annotated[Text, AfterValidator(lambda text: str(ipaddress.ip_address(text)))]
+AddressAndPrefix = Annotated[Text, AfterValidator(lambda text: ipaddress.ip_interface(text).with_prefixlen)]
+Peer = Annotated[str, _cut_at(300)]
 """An address or a name, from the inventory."""
+Peers = Annotated[tuple[Peer, ...], Field(max_length=MAX_PEERS)]
 
 
 class Fact(BaseModel):
     """Frozen, goes to JSON and back; what a newer version stored besides is left out."""
 
     model_config = ConfigDict(frozen=True, defer_build=True, extra="ignore", allow_inf_nan=False)
-
-    @classmethod
-    def of(cls, **fields: Any) -> Self:
-        """From a host's own values, strictly: its "1" is not 1."""
-        return cls.model_validate(fields, strict=True)
 
 
 class Occupant(Fact):
@@ -54,11 +69,11 @@ class Gpu(Fact):
     memory_used_bytes: Count
     driver: Text
     bus_id: Text
-    compute_capability: Text | None = None
+    compute_capability: Annotated[str, Field(pattern=r"^[0-9]{1,2}\.[0-9]$")] | None = None
     """Like "8.6"; None with drivers that do not report it."""
     compute_mode: Text = "Default"
     """Or "Exclusive_Process": for one process at a time; or "Prohibited": for none."""
-    occupants: tuple[Occupant, ...] = ()
+    occupants: Annotated[tuple[Occupant, ...], Field(max_length=256)] = ()
 
     @property
     def is_closed(self) -> bool:
@@ -67,7 +82,7 @@ class Gpu(Fact):
 
 class Interface(Fact):
     name: Text
-    addresses: tuple[Text, ...] = ()
+    addresses: Annotated[tuple[AddressAndPrefix, ...], Field(max_length=1024)] = ()
     """With prefix length, like "192.168.1.41/24"."""
     mtu: Count
     speed_bps: Annotated[float, Field(gt=0)] | None = None
@@ -75,22 +90,27 @@ class Interface(Fact):
     """Switched on and with a carrier."""
 
 
+Interfaces = Annotated[tuple[Interface, ...], Field(max_length=256)]
+
+
 class Route(Fact):
     """One route from this host to others."""
 
     interface: Text
-    source: Text
+    source: Address
     """The host's own address on that route."""
-    peers: tuple[Peer, ...] = ()
+    peers: Peers = ()
     """Who is reached on it, as was asked; empty on the way to all that no other route names."""
 
     @model_validator(mode="before")
     @classmethod
     def _of_one_peer(cls, fields: Any) -> Any:
-        """Once there was a route for each peer."""
-        if isinstance(fields, dict) and "peer" in fields:
-            return {"peers": (fields["peer"],), **fields}
-        return fields
+        """Older versions of orch stored a route for each peer."""
+        if not isinstance(fields, dict):
+            return fields
+        peers = [fields["peer"]] if "peer" in fields else fields.get("peers", [])
+        # Behind this function pydantic no longer knows that the list was JSON's, and takes only a tuple.
+        return {**fields, "peers": tuple(peers) if isinstance(peers, list) else peers}
 
 
 class RdmaPort(Fact):
@@ -110,7 +130,7 @@ class TorchFacts(Fact):
     verbs: bool | None = None
     """Whether libibverbs is there, through which NCCL uses InfiniBand; None where an older orch looked."""
     cudnn: Text | None = None
-    arch_list: tuple[Text, ...] = ()
+    arch_list: Annotated[tuple[Text, ...], Field(max_length=64)] = ()
     """What the build was compiled for, like "sm_70", "compute_90"; empty where unknown."""
     torchvision: Text | None = None
     torchvision_error: Text | None = None
@@ -124,12 +144,18 @@ class TorchFacts(Fact):
     """What torch said when it looked for GPUs, if anything."""
 
 
+def _distinct(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
+    if len({gpu.uuid for gpu in gpus}) < len(gpus):
+        raise ValueError("two GPUs with one uuid")
+    return gpus
+
+
 class NodeFacts(Fact):
     """All that one probe found out about one host."""
 
     node: Text
     hostname: Text
-    hostname_addresses: tuple[Text, ...] = ()
+    hostname_addresses: Annotated[tuple[Address, ...], Field(max_length=1024)] = ()
     """What the host's own name leads to; empty where it leads nowhere."""
     os: Text
     kernel: Text
@@ -152,30 +178,28 @@ class NodeFacts(Fact):
     user: Text
     uid: Count
     python_version: Text
-    python_executable: Annotated[str, Field(max_length=4096)]
-    gpus: tuple[Gpu, ...] = ()
+    python_executable: LongText
+    gpus: Annotated[tuple[Gpu, ...], Field(max_length=64), AfterValidator(_distinct)] = ()
     gpu_error: Text | None = None
-    gpu_warnings: tuple[Text, ...] = ()
+    gpu_warnings: Annotated[tuple[Text, ...], Field(max_length=8)] = ()
     """What nvidia-smi printed besides the GPUs."""
     torch: TorchFacts | None = None
     torch_error: Text | None = None
     """Why there is no torch; None as well as `torch` when it was not asked for."""
-    interfaces: tuple[Interface, ...] = ()
-    rdma: tuple[RdmaPort, ...] | None = None
+    interfaces: Interfaces = ()
+    rdma: Annotated[tuple[RdmaPort, ...], Field(max_length=256)] | None = None
     """Active InfiniBand and RoCE ports; None where an older orch looked."""
-    routes: tuple[Route, ...] = ()
+    routes: Annotated[tuple[Route, ...], Field(max_length=MAX_PEERS)] = ()
     """The ways to the other hosts; first the one to the first of them."""
-    unrouted: tuple[Peer, ...] = ()
+    unrouted: Peers = ()
     """The other hosts, as was asked, that this one knows no way to."""
-    workdir: Annotated[str, Field(max_length=4096)]
-    """Absolute path on the host."""
+    workdir: Annotated[str, Field(max_length=4096), AfterValidator(_absolute)]
+    """Absolute path on the host; "" if it did not answer."""
     workdir_inode: Count | None = None
     """Of the nearest folder to it that is there; None if an older orch looked."""
     workdir_error: Text | None = None
     """Why it cannot be written."""
-    workdir_unfit: (
-        tuple[Annotated[str, Field(max_length=MAX_WORDS)], Annotated[str, Field(max_length=MAX_WORDS)]] | None
-    ) = None
+    workdir_unfit: tuple[Words, Words] | None = None
     """Why it may not be used, and what to try: others may write there, or it is not ours."""
 
     def training_interface(self, name: str | None, address: str | None) -> Interface | None:

@@ -1,17 +1,19 @@
-"""What may end a job on a host later, as `orch doctor` finds it: frozen values. `parse_health` makes them. Pure.
+"""What may end a job on a host later, as `orch doctor` finds it: frozen values. `answers` makes them. Pure.
 
 They are not remembered: what is due, set or in use on a host changes from day to day.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from orchestrator.hosts.facts import Count, Fact, Text
+from orchestrator.hosts.facts import Count, Fact, LongText, Text
 
 Figure = Annotated[float, Field(ge=0, lt=1e15)]
+Texts = Annotated[tuple[Text, ...], Field(max_length=256)]
+MANY: Any = Field(default_factory=dict, max_length=256)
 
 
 class Limit(Fact):
@@ -61,32 +63,32 @@ class Disk(Fact):
 
     kind: Text
     source: Text
-    path: Annotated[str, Field(max_length=4096)]
+    path: LongText
     """The work folder from that file system's root on."""
     device: Count = 0
     """The kernel's number for it: containers' disks of one machine differ in nothing else."""
 
 
 class Health(Fact):
-    limits: dict[Text, Limit] = Field(default_factory=dict)
+    limits: dict[Text, Limit] = MANY
     """Of a process started by SSH: nofile, nproc, memlock."""
     group_memory_bytes: Count | None = None
     """What its control groups let it have; None where they set no limit."""
     group_pids: Count | None = None
     group_cpus: Figure | None = None
-    environment: dict[Text, Text] = Field(default_factory=dict)
+    environment: dict[Text, Text] = MANY
     """Of the variables that steer ranks, torch and NCCL, those that a session has."""
     available_bytes: Count | None = None
     """Memory that programs can still have; None where its kernel does not say."""
     uptime_s: Figure = 0.0
-    reboot: tuple[Text, ...] | None = None
+    reboot: Texts | None = None
     """The packages for which a reboot is due, if known; None where none is due."""
     kills_left: bool | None = None
     """Whether systemd-logind is set to end processes with their session; None where it has no say."""
-    cards: dict[Text, NetworkCard] = Field(default_factory=dict)
-    jobs: tuple[Text, ...] = ()
+    cards: dict[Text, NetworkCard] = MANY
+    jobs: Texts = ()
     """Jobs of orch, of this user, that have a process there."""
-    gpus: tuple[GpuHealth, ...] = ()
-    data: tuple[Text, ...] | None = None
+    gpus: Annotated[tuple[GpuHealth, ...], Field(max_length=256)] = ()
+    data: Texts | None = None
     """What lies in the data folder; None where there is no such folder."""
     disk: Disk | None = None

@@ -3,7 +3,7 @@
     probe(host, ["192.168.1.42"], torch=True, timeout_s=90).gpus
     facts, health = look(host, ["192.168.1.42"], torch=True, timeout_s=90)
 
-One round trip (`remote/probe.py`), parsed by `facts`. What a host's facts mean is judged in `checks`.
+One round trip (`remote/probe.py`), checked by `answers`. What a host's facts mean is judged in `checks`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from orchestrator.hosts.answers import read_facts, read_health
 from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.facts import NodeFacts
+from orchestrator.hosts.facts import MAX_PEERS, NodeFacts
 from orchestrator.hosts.health import Health
-from orchestrator.hosts.network_answers import MAX_PEERS
-from orchestrator.hosts.parse_facts import parse_facts
-from orchestrator.hosts.parse_health import parse_health
 from orchestrator.transport.ask import ConnectedHost, ask
 from orchestrator.transport.fanout import for_each, values
 
@@ -40,7 +38,7 @@ def look(host: ConnectedHost, peers: Sequence[str], *, torch: bool, timeout_s: f
     facts, answer = _asked(host, peers, torch, timeout_s)
     if facts.torch_is_slow:
         facts, answer = _asked(host, peers, torch, SLOW_TORCH_S + SPARE_S, SLOW_TORCH_S)
-    return facts, parse_health(host.node, answer)
+    return facts, read_health(host.node, answer)
 
 
 def shared_folders(connections: Connections, facts: Mapping[str, NodeFacts]) -> tuple[tuple[str, ...], ...]:
@@ -109,4 +107,4 @@ def _asked(
     request = {"workdir": host.workdir, "peers": list(peers[:MAX_PEERS]), "torch": torch, "limit_s": limit_s}
     sent_at = time.time()
     answer = ask(host, "probe", request, timeout_s=timeout_s)
-    return parse_facts(host.node, answer, sent_at, time.time(), peers[:MAX_PEERS]), answer
+    return read_facts(host.node, answer, sent_at, time.time()), answer

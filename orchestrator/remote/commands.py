@@ -9,12 +9,14 @@ rc is 127 where a command is missing and 124 where it was too slow, as a shell a
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 COMMAND_S = 15.0
 SMI_S = 30.0
 """Where no program keeps the driver awake (no persistence mode), it takes nvidia-smi a few seconds for each GPU."""
@@ -71,6 +73,23 @@ def give_up(process: subprocess.Popen[bytes]) -> None:
             pipe.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(1)
+
+
+def why_failed(done: dict[str, Any]) -> str | None:
+    """The last line that a command printed; None if it succeeded."""
+    if done["rc"] == 0:
+        return None
+    lines = f"{done['out']}\n{done['err']}".strip().splitlines()
+    return lines[-1].strip() if lines else f"exit code {done['rc']}"
+
+
+def printed(done: dict[str, Any], kind: type[T]) -> T | None:
+    """The JSON on the last line of a command's output; None if it failed or printed something else."""
+    try:
+        found = json.loads(done["out"].strip().splitlines()[-1]) if done["rc"] == 0 else None
+    except (ValueError, IndexError, RecursionError):
+        return None
+    return found if isinstance(found, kind) else None
 
 
 def text(data: bytes) -> str:

@@ -1,22 +1,20 @@
 """All that one host can say by itself, in one answer: what `probe` asks, and what takes longer or starts something.
 
-Request: as of `probe`, and "data": a folder whose names are wanted. The answer is that of `probe`, with
+Request: as of `probe`, and "data": a folder whose names are wanted. The answer is that of `probe`, with "data" and
+"disk" in its health, torch asked to compute something on each GPU, and
 
     {"began": a process that should outlive this connection (`outlives`)}
-
-beside it, "data" and "disk" among its commands, and torch asked to compute something on each GPU.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from . import outlives
-from .commands import run_all
-from .probe import gather
+from .commands import printed
+from .probe import answer_of
 
 # Prints the names in a folder, or null where it is not there.
 DATA = """
@@ -24,7 +22,7 @@ import json, os, sys
 path = os.path.expanduser(sys.argv[1])
 print(json.dumps(sorted(os.listdir(path))[:64] if os.path.isdir(path) else None))
 """
-# Of the disk on which a folder lies or would be made: [type, source, path from its root on, the kernel's number of it].
+# Prints the disk on which a folder lies or would be made, as `Disk` has it.
 DISK = """
 import json, os, sys
 path = os.path.realpath(os.path.expanduser(sys.argv[1]))
@@ -39,7 +37,7 @@ for line in open("/proc/self/mountinfo", encoding="utf-8", errors="replace"):
     if (path == point or path.startswith(point.rstrip("/") + "/")) and len(point) >= len(best[3]):
         best = (*kind.split()[:2], root, point)
 within = os.path.normpath(best[2] + "/" + os.path.relpath(path, best[3]))
-print(json.dumps([best[0], best[1], within, os.stat(there).st_dev]))
+print(json.dumps({"kind": best[0], "source": best[1], "path": within, "device": os.stat(there).st_dev}))
 """
 
 
@@ -54,11 +52,8 @@ def main(request: dict[str, Any]) -> None:
 
 
 def examine(request: dict[str, Any]) -> dict[str, Any]:
-    limit_s = float(request["limit_s"])
     python = [sys.executable, "-S", "-c"]
-    lines = {"data": [*python, DATA, request["data"]], "disk": [*python, DISK, request["workdir"]]}
-    with ThreadPoolExecutor(1) as pool:
-        more = pool.submit(run_all, lines, limit_s)
-        answer = gather({**request, "computes": True})
-    answer["commands"] |= more.result()
+    more = {"data": [*python, DATA, request["data"]], "disk": [*python, DISK, request["workdir"]]}
+    answer, done = answer_of({**request, "computes": True}, more)
+    answer["health"] |= {"data": printed(done["data"], list), "disk": printed(done["disk"], dict)}
     return {**answer, "began": outlives.start()}

@@ -19,12 +19,13 @@ def about_process() -> dict[str, Any]:
     kernel = os.uname()
     return {
         "hostname": socket.gethostname(),
-        "uname": [kernel.sysname, kernel.release, kernel.machine],
+        "kernel": kernel.release,
+        "machine": kernel.machine,
         "cores": len(os.sched_getaffinity(0)),
         "uid": os.getuid(),
         "user": user_name(os.getuid()),
-        "python": list(sys.version_info[:3]),
-        "executable": sys.executable,
+        "python_version": ".".join(map(str, sys.version_info[:3])),
+        "python_executable": sys.executable,
         "shm_bytes": shm_bytes(),
     }
 
@@ -52,8 +53,8 @@ def cpu_vendor() -> str | None:
     return None
 
 
-def rdma_ports(system: str = "/sys/class", devices: str = "/dev/infiniband") -> list[list[str]]:
-    """[device, link layer] of every InfiniBand and RoCE port that is active and that this user may open."""
+def rdma_ports(system: str = "/sys/class", devices: str = "/dev/infiniband") -> list[dict[str, str]]:
+    """Every InfiniBand and RoCE port that is active and that this user may open."""
     found = []
     for verbs in sorted(Path(system, "infiniband_verbs").glob("uverbs*"))[:MAX_RDMA]:
         name = (read_text(f"{verbs}/ibdev") or "").strip()
@@ -61,5 +62,5 @@ def rdma_ports(system: str = "/sys/class", devices: str = "/dev/infiniband") -> 
             continue
         for port in sorted(Path(system, "infiniband", name, "ports").glob("*"))[:MAX_RDMA]:
             if "ACTIVE" in (read_text(f"{port}/state") or ""):
-                found.append([name, (read_text(f"{port}/link_layer") or "").strip()])
+                found.append({"device": name, "link_layer": (read_text(f"{port}/link_layer") or "").strip()})
     return found

@@ -1,8 +1,8 @@
-"""What may end a job later, as this host's system says it: limits, environment, cards, what runs and what is due.
+"""What may end a job later, by the system's own files: limits, environment, network cards, running jobs, a due reboot.
 
-    gather()         # {"limits": {"nofile": [1024, 1048576], ...}, "uptime_s": 4711.0, ...}
+    gather()         # {"limits": {"nofile": {"soft": 1024, "hard": 1048576}, ...}, "uptime_s": 4711.0, ...}
 
-Raw, not judged (`orchestrator/doctor/`). What may block without end runs in a process of its own, as in `probe`.
+The keys are those of `Health` (`orchestrator/hosts/health.py`); `orchestrator/doctor/` judges them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ SHOWN = re.compile(
 )
 """Variables by which ranks, torch and NCCL are steered: none of them is a place for a secret."""
 MOST, MOST_TEXT = 64, 200
-CARD_FILES = ("duplex", "statistics/rx_crc_errors", "statistics/rx_packets")
 LOGIND = ("/etc/systemd/logind.conf", "/run/systemd/logind.conf", "/usr/lib/systemd/logind.conf")
 
 
 def gather() -> dict[str, Any]:
     return {
-        "limits": {name: [_or_none(value) for value in resource.getrlimit(kind)] for name, kind in LIMITS.items()},
-        "cgroup": cgroups.limits(),
+        "limits": {name: limits(kind) for name, kind in LIMITS.items()},
+        **{f"group_{name}": value for name, value in cgroups.limits().items()},
         "environment": environment(),
         "available_bytes": available_bytes(),
         "uptime_s": uptime_s(),
@@ -54,8 +53,9 @@ def uptime_s() -> float:
     return float((read_text("/proc/uptime") or "0").split()[0])
 
 
-def _or_none(limit: int) -> int | None:
-    return None if limit == resource.RLIM_INFINITY else limit
+def limits(kind: int) -> dict[str, int | None]:
+    found = zip(("soft", "hard"), resource.getrlimit(kind), strict=True)
+    return {name: None if limit == resource.RLIM_INFINITY else limit for name, limit in found}
 
 
 def environment() -> dict[str, str]:
@@ -84,10 +84,21 @@ def kills_left(files: tuple[str, ...] = LOGIND, cgroup: str = "/proc/self/cgroup
     return is_on and user not in excluded and (not only or user in only)
 
 
-def cards(folder: str = "/sys/class/net") -> dict[str, list[str | None]]:
-    """By network interface, CARD_FILES as the kernel writes them."""
-    links = sorted(Path(folder).glob("*"))[:MOST]
-    return {link.name: [read_text(f"{link}/{file}") for file in CARD_FILES] for link in links}
+def cards(folder: str = "/sys/class/net") -> dict[str, dict[str, Any]]:
+    """By network interface."""
+
+    def count(path: str) -> int:
+        said = (read_text(path) or "").strip()
+        return int(said) if said.isdecimal() else 0
+
+    return {
+        card.name: {
+            "duplex": (read_text(f"{card}/duplex") or "").strip() or None,
+            "crc_errors": count(f"{card}/statistics/rx_crc_errors"),
+            "packets": count(f"{card}/statistics/rx_packets"),
+        }
+        for card in sorted(Path(folder).glob("*"))[:MOST]
+    }
 
 
 def jobs() -> list[str]:

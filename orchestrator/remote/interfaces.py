@@ -1,58 +1,70 @@
-"""This host's network interfaces as the kernel lists them, without a command."""
+"""This host's network interfaces, from its kernel and without a command: containers often have no `ip`."""
 
 from __future__ import annotations
 
 import array
+import contextlib
 import fcntl
+import ipaddress
 import socket
 import struct
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from .hardware import read_text
 
 MAX_LINKS = 256
+MAX_ADDRESSES = 1024
+# netdevice(7)
+SIOCGIFCONF, SIOCGIFFLAGS, SIOCGIFNETMASK, SIOCGIFMTU = 0x8912, 0x8913, 0x891B, 0x8921
+UP, RUNNING = 0x1, 0x40
+IFREQ_BYTES = 40  # on every 64-bit Linux
 
 
-def read_links() -> dict[str, str]:
-    """Interface -> its speed as the kernel writes it, in Mbit/s; virtual, wireless and idle ones have none."""
-    links = sorted(Path("/sys/class/net").glob("*"))[:MAX_LINKS]
-    return {link.name: speed for link in links if (speed := read_text(f"{link}/speed")) is not None}
-
-
-def socket_interfaces() -> list[dict[str, Any]]:
-    """IPv4 interfaces by the ioctls of netdevice(7): [{name, address, netmask, mtu, flags}]."""
+def interfaces() -> list[dict[str, Any]]:
+    """[{name, addresses (with prefix length), mtu, speed_bps, up (switched on and with a carrier)}]"""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
-        for name in configured(link):
-            request = struct.pack("256s", name.encode()[:15])
-
-            def ask(number: int, request: bytes = request) -> bytes:
-                return fcntl.ioctl(link.fileno(), number, request)
-
-            try:
-                found.append(
-                    {
-                        "name": name,
-                        "address": socket.inet_ntoa(ask(0x8915)[20:24]),  # SIOCGIFADDR
-                        "netmask": socket.inet_ntoa(ask(0x891B)[20:24]),  # SIOCGIFNETMASK
-                        "mtu": struct.unpack_from("i", ask(0x8921), 16)[0],  # SIOCGIFMTU
-                        "flags": struct.unpack_from("H", ask(0x8913), 16)[0],  # SIOCGIFFLAGS
-                    }
-                )
-            except OSError:
-                continue  # it went away, or carries no IPv4 address
+        addresses = dict[str, list[str]]()
+        for name, address in (*_ipv4(link), *_ipv6(read_text("/proc/net/if_inet6") or "")):
+            addresses.setdefault(name, []).append(address)
+        for _, name in socket.if_nameindex()[:MAX_LINKS]:
+            request = struct.pack(f"{IFREQ_BYTES}s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # an interface that has just gone
+                (mtu,) = struct.unpack_from("i", fcntl.ioctl(link, SIOCGIFMTU, request), 16)
+                (flags,) = struct.unpack_from("H", fcntl.ioctl(link, SIOCGIFFLAGS, request), 16)
+                is_up = flags & (UP | RUNNING) == UP | RUNNING
+                about = {"mtu": mtu, "speed_bps": speed_bps(name), "up": is_up}
+                found.append({"name": name, "addresses": addresses.get(name, []), **about})
     return found
 
 
-def configured(link: socket.socket) -> list[str]:
-    """Names of the interfaces with an IPv4 address, aliases such as eth0:1 among them (SIOCGIFCONF)."""
-    size, room = 40, 128 * 40  # struct ifreq has 40 bytes on every 64-bit Linux
-    names = array.array("B", bytes(room))
-    request = struct.pack("iL", room, names.buffer_info()[0])
-    used = struct.unpack("iL", fcntl.ioctl(link.fileno(), 0x8912, request))[0]
-    data = names.tobytes()
-    return [data[at : at + 16].split(b"\0", 1)[0].decode("ascii", "replace") for at in range(0, used, size)]
+def speed_bps(name: str, folder: str = "/sys/class/net") -> float | None:
+    """The kernel writes Mbit/s; virtual, wireless and idle interfaces have none, or -1."""
+    speed = (read_text(f"{folder}/{name}/speed") or "").strip()
+    return int(speed) * 1e6 if speed.isdecimal() and 0 < int(speed) < 10**9 else None
+
+
+def _ipv4(link: socket.socket) -> Iterator[tuple[str, str]]:
+    """(interface, address): an alias such as eth0:1 is an address of eth0."""
+    room = MAX_ADDRESSES * IFREQ_BYTES
+    entries = array.array("B", bytes(room))
+    used, _ = struct.unpack("iL", fcntl.ioctl(link, SIOCGIFCONF, struct.pack("iL", room, entries.buffer_info()[0])))
+    for at in range(0, used, IFREQ_BYTES):
+        entry = entries[at : at + IFREQ_BYTES].tobytes()
+        name = entry[:16].split(b"\0", 1)[0].decode("ascii", "replace").partition(":")[0]
+        with contextlib.suppress(OSError):
+            # The entry holds the address, too: of several addresses the kernel answers for this one.
+            mask = fcntl.ioctl(link, SIOCGIFNETMASK, entry)
+            address = f"{socket.inet_ntoa(entry[20:24])}/{socket.inet_ntoa(mask[20:24])}"
+            yield name, ipaddress.ip_interface(address).with_prefixlen
+
+
+def _ipv6(if_inet6: str) -> Iterator[tuple[str, str]]:
+    """From lines of: address, index, prefix length, scope, flags (all in hex), name. Global addresses come first."""
+    rows = [line.split() for line in if_inet6.splitlines()[:MAX_ADDRESSES]]
+    for number, _, prefix, _, _, name in sorted((row for row in rows if len(row) == 6), key=lambda row: row[3]):
+        yield name, f"{ipaddress.IPv6Address(bytes.fromhex(number))}/{int(prefix, 16)}"
 
 
 def source_towards(peer: str) -> str | None:

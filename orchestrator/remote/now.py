@@ -1,8 +1,6 @@
-"""What of this host may have changed since it was last looked at, from files alone: a part of what `prepare` answers.
+"""What may have changed on this host since it was probed, from the kernel alone: a part of what `prepare` answers.
 
-now(Path("/home/me/.orch"))     # {"free": 81604378624, "inodes": 5183942, "wall": 1795689123.7, "up": ["eno1"], ...}
-
-It costs a few milliseconds, and is put over what is remembered of the host (`orchestrator/hosts/now.py`).
+It costs a few milliseconds; `orchestrator/hosts/answers.py` puts it over what is remembered of the host.
 """
 
 from __future__ import annotations
@@ -12,28 +10,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .hardware import read_text, shm_bytes
+from .hardware import shm_bytes
 from .health import available_bytes, cards, uptime_s
-from .interfaces import MAX_LINKS, read_links
+from .interfaces import interfaces
 
 
 def now(folder: Path) -> dict[str, Any]:
-    """folder: on the disk that it is about."""
-    disk = os.statvfs(folder)
+    """folder: on the disk to look at."""
+    disk, wall = os.statvfs(folder), time.time()
     return {
-        "free": disk.f_bavail * disk.f_frsize,
-        "inodes": disk.f_favail if disk.f_files else None,
+        "clock": {"began": wall, "ended": wall},
+        "disk_free_bytes": disk.f_bavail * disk.f_frsize,
+        "disk_free_inodes": disk.f_favail if disk.f_files else None,
         "shm_bytes": shm_bytes(),
-        "available_bytes": available_bytes(),
-        "uptime_s": uptime_s(),
-        "links": read_links(),
-        "up": up(),
-        "cards": cards(),
-        "wall": time.time(),
+        "interfaces": interfaces(),
+        "health": {"uptime_s": uptime_s(), "available_bytes": available_bytes(), "cards": cards()},
     }
-
-
-def up(system: str = "/sys/class/net") -> list[str]:
-    """Interfaces that are switched on and have a carrier: the kernel answers for no others."""
-    links = sorted(Path(system).glob("*"))[:MAX_LINKS]
-    return [link.name for link in links if (read_text(f"{link}/carrier") or "").strip() == "1"]

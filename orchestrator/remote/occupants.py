@@ -1,8 +1,8 @@
 """Who is on this host's GPUs: every process that computes on one, its owner and what it runs.
 
     occupants("GPU-5f3a9c1e-..., 4711, 8192, /usr/bin/python3\\n")
-    [{"gpu": "GPU-5f3a9c1e-...", "pid": 4711, "mebibytes": 8192, "user": "alice", "command": "python3 train.py",
-      "job": None}]
+    {"GPU-5f3a9c1e-...": [{"pid": 4711, "memory_bytes": 8589934592, "user": "alice", "command": "python3 train.py",
+                           "job": None}]}
 
 The text is nvidia-smi's answer to QUERY. Of a command line only the program and its script are reported: what follows
 may be a secret. In a container nvidia-smi shows nothing, or processes of the machine around it, whose pids mean nothing
@@ -16,7 +16,6 @@ import os
 import pwd
 import socket
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +24,21 @@ from .processes import MARK
 QUERY = ("--query-compute-apps=gpu_uuid,pid,used_gpu_memory,process_name", "--format=csv,noheader,nounits")
 _CREDENTIALS = struct.Struct("3i")
 MOST = 256
-"""Further processes are not reported."""
+"""Lines that are read."""
 
 
-def occupants(answer: str) -> list[dict[str, Any]]:
-    return list(_rows(answer))[:MOST]
-
-
-def _rows(answer: str) -> Iterator[dict[str, Any]]:
-    for line in answer.splitlines():
+def occupants(answer: str) -> dict[str, list[dict[str, Any]]]:
+    """By the GPU's uuid."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in answer.splitlines()[:MOST]:
         fields = [field.strip() for field in line.split(",", 3)]
-        if len(fields) != 4 or not fields[1].isdigit():
+        if len(fields) != 4 or not fields[1].isdecimal():
             continue
         gpu, pid, mebibytes, name = fields
         known = _of_process(int(pid)) if not name.startswith("[") else {"user": None, "command": None, "job": None}
-        yield {"gpu": gpu, "pid": int(pid), "mebibytes": int(mebibytes) if mebibytes.isdigit() else None, **known}
+        memory_bytes = int(mebibytes) << 20 if mebibytes.isdecimal() else None
+        found.setdefault(gpu, []).append({"pid": int(pid), "memory_bytes": memory_bytes, **known})
+    return found
 
 
 def _of_process(pid: int) -> dict[str, str | None]:

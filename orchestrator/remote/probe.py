@@ -1,46 +1,39 @@
-"""Gathers what a host is, in one round trip; the controller makes sense of it (`orchestrator/hosts/facts.py`).
+"""Gathers what a host is, in one round trip, under the names of `NodeFacts` and `Health` (`orchestrator/hosts/`).
 
-Request: {"workdir", "peers": [addresses or names], "torch": bool, "limit_s"}, with "computes" torch computes something
-on each GPU, too. The answer is raw, not judged:
+Request: {"workdir", "peers": [addresses or names], "torch": bool, "limit_s"}; with "computes", torch computes something
+on each GPU, too. The answer, which the controller checks (`orchestrator/hosts/answers.py`):
 
-    {"commands": {name: {"rc", "out", "err"}}, "files": {path: text}, "values": {...}, "health": {...},
-     "gpu_health": [...]}
+    {"clock": {"began", "ended"}, "facts": {...}, "health": {...}}
 
 The routes to hundreds of peers cost no process each: a socket gives our own address on the way to a peer, and `ip` is
 asked once for each such address. Every command has its own limit of time and they run side by side, so that a driver
 that hangs or a dead NFS mount costs one fact and never the answer. Whatever may block without end runs in a process of
-its own for that reason. rc is 127 where a command is missing and 124 where it was too slow, as a shell and timeout(1)
-have it.
+its own for that reason.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
+import re
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from . import gpu_health, health, workfolder
-from .commands import COMMAND_S, NOT_FOUND, SMI_S, TOO_SLOW, run, run_all
+from . import health, workfolder
+from .commands import COMMAND_S, SMI_S, printed, run_all, why_failed
+from .gpu_facts import look as look_at_gpus
+from .gpu_health import gpu_health
 from .hardware import about_process, cpu_vendor, rdma_ports, read_text
-from .interfaces import read_links, socket_interfaces, source_towards
-from .occupants import QUERY, occupants
+from .interfaces import interfaces, source_towards
 from .probe_programs import COMPUTES, NAMES, OWN_NAME, TORCH
 
 LIMIT_S = 60.0
 MAX_PEERS = 2048
 MAX_WAYS = 16
-
-GPU_FIELDS = "index,name,uuid,memory.total,memory.used,driver_version,pci.bus_id,compute_mode"
-FILES = (
-    "/proc/meminfo",
-    "/etc/os-release",
-    "/proc/sys/kernel/random/boot_id",
-    "/etc/machine-id",
-    "/proc/net/if_inet6",
-)
 
 
 def main(request: dict[str, Any]) -> None:
@@ -49,26 +42,90 @@ def main(request: dict[str, Any]) -> None:
 
 
 def gather(request: dict[str, Any]) -> dict[str, Any]:
-    started = time.time()
+    return answer_of(request, {})[0]
+
+
+def answer_of(request: dict[str, Any], more: dict[str, list[str]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The answer, and what came of further commands."""
+    began = time.time()
     limit_s = float(request.get("limit_s", LIMIT_S))
     peers = [str(peer) for peer in request["peers"][:MAX_PEERS]]
     with ThreadPoolExecutor(2) as pool:
-        gpus = pool.submit(look_at_gpus, limit_s)
-        cards = pool.submit(gpu_health.look, min(SMI_S, limit_s))
-        commands = run_all(command_lines(request, peers, limit_s), limit_s)
-        commands["nvidia-smi"], on_gpus = gpus.result()
-        rows = [{**row, "iommu": gpu_health.translated(row.get("pci.bus_id", "")) or ""} for row in cards.result()]
-    files = {path: text for path in FILES if (text := read_text(path)) is not None}
-    addresses = addresses_of(peers, commands.pop("names"))
-    sources = {peer: source for peer in peers if (source := source_towards(addresses.get(peer, "")))}
-    hardware = {"links": read_links(), "cpu_vendor": cpu_vendor(), "rdma": rdma_ports(), "occupants": on_gpus}
-    values = {**about_process(), **hardware, "sources": sources, "wall_start": started}
-    if commands["ip addr"]["rc"] != 0:
-        values["sockets"] = socket_interfaces()
-    else:
-        commands |= run_all(route_lines(addresses, sources), limit_s)
-    more = {"health": health.gather(), "gpu_health": rows}
-    return {"commands": commands, "files": files, "values": {**values, "wall_end": time.time()}, **more}
+        gpus, cards = pool.submit(look_at_gpus, limit_s), pool.submit(gpu_health, min(SMI_S, limit_s))
+        done = run_all({**command_lines(request, peers, limit_s), **more}, limit_s)
+        addresses = addresses_of(peers, printed(done["names"], dict) or {})
+        sources = {peer: source for peer in peers if (source := source_towards(addresses.get(peer, "")))}
+        ways = run_all(route_lines(addresses, sources), limit_s)
+        facts = {**system_facts(), **gpus.result(), **facts_of(done)}
+        computes = (facts.get("torch") or {}).get("computes", {})
+        rows = [{**row, "computes": computes.get(str(row["index"]))} for row in cards.result()]
+    facts |= routes(peers, sources, facts["interfaces"], named_devices(sources, ways))
+    clock = {"began": began, "ended": time.time()}
+    return {"clock": clock, "facts": facts, "health": {**health.gather(), "gpus": rows}}, done
+
+
+# ---- facts ------------------------------------------------------------------------------------------------------
+
+
+def system_facts() -> dict[str, Any]:
+    """What the kernel and the system's files say."""
+    pretty = re.search(r"^PRETTY_NAME=[\"']?([^\"'\n]*)", read_text("/etc/os-release") or "", re.MULTILINE)
+    memory = re.search(r"^MemTotal:\s+(\d{1,18}) kB", read_text("/proc/meminfo") or "", re.MULTILINE)
+    return {
+        **about_process(),
+        "os": pretty[1] if pretty else "unknown",
+        "memory_bytes": 1024 * int(memory[1]) if memory else None,
+        "boot_id": read_text("/proc/sys/kernel/random/boot_id") or "",
+        "machine_id": read_text("/etc/machine-id") or "",
+        "cpu_vendor": cpu_vendor(),
+        "interfaces": interfaces(),
+        "rdma": rdma_ports(),
+    }
+
+
+def facts_of(done: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What the commands printed. A fact that is not there comes with the reason."""
+    facts = {"hostname_addresses": printed(done["own name"], list) or []}
+    if (workdir := printed(done["workdir"], dict)) is None:
+        workdir = {"workdir": "", "disk_free_bytes": 0, "workdir_error": _why(done["workdir"])}
+    if "torch" not in done:
+        return {**facts, **workdir}
+    torch = printed(done["torch"], dict)
+    return {**facts, **workdir, **({"torch": torch} if torch else {"torch_error": _why(done["torch"])})}
+
+
+def _why(done: dict[str, Any]) -> str:
+    return why_failed(done) or "its answer was not readable"
+
+
+def routes(
+    peers: list[str], sources: dict[str, str], links: Iterable[dict[str, Any]], named: dict[str, str]
+) -> dict[str, Any]:
+    """The ways out of this host, and the peers that none leads to.
+
+    The interface of a source address is the one that `ip` named, else the one that has the address. The way to most
+    peers names none of them: with hundreds of hosts, lists of peers would be most of what is remembered.
+    """
+    device = {address.partition("/")[0]: link["name"] for link in links for address in link["addresses"]} | named
+    reached: dict[str, list[str]] = {}
+    for peer in peers:
+        if sources.get(peer) in device:
+            reached.setdefault(sources[peer], []).append(peer)
+    most = max(reached, key=lambda source: len(reached[source]), default=None)
+    found = [
+        {"interface": device[source], "source": source, "peers": [] if source == most else names}
+        for source, names in reached.items()
+    ]
+    return {"routes": found, "unrouted": [peer for peer in peers if sources.get(peer) not in device]}
+
+
+def named_devices(sources: dict[str, str], ways: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """By source address; `ways`: by peer, what `ip route get` gave."""
+    found = {}
+    for peer, done in ways.items():
+        with contextlib.suppress(LookupError, TypeError):  # an `ip` that prints something else
+            found[sources[peer]] = (printed(done, list) or [])[0]["dev"]
+    return found
 
 
 # ---- commands -------------------------------------------------------------------------------------------------
@@ -85,15 +142,13 @@ def command_lines(request: dict[str, Any], peers: list[str], limit_s: float) -> 
         **lines,
         "workdir": [*python, workdir_trial(), request["workdir"]],
         "own name": [*python, OWN_NAME],
-        "ip addr": ["ip", "-j", "addr"],
         "names": [*python, NAMES, str(names_s), *names] if names else ["true"],
     }
 
 
-def addresses_of(peers: list[str], names: dict[str, Any]) -> dict[str, str]:
-    """Peer -> its numeric address; a name that leads nowhere is left out."""
-    found = json.loads(names["out"] or "{}") if names["rc"] == 0 else {}
-    return {peer: peer if is_numeric(peer) else found[peer] for peer in peers if is_numeric(peer) or peer in found}
+def addresses_of(peers: list[str], names: dict[str, str]) -> dict[str, str]:
+    """Peer -> its numeric address; a name that leads nowhere is left out. names: those that were looked up."""
+    return {peer: peer if is_numeric(peer) else names[peer] for peer in peers if is_numeric(peer) or peer in names}
 
 
 def route_lines(addresses: dict[str, str], sources: dict[str, str]) -> dict[str, list[str]]:
@@ -102,7 +157,7 @@ def route_lines(addresses: dict[str, str], sources: dict[str, str]) -> dict[str,
     for peer, source in sources.items():
         firsts.setdefault(source, peer)
     asked = list(firsts.values())[:MAX_WAYS]
-    return {f"ip route {peer}": ["ip", "-j", "route", "get", addresses[peer]] for peer in asked}
+    return {peer: ["ip", "-j", "route", "get", addresses[peer]] for peer in asked}
 
 
 def workdir_trial() -> str:
@@ -116,24 +171,3 @@ def is_numeric(peer: str) -> bool:
         return bool(ipaddress.ip_address(peer))
     except ValueError:
         return False
-
-
-def smi(fields: str) -> list[str]:
-    return ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-
-
-def look_at_gpus(limit_s: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """nvidia-smi's answer, and who is on the GPUs that it shows."""
-    limit_s = min(SMI_S, limit_s)
-    shown = run(smi(GPU_FIELDS + ",compute_cap"), limit_s)
-    if shown["rc"] not in (0, NOT_FOUND, TOO_SLOW):
-        shown = ask_old_driver(shown, limit_s)
-    if "," not in shown["out"]:
-        return shown, []
-    return shown, occupants(run(["nvidia-smi", *QUERY], limit_s)["out"])
-
-
-def ask_old_driver(first: dict[str, Any], limit_s: float) -> dict[str, Any]:
-    """Drivers before 510 do not know `compute_cap` and answer nothing at all then; the rest they know."""
-    again = run(smi(GPU_FIELDS), limit_s) if "compute_cap" in first["out"] + first["err"] else first
-    return again if "," in again["out"] else first

@@ -4,7 +4,7 @@
 OWN_NAME = """
 import json, socket
 found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-print(json.dumps(sorted({entry[4][0] for entry in found})))
+print(json.dumps(sorted({entry[4][0].partition("%")[0] for entry in found})))
 """
 
 # Prints {name: numeric address} of what was found in time. All at once: a dead resolver takes its time for each.
@@ -65,10 +65,10 @@ facts = {"version": str(torch.__version__), "cuda": torch.version.cuda}
 facts["nccl"] = attempt(lambda: ".".join(str(part) for part in torch.cuda.nccl.version()))
 # Without this library NCCL uses no InfiniBand device, whatever the kernel lists.
 facts["verbs"] = bool(attempt(lambda: ctypes.CDLL("libibverbs.so.1")))
-facts["cudnn"] = attempt(lambda: torch.backends.cudnn.version())
+facts["cudnn"] = attempt(lambda: str(torch.backends.cudnn.version() or "")) or None
 # get_arch_list() is empty where no GPU is in reach; the flags of the build are there always.
-facts["archs"] = attempt(lambda: (torch._C._cuda_getArchFlags() or "").split())
-facts["archs"] = facts["archs"] or attempt(torch.cuda.get_arch_list) or []
+facts["arch_list"] = attempt(lambda: (torch._C._cuda_getArchFlags() or "").split())
+facts["arch_list"] = facts["arch_list"] or attempt(torch.cuda.get_arch_list) or []
 distributed = dist.is_available()
 facts["gloo"] = bool(distributed and attempt(getattr(dist, "is_gloo_available", lambda: True)))
 facts["nccl_available"] = bool(distributed and attempt(lambda: dist.is_nccl_available()))

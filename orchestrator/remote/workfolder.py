@@ -165,16 +165,21 @@ def _group(gid: int) -> str:
 
 
 def trial(workdir: str) -> dict[str, Any]:
-    """{"path", "free", "inodes", "inode", "error", "unfit"}: the folder as an absolute path, bytes and inodes that are
-    free for us there (null where its file system makes inodes as it goes, as btrfs does), its own inode, why it cannot
-    be written, and why it may not be used, if so. What this makes it removes again.
+    """What `NodeFacts` holds of the work folder; no inodes if its file system makes them as it goes, as btrfs does.
+    Whatever this makes, it removes.
     """
     root = Path(workdir).expanduser().absolute()
     problem = _written(root)
     _remove_old_trials(root)
     space, inode = _space(root)
-    free = {"free": space.f_bavail * space.f_frsize, "inodes": space.f_favail if space.f_files else None}
-    return {"path": str(root), **free, "inode": inode, "error": problem, "unfit": unfit(root)}
+    return {
+        "workdir": str(root),
+        "disk_free_bytes": space.f_bavail * space.f_frsize,
+        "disk_free_inodes": space.f_favail if space.f_files else None,
+        "workdir_inode": inode,
+        "workdir_error": problem,
+        "workdir_unfit": unfit(root),
+    }
 
 
 def _space(root: Path) -> tuple[os.statvfs_result, int]:

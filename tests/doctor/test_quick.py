@@ -12,9 +12,9 @@ from orchestrator.doctor.seen import Host, Seen
 from orchestrator.doctor.start import StartChecks
 from orchestrator.doctor.table import checks_at
 from orchestrator.errors import ProbeError
+from orchestrator.hosts.answers import as_of_now
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.health import Health, NetworkCard
-from orchestrator.hosts.now import as_of_now
 from orchestrator.jobs.launch import Prepared
 from orchestrator.paths import Home
 from orchestrator.remote.now import now
@@ -128,9 +128,18 @@ def test_what_a_host_says_now_is_put_over_what_is_remembered(tmp_path):
     assert health.uptime_s > 0 and health.available_bytes > 0
 
 
-@pytest.mark.parametrize("change", [{"free": "much"}, {"up": "eno1"}, {"cards": []}, {"wall": None}, {"uptime_s": -1}])
-def test_an_answer_that_makes_no_sense_is_refused(change, tmp_path):
-    with pytest.raises(ProbeError, match="its answer about what has changed makes no sense"):
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"disk_free_bytes": "much"}, "disk_free_bytes"),
+        ({"interfaces": "eno1"}, "interfaces"),
+        ({"health": {"cards": []}}, "health.cards"),
+        ({"health": {"uptime_s": -1}}, "health.uptime_s"),
+        ({"clock": None}, "clock"),
+    ],
+)
+def test_an_answer_that_makes_no_sense_is_refused(change, what, tmp_path):
+    with pytest.raises(ProbeError, match=rf"v100: its answer makes no sense \({what}: "):
         as_of_now("v100", facts(), {**now(tmp_path), **change}, 0.0, 1.0)
     with pytest.raises(ProbeError):
         as_of_now("v100", facts(), None, 0.0, 1.0)
@@ -152,13 +161,20 @@ class Start:
         return self.checks._judge(self.plan, self.plan.nodes[0], host, set())
 
     def hear(self, said=None, login_s=0.1, **changes):
+        wall = changes.pop("wall", 1000.0)
+        link = {"name": "eno1", "addresses": ["192.168.1.40/24"], "mtu": 1500, "speed_bps": 2.5e9, "up": True}
+        health = {"available_bytes": 1 << 36, "uptime_s": 1e6, "cards": {"eno1": {"duplex": "full"}}}
         raw = {
-            "free": 1 << 40, "inodes": None, "shm_bytes": 1 << 40, "available_bytes": 1 << 36, "uptime_s": 1e6,
-            "links": {"eno1": "2500"}, "up": ["eno1"], "cards": {"eno1": ["full", "0", "0"]}, "wall": 1000.0, **changes,
-        }  # fmt: skip
-        link = SimpleNamespace(transport=SimpleNamespace(login_s=login_s, logins_tried=1))
+            "clock": {"began": wall, "ended": wall},
+            "disk_free_bytes": changes.pop("free", 1 << 40),
+            "disk_free_inodes": None,
+            "shm_bytes": 1 << 40,
+            "interfaces": [{**link, **changes.pop("link", {})}],
+            "health": {**health, **changes},
+        }
+        host = SimpleNamespace(transport=SimpleNamespace(login_s=login_s, logins_tried=1))
         answers = {"v100": Prepared({"now": raw}, 999.9, 1000.1)}
-        self.checks.hear(self.plan, {"v100": link}, answers, set() if said is None else said)
+        self.checks.hear(self.plan, {"v100": host}, answers, set() if said is None else said)
 
 
 @pytest.fixture
@@ -171,8 +187,8 @@ def start(tmp_path, monkeypatch):
     ("change", "id", "says"),
     [
         ({"free": 10 << 20}, "P25", "only 10.0MiB free for /home/ubuntu/.orch"),
-        ({"links": {"eno1": "100"}}, "P20", "eno1 runs at 100 Mbps"),
-        ({"up": []}, "P15", "eno1, its interface for training, is down"),
+        ({"link": {"speed_bps": 1e8}}, "P20", "eno1 runs at 100 Mbps"),
+        ({"link": {"up": False}}, "P15", "eno1, its interface for training, is down"),
         ({"available_bytes": 1 << 20}, "P32", "only 1.0MiB of its 64.0GiB"),
         ({"uptime_s": 60.0}, "P36", "it came up 1m00s ago"),
         ({"wall": 939.0}, "P27", "its clock is 1m01s behind"),

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -20,10 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import ProbeError
+from orchestrator.hosts.answers import read_health
 from orchestrator.hosts.examine import examine, outlived
 from orchestrator.hosts.health import Health
-from orchestrator.hosts.parse_health import parse_health
-from orchestrator.remote import cgroups, gpu_health, health, outlives
+from orchestrator.remote import cgroups, gpu_health, health, outlives, probe
 from orchestrator.remote import examine as program
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.local import LocalTransport
@@ -31,7 +32,7 @@ from tests.support.fuzz import strings
 from tests.support.quick_python import quick_python
 
 DATA = Path(__file__).parents[1] / "data" / "health"
-PLAIN = json.loads((DATA / "sound_a2000.json").read_text())["raw"]
+PLAIN = json.loads((DATA / "sound_a2000.json").read_text())
 
 
 def here(workdir, python=sys.executable):
@@ -80,7 +81,7 @@ def test_where_nobody_hears_the_answer_nothing_stays_behind(tmp_path, monkeypatc
     read, write = os.pipe()
     os.close(read)
     request = {"workdir": str(tmp_path), "peers": [], "torch": False, "limit_s": 20, "data": str(tmp_path)}
-    with open(write, "w") as nobody, contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(BrokenPipeError), open(write, "w") as nobody:
         monkeypatch.setattr(sys, "stdout", nobody)
         program.main({**request, "marker": "M"})
     os.waitpid(began[0][0], 0)
@@ -99,7 +100,7 @@ def test_what_gpus_say_of_their_health_is_asked_beside_what_they_are(tool, tmp_p
         {"workdir": str(tmp_path), "peers": [], "torch": False, "limit_s": 20, "data": str(tmp_path)}
     )
     assert outlives.is_alive(answer["began"])
-    (gpu,) = parse_health("here", answer).gpus
+    (gpu,) = read_health("here", answer).gpus
     assert (gpu.uncorrected, gpu.replacement_due, gpu.replacement_failed, gpu.slowed_by) == (2, True, False, 0x40)
     assert (gpu.clock_mhz, gpu.default_clock_mhz) == (1200, None)
     assert (gpu.limit_watts, gpu.default_limit_watts) == (180, 250)
@@ -152,19 +153,19 @@ torch.ones = ones
 """
 
 
-def test_each_gpu_is_given_something_to_compute(tmp_path):
+def test_each_gpu_is_given_something_to_compute(tool, tmp_path, monkeypatch):
     """No GPU is here: torch's words for one are stood in for."""
     from orchestrator.remote.probe_programs import TORCH
 
     python = quick_python(tmp_path / "quick")
-    tried = TORCH.replace("import torch\n", f"import torch\n{COMPUTES}", 1)
-    said = subprocess.run([python, "-c", tried, "computes"], capture_output=True, text=True, check=True).stdout
-    answer = {**PLAIN, "commands": {**PLAIN["commands"], "torch": {"rc": 0, "out": said, "err": ""}}}
-    rows = [{"index": "0", "uuid": "GPU-1"}, {"index": "1", "uuid": "GPU-2"}]
-    found = parse_health("here", {**answer, "gpu_health": rows})
+    monkeypatch.setattr(probe, "TORCH", TORCH.replace("import torch\n", f"import torch\n{COMPUTES}", 1))
+    monkeypatch.setattr(sys, "executable", python)
+    tool("nvidia-smi", f"case $1 in *fabric*) echo '{ROW}'; echo '1{ROW[1:]}';; *) exit 1;; esac")
+    request = {"workdir": str(tmp_path), "peers": [], "torch": True, "limit_s": 20}
+    found = read_health("here", probe.gather({**request, "computes": True}))
     assert [gpu.computes for gpu in found.gpus] == [None, "CUDA error: no kernel image is available"]
-    plainly = subprocess.run([python, "-c", tried], capture_output=True, text=True, check=True).stdout
-    assert "computes" not in json.loads(plainly.strip())
+    plainly = probe.gather(request)
+    assert plainly["facts"]["torch"] and "computes" not in plainly["facts"]["torch"]
 
 
 # ---- the system ----------------------------------------------------------------------------------------------------
@@ -241,67 +242,79 @@ def test_a_job_is_known_by_the_mark_of_its_processes(tmp_path):
 # ---- what is made of it --------------------------------------------------------------------------------------------
 
 
+def answer_of(**changes):
+    gpus = [gpu_health.health_of(row) for row in PLAIN["rows"]]
+    return {"health": copy.deepcopy({**PLAIN["health"], "gpus": gpus, **changes})}
+
+
 @pytest.mark.parametrize("case", sorted(path.stem for path in DATA.glob("*.json")))
 def test_a_recorded_answer_becomes_this_health(case):
     recorded = json.loads((DATA / f"{case}.json").read_text())
-    raw = {**PLAIN, **recorded["raw"]}
-    found = parse_health("n", raw).model_dump(mode="json")
+    gpus = [{**gpu_health.health_of(row), "iommu": row["iommu"]} for row in recorded["rows"]]
+    found = read_health("n", answer_of(**recorded["health"], gpus=gpus)).model_dump(mode="json")
     assert {name: found[name] for name in recorded["expect"]} == recorded["expect"]
 
 
-def changed(**parts):
-    raw = copy.deepcopy(PLAIN)
-    return {**raw, **parts, "health": {**raw["health"], **parts.get("health", {})}}
-
-
 NONSENSE = {
-    "its limits": [{"health": {"limits": {"nofile": [1]}}}, {"health": {"limits": {"nofile": ["1", 1]}}}],
-    "its control groups": [{"health": {"cgroup": {}}}, {"health": {"cgroup": 3}}],
-    "its environment": [{"health": {"environment": {"A": 3}}}, {"health": {"environment": ["A"]}}],
-    "its cards": [{"health": {"cards": {"eno1": ["full", "x", "0"]}}}, {"health": {"cards": {"eno1": [1, "0", "0"]}}}],
-    "its jobs": [{"health": {"jobs": "all"}}, {"health": {"jobs": ["x"] * 300}}],
-    "its GPUs' health": [{"gpu_health": "fine"}, {"gpu_health": [{"index": "first"}]}, {"gpu_health": [7]}],
-    "its data": [{"commands": {**PLAIN["commands"], "data": {"rc": 0, "out": "{", "err": ""}}}],
-    "its disk": [{"commands": {**PLAIN["commands"], "disk": {"rc": 0, "out": "[1]", "err": ""}}}],
-    "its health": [
-        {"health": {"uptime_s": -1}},
-        {"health": {"kills_left": "no"}},
-        {"health": {"cgroup": {"memory_bytes": "8", "pids": None, "cpus": None}}},
-    ],
+    "limits.nofile.hard": [{"limits": {"nofile": {"soft": 1}}}],
+    "limits.nofile.soft": [{"limits": {"nofile": {"soft": "1", "hard": 1}}}],
+    "limits": [{"limits": [1]}, {"limits": {f"limit {n}": {"soft": 1, "hard": 1} for n in range(300)}}],
+    "group_memory_bytes": [{"group_memory_bytes": "8"}],
+    "environment": [{"environment": ["A"]}],
+    "environment.A": [{"environment": {"A": 3}}],
+    "cards.eno1.crc_errors": [{"cards": {"eno1": {"crc_errors": "x"}}}],
+    "cards.eno1.duplex": [{"cards": {"eno1": {"duplex": 1}}}],
+    "jobs": [{"jobs": "all"}, {"jobs": ["x"] * 300}],
+    "gpus": [{"gpus": "fine"}],
+    "gpus.0.index": [{"gpus": [{"index": "first"}]}],
+    "gpus.0": [{"gpus": [7]}],
+    "data": [{"data": "{"}],
+    "disk": [{"disk": [1]}],
+    "uptime_s": [{"uptime_s": -1}],
+    "kills_left": [{"kills_left": "no"}],
 }
 
 
 @pytest.mark.parametrize(("fact", "parts"), [(fact, case) for fact, cases in NONSENSE.items() for case in cases])
 def test_nonsense_is_refused_and_names_the_node_and_the_fact(fact, parts):
-    with pytest.raises(ProbeError, match=f"^v100: its answer about {fact} makes no sense"):
-        parse_health("v100", changed(**parts))
+    with pytest.raises(ProbeError, match=rf"^v100: its answer makes no sense \({re.escape(fact)}: "):
+        read_health("v100", answer_of(**parts))
 
 
 def test_words_of_a_host_are_cut_and_printable():
-    found = parse_health("n", changed(health={"environment": {"RANK": "\x1b[2J0"}, "jobs": ["x" * 5000]}))
+    found = read_health("n", answer_of(environment={"RANK": "\x1b[2J0"}, jobs=["x" * 5000]))
     assert found.environment == {"RANK": "0"}
     assert len(found.jobs[0]) == 200
 
 
-WORDS = st.text(max_size=20) | st.sampled_from(["\x1b[0m", "1e999", "-1", "[N/A]", "NaN", "9" * 5000, "Yes"])
+def test_a_name_of_a_host_stays_one_printable_line_in_an_error():
+    with pytest.raises(ProbeError) as refused:
+        read_health("n", answer_of(environment={"\x1b[2J\nA": 3}))
+    assert str(refused.value).isprintable()
+
+
+WORDS = st.text(max_size=20) | st.sampled_from(["\x1b[0m", "1e999", "-1", "[N/A]", "NaN", "9" * 5000, "Yes", "\ud800"])
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | WORDS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
     max_leaves=6,
 )
-PLACES = [
-    *(("health", name) for name in PLAIN["health"]),
-    *(("gpu_health", name) for name in PLAIN["gpu_health"][0]),
-    *(("commands", name) for name in PLAIN["commands"]),
-]
 
 
-@given(st.sampled_from(PLACES), JSON)
-def test_whatever_a_host_answers_it_is_health_or_a_probe_error(place, value):
-    raw, (part, name) = copy.deepcopy(PLAIN), place
-    (raw[part][0] if part == "gpu_health" else raw[part])[name] = value
+@given(st.sampled_from(list(answer_of()["health"])), JSON)
+def test_whatever_a_host_answers_it_is_health_or_a_probe_error(name, value):
+    health_or_error(answer_of(**{name: value}))
+
+
+@given(st.sampled_from(list(PLAIN["rows"][0])), WORDS)
+def test_whatever_nvidia_smi_prints_it_is_health_or_a_probe_error(field, text):
+    if field != "index":  # without which there is no row
+        health_or_error(answer_of(gpus=[gpu_health.health_of({**PLAIN["rows"][0], field: text})]))
+
+
+def health_or_error(answer):
     try:
-        found = parse_health("n", raw)
+        found = read_health("n", answer)
     except ProbeError as error:
         assert str(error).isprintable()
         return

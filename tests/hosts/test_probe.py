@@ -1,6 +1,7 @@
 """The probe on real processes: this machine through the local transport, with the tools that it meets stood in for."""
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -12,12 +13,12 @@ import pytest
 from orchestrator.errors import ConnectError, HostError, ProbeError
 from orchestrator.hosts import checks
 from orchestrator.hosts import probe as probing
+from orchestrator.hosts.answers import read_facts
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import Node
-from orchestrator.hosts.parse_facts import parse_facts
 from orchestrator.hosts.probe import probe as probe_host
 from orchestrator.paths import Home
-from orchestrator.remote import commands, hardware, probe
+from orchestrator.remote import commands, hardware, interfaces, probe
 from orchestrator.transport.ask import ConnectedHost, ask
 from orchestrator.transport.fanout import for_each, values
 from orchestrator.transport.local import LocalTransport
@@ -42,7 +43,7 @@ def probe_all(hosts, peers=(), *, torch=False, timeout_s):
 def gathered(**changes):
     started = time.time()
     raw = probe.gather({**REQUEST, **changes})
-    return parse_facts("here", raw, started, time.time(), changes.get("peers", ()))
+    return read_facts("here", raw, started, time.time())
 
 
 def test_this_machine_reports_what_it_is(tmp_path):
@@ -113,7 +114,7 @@ def test_an_environment_without_torch_says_so_in_one_line(monkeypatch):
 
 def test_a_shell_that_prints_a_banner_spoils_nothing():
     banner = host(activate="echo '*** Welcome ***'; echo '{\"error\": 1}'; echo more >&2")
-    assert ask(banner, "probe", REQUEST, timeout_s=30)["values"]["executable"] == sys.executable
+    assert ask(banner, "probe", REQUEST, timeout_s=30)["facts"]["python_executable"] == sys.executable
 
 
 def test_a_shell_that_takes_its_time_says_nothing_about_the_clock():
@@ -177,23 +178,42 @@ def test_a_broken_driver_is_not_asked_twice(tool, tmp_path):
     assert (tmp_path / "asked").read_text() == "x\n"
 
 
-def test_an_ip_command_without_json_is_made_up_for_by_sockets(tool):
+def test_interfaces_are_those_that_ip_shows():
+    def by_ip(link):
+        addresses = [f"{each['local']}/{each['prefixlen']}" for each in link["addr_info"]]
+        return link["ifname"], link["mtu"], {"UP", "LOWER_UP"} <= set(link["flags"]), sorted(addresses)
+
+    shown = json.loads(subprocess.run(["/sbin/ip", "-j", "addr"], capture_output=True, check=True).stdout)
+    found = [(link["name"], link["mtu"], link["up"], sorted(link["addresses"])) for link in interfaces.interfaces()]
+    assert sorted(found) == sorted(by_ip(link) for link in shown if link)
+    assert found
+
+
+@pytest.mark.parametrize(("text", "speed_bps"), [("2500\n", 2.5e9), ("-1\n", None), ("", None), ("4294967295\n", None)])
+def test_the_speed_of_an_interface_is_what_the_kernel_writes(tmp_path, text, speed_bps):
+    (tmp_path / "eno1").mkdir()
+    (tmp_path / "eno1" / "speed").write_text(text)
+    assert interfaces.speed_bps("eno1", str(tmp_path)) == speed_bps
+    assert interfaces.speed_bps("gone", str(tmp_path)) is None
+
+
+def test_ipv6_addresses_are_read_from_the_kernels_hex_and_global_ones_come_first():
+    text = """00000000000000000000000000000001 01 80 10 80       lo
+fe80000000000000d25f64fffe112233 02 40 20 80     eno1
+20010db8000700000000000000000041 02 40 00 80     eno1
+"""
+    found = [*interfaces._ipv6(text)]
+    assert found == [("eno1", "2001:db8:7::41/64"), ("lo", "::1/128"), ("eno1", "fe80::d25f:64ff:fe11:2233/64")]
+
+
+def test_an_ip_command_that_fails_is_made_up_for_by_sockets(tool):
     peers = ["127.0.0.1", "not.a.number", "256.1.1.1"]
     by_ip = gathered(peers=peers)
     tool("ip", 'echo "ip: unrecognized option: j" >&2; exit 1')
-    by_sockets = gathered(peers=peers)
-    assert by_sockets.routes == by_ip.routes
-
-    def ipv4(facts):
-        return {
-            (one.name, address, one.mtu, one.up)
-            for one in facts.interfaces
-            for address in one.addresses
-            if ":" not in address
-        }
-
-    assert ipv4(by_sockets) == ipv4(by_ip)
-    assert ipv4(by_ip)
+    assert gathered(peers=peers).routes == by_ip.routes
+    tool("ip", "echo '[{}]'")
+    assert gathered(peers=peers).routes == by_ip.routes
+    assert by_ip.routes
 
 
 def test_the_routes_to_hundreds_of_peers_take_one_question_for_each_way(tool, tmp_path):
@@ -202,7 +222,7 @@ def test_the_routes_to_hundreds_of_peers_take_one_question_for_each_way(tool, tm
     facts = gathered(peers=peers)
     assert [(way.interface, way.source) for way in facts.routes] == [("lo", "127.0.0.1")]
     assert facts.unrouted == ()
-    assert len((tmp_path / "asked").read_text().splitlines()) <= 1 + probe.MAX_WAYS
+    assert len((tmp_path / "asked").read_text().splitlines()) <= probe.MAX_WAYS
 
 
 def test_names_of_peers_are_looked_up_all_at_once_and_what_takes_too_long_is_left_out(tool, monkeypatch):
@@ -303,7 +323,7 @@ def test_active_ports_of_devices_that_we_may_open_are_reported(tmp_path):
         if is_open:
             (tmp_path / f"dev/uverbs{number}").touch()
     (tmp_path / "sys/infiniband_verbs/abi_version").write_text("6\n")
-    assert hardware.rdma_ports(f"{tmp_path}/sys", f"{tmp_path}/dev") == [["mlx5_0", "Ethernet"]]
+    assert hardware.rdma_ports(f"{tmp_path}/sys", f"{tmp_path}/dev") == [{"device": "mlx5_0", "link_layer": "Ethernet"}]
     assert hardware.rdma_ports(f"{tmp_path}/none") == []
 
 

@@ -13,11 +13,11 @@ from click.testing import CliRunner
 from orchestrator.cli import main
 from orchestrator.controller import Controller
 from orchestrator.errors import HostsError
+from orchestrator.hosts.answers import read_facts
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.facts import Occupant
 from orchestrator.hosts.inventory import Node
-from orchestrator.hosts.parse_facts import parse_facts
 from orchestrator.jobs import waiting
 from orchestrator.paths import Home
 from orchestrator.remote import occupants, probe
@@ -56,7 +56,7 @@ def somebody(tmp_path):
 
 def seen_by_probe():
     raw = probe.gather({"workdir": "~/.orch", "peers": [], "torch": False})
-    return parse_facts("here", raw, raw["values"]["wall_start"], raw["values"]["wall_end"])
+    return read_facts("here", raw, raw["clock"]["began"], raw["clock"]["ended"])
 
 
 def test_a_process_on_a_gpu_is_reported_with_its_owner_its_script_and_its_job(smi, somebody):
@@ -78,8 +78,8 @@ def test_a_pid_of_another_world_is_no_process_of_ours(smi):
 def test_of_a_process_that_is_gone_its_pid_and_memory_remain():
     gone = subprocess.Popen(["true"])
     gone.wait()
-    (occupant,) = occupants.occupants(f"GPU-a, {gone.pid}, 12, a, b\n")
-    assert occupant == {"gpu": "GPU-a", "pid": gone.pid, "mebibytes": 12, "user": None, "command": None, "job": None}
+    known = {"pid": gone.pid, "memory_bytes": 12 << 20, "user": None, "command": None, "job": None}
+    assert occupants.occupants(f"GPU-a, {gone.pid}, 12, a, b\n") == {"GPU-a": [known]}
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_a_folder_that_every_user_may_write_is_refused_with_the_line_that_closes
     problem, remedy = danger(work)
     assert "mode 0777" in problem
     assert f"`chmod go-w {work}`" in remedy
-    assert trial(str(work))["unfit"] == (problem, remedy)
+    assert trial(str(work))["workdir_unfit"] == (problem, remedy)
     with pytest.raises(Refused, match="may be written by every user"), claim.claimed(WorkFolder(str(work))):
         pass
     assert list(work.iterdir()) == []
@@ -90,7 +90,7 @@ def test_a_probe_beside_it_that_removes_its_folder_makes_none_unusable(tmp_path,
 
     monkeypatch.setattr(os, called, removed_before)
     found = trial(str(root))
-    assert found["error"] is None and found["unfit"] is None and found["free"] > 0
+    assert found["workdir_error"] is None and found["workdir_unfit"] is None and found["disk_free_bytes"] > 0
     assert not root.parent.exists()
 
 

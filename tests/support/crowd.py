@@ -34,8 +34,8 @@ PYTHON, QUICK = "/home/lab/bin/python", "/home/lab/bin/quick"
 HEARD, ANSWER = "/home/lab/heard", "/home/lab/answer"
 RECORD = """
 answer = gather(json.load(sys.stdin))
-answer["values"] |= {"wall_start": 0, "wall_end": 0}
-print(json.dumps(answer).replace('"wall_start": 0', '"wall_start": WALL').replace('"wall_end": 0', '"wall_end": WALL'))
+answer["clock"] = {"began": "WALL", "ended": "WALL"}
+print(json.dumps(answer).replace('"WALL"', "WALL"))
 """
 TORCH = """
 __version__ = "2.9.0"

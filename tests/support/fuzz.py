@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -33,11 +34,11 @@ from orchestrator.doctor.seen import Host, Seen
 from orchestrator.doctor.table import checks_at
 from orchestrator.errors import InventoryError, OrchError
 from orchestrator.hosts import checks
+from orchestrator.hosts.answers import read_facts
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.health import Health
 from orchestrator.hosts.inventory import Inventory, Node
 from orchestrator.hosts.inventory_file import parse_inventory
-from orchestrator.hosts.parse_facts import parse_facts
 from orchestrator.hosts.yamlfile import read_yaml
 from orchestrator.jobs.frame_stream import read_frames
 from orchestrator.jobs.frames import Agent, FilePiece
@@ -46,20 +47,16 @@ from orchestrator.jobs.live import LiveView, Notice
 from orchestrator.jobs.record import JobRecord
 from orchestrator.jobs.state import combine
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
+from orchestrator.remote import probe as remote_probe
+from orchestrator.remote.gpu_facts import gpu_facts
+from orchestrator.remote.occupants import occupants
 from orchestrator.transport import CommandResult, ask
 from orchestrator.views import console, following, job_table
 
 SLOW_S = 5.0
 ROOT = Path(__file__).resolve().parents[2]
-ANSWER = json.loads((ROOT / "tests/data/facts/rtx_a2000.json").read_text())["raw"]
-_ON_GPU = {
-    "gpu": "GPU-5f3a9c1e-7d42-4b8a-9e10-3c6d2f8b7a11",
-    "pid": 4711,
-    "mebibytes": 9,
-    "user": "me",
-    "command": "python3",
-}
-ANSWER["values"]["occupants"] = [{**_ON_GPU, "job": None}]
+MACHINE = json.loads((ROOT / "tests/data/facts/rtx_a2000.json").read_text())["raw"]
+OCCUPANTS = "GPU-5f3a9c1e-7d42-4b8a-9e10-3c6d2f8b7a11, 4711, 9, python3\n"
 INVENTORIES = [path.read_bytes() for path in sorted((ROOT / "inventory").glob("*.yaml"))]
 MARKER = "0123456789abcdef0123456789abcdef"
 
@@ -195,17 +192,24 @@ class _Answering:
     node = "v100"
 
 
+def answered(commands: dict[str, Any]) -> dict[str, Any]:
+    """What the probe makes of these commands on a host."""
+    values = dict(MACHINE["values"])
+    links, sources = values["interfaces"], values.pop("sources")
+    clock = {"began": values.pop("wall_start"), "ended": values.pop("wall_end")}
+    facts = {**values, **gpu_facts(commands["nvidia-smi"], occupants(OCCUPANTS)), **remote_probe.facts_of(commands)}
+    facts |= remote_probe.routes([*sources], sources, links, {})
+    return {"clock": clock, "facts": facts}
+
+
 def probe(rng: random.Random) -> None:
-    answer: object = ANSWER
+    commands = copy.deepcopy(MACHINE["commands"])
+    answer: object = answered(commands)
     for _ in range(rng.choice((1, 1, 2, 5))):
-        if isinstance(answer, dict) and rng.random() < 0.3:  # the JSON that commands of the host printed
-            name = rng.choice(list(ANSWER["commands"]))
-            answer = copy.deepcopy(answer)
-            with_out = answer.get("commands")
-            if isinstance(with_out, dict) and isinstance(with_out.get(name), dict):
-                with_out[name]["out"] = damaged(
-                    rng, str(with_out[name].get("out")).encode(errors="surrogatepass")
-                ).decode(errors="replace")
+        if rng.random() < 0.3:  # what commands of the host printed
+            done = commands[rng.choice(list(commands))]
+            done["out"] = damaged(rng, done["out"].encode(errors="surrogatepass")).decode(errors="replace")
+            answer = answered(commands)
         else:
             answer = twisted(rng, answer)
     text = json.dumps(answer).encode()
@@ -215,7 +219,7 @@ def probe(rng: random.Random) -> None:
     if rng.random() < 0.05:
         stdout = damaged(rng, stdout)
     host = ask.ConnectedHost(_Answering(), "python3", None, "~/.orch")  # type: ignore[arg-type]
-    facts = parse_facts("v100", ask._parse(host, CommandResult(0, stdout, b""), MARKER), 1795233448.0, 1795233454.0)
+    facts = read_facts("v100", ask._parse(host, CommandResult(0, stdout, b""), MARKER), 1795233448.0, 1795233454.0)
     if NodeFacts.model_validate_json(facts.model_dump_json()) != facts:
         raise LetThrough("what was stored is not what was read")
     node = Node(
