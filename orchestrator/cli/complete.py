@@ -48,9 +48,9 @@ def experiments(context: click.Context, parameter: click.Parameter, begun: str) 
 
 def torch_versions(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
     """Newest first."""
-    from orchestrator.hosts.wheels import PAIRS
+    from orchestrator.hosts.wheels import RELEASES
 
-    return _fitting(list(reversed(PAIRS)), begun)
+    return _fitting(list(reversed(RELEASES)), begun)
 
 
 def setting_pairs(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:

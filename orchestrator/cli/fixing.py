@@ -48,7 +48,7 @@ def fix_environments(controller: Controller, cluster: Cluster, found: Diagnosis,
 
     broken = [node for one in found.findings if (one.id, one.level) == ("P04", "block") for node in one.where]
     names = sorted({name for name in broken if name in cluster.venvs}, key=lambda name: cluster.venvs[name].torch)
-    todo = {name: [f"make its environment with torch {cluster.venvs[name].torch} again, by pip"] for name in names}
+    todo = {name: [f"make its environment with torch {cluster.venvs[name].torch} again"] for name in names}
     if not _agreed(todo, yes):
         return {}
     done = Lines()
@@ -57,7 +57,8 @@ def fix_environments(controller: Controller, cluster: Cluster, found: Diagnosis,
         nodes = [cluster.node(name) for name in alike]
         venv = cluster.venvs[nodes[0].name]
         with busy(f"making the environment on {', '.join(node.name for node in nodes)}"):
-            made = provision.set_up(cluster, nodes, WantedVersions(venv.torch, venv.torchvision, any_torch=False))
+            torchvision = venv.torchvision if "vision" in venv.python.rpartition("/venv/")[2] else None
+            made = provision.set_up(cluster, nodes, WantedVersions(venv.torch, torchvision, any_torch=False))
         for name, one in made.outcomes.items():
             done[name] = [str(one)] if isinstance(one, HostError) else [f"made its environment, torch {one.torch}"]
     return _said(done)

@@ -116,7 +116,7 @@ def setup(
     cluster: str | None,
     as_json: bool,
 ) -> None:
-    """Give hosts without torch an environment that has it, in their work folder, by pip.
+    """Give hosts without torch an environment that has it, in their work folder, by uv or pip.
 
     Without --torch, hosts that have a torch keep it. The others get the same version; where no host has one, they get
     this machine's, or the newest known that runs on the GPUs and drivers of all hosts. `up` and `run` then use the
@@ -183,7 +183,7 @@ def _made_words(made: Made, requirements: Path | None) -> str:
         "own": f"has {what} by itself",
         "kept": f"has {what} in its environment already",
         "made": f"got {what}",
-        "added": f"has {what} in its environment, and got what {requirements} asks for",
+        "added": f"has {what}, and got what {requirements} asks for",
     }[made.state]
 
 
@@ -193,7 +193,8 @@ def _setup_question(cluster: Cluster, nodes: Sequence[Node], wanted: WantedVersi
 
     lacking, parts = [node.name for node in nodes if _lacks(cluster, node.name, wanted)], []
     if lacking:
-        parts.append(f"torch {wanted.torch} and torchvision {wanted.torchvision} on {host_set(lacking)}")
+        torchvision = f" {wanted.torchvision}" if wanted.torchvision else ""
+        parts.append(f"torch {wanted.torch} and torchvision{torchvision} on {host_set(lacking)}")
     if requirements:
         count = counted(len(wanted.extra.packages), "requirement")
         parts.append(f"{count} of {requirements} on {host_set([node.name for node in nodes])}")

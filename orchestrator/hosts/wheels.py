@@ -6,10 +6,8 @@
 This is about the wheels for x86_64 that pip brings from its usual index. An index of one's own may hold other builds of
 the same release (for CUDA 12.6 until torch 2.14, say), of which nothing stands here.
 
-PAIRS is kept by hand, though pip chooses well for most releases, whose torchvision requires one torch (0.28.0:
-`torch==2.13.0`). But 0.29.2 requires `torch>=2.14.0` alone, so that pip would put it beside torch 2.14.0, too. All
-hosts are to have one pair, and a host finds the environment that holds it before it asks pip or a network. And these
-releases are what is chosen from where a GPU or driver is too old for the newest.
+Hosts with the same release are to train together, so a release is chosen here from those of BUILDS and named to every
+host; which torchvision goes with it the installer finds.
 """
 
 from __future__ import annotations
@@ -23,43 +21,13 @@ from orchestrator.hosts.facts import Gpu
 WHEELS_FOR = "x86_64"
 """The machine, as uname has it, that `BUILDS` is about."""
 OLDEST_TORCH = "2.0.1"
-PAIRS = {
-    "2.0.1": "0.15.2",
-    "2.1.0": "0.16.0",
-    "2.1.1": "0.16.1",
-    "2.1.2": "0.16.2",
-    "2.2.0": "0.17.0",
-    "2.2.1": "0.17.1",
-    "2.2.2": "0.17.2",
-    "2.3.0": "0.18.0",
-    "2.3.1": "0.18.1",
-    "2.4.0": "0.19.0",
-    "2.4.1": "0.19.1",
-    "2.5.0": "0.20.0",
-    "2.5.1": "0.20.1",
-    "2.6.0": "0.21.0",
-    "2.7.0": "0.22.0",
-    "2.7.1": "0.22.1",
-    "2.8.0": "0.23.0",
-    "2.9.0": "0.24.0",
-    "2.9.1": "0.24.1",
-    "2.10.0": "0.25.0",
-    "2.11.0": "0.26.0",
-    "2.12.0": "0.27.0",
-    "2.12.1": "0.27.1",
-    "2.13.0": "0.28.0",
-    "2.14.0": "0.29.0",
-    "2.14.1": "0.29.1",
-    "2.15.0": "0.29.2",
-}
-"""torch -> the torchvision that was released with it (torchvision's README and its packages' own metadata)."""
 
 
 @dataclass(frozen=True)
 class Build:
-    """The wheels of torch from release `since` on."""
+    """The wheels of torch from the first of these releases on."""
 
-    since: tuple[int, ...]
+    releases: tuple[str, ...]
     cuda: tuple[int, int]
     archs: tuple[str, ...]
     """The GPU architectures that they hold code for."""
@@ -71,14 +39,17 @@ class Build:
 _UNTIL_HOPPER = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
 _WITHOUT_VOLTA = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 BUILDS = (
-    Build((2, 0), (11, 7), ("sm_37", "sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86")),
-    Build((2, 1), (12, 1), _UNTIL_HOPPER),
-    Build((2, 5), (12, 4), _UNTIL_HOPPER),
-    Build((2, 7), (12, 6), _UNTIL_HOPPER),
-    Build((2, 8), (12, 8), ("sm_70", *_WITHOUT_VOLTA)),
-    Build((2, 11), (13, 0), _WITHOUT_VOLTA),
-    Build((2, 15), (13, 2), _WITHOUT_VOLTA),
+    Build(("2.0.1",), (11, 7), ("sm_37", "sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86")),
+    Build(("2.1.0", "2.1.1", "2.1.2", "2.2.0", "2.2.1", "2.2.2"), (12, 1), _UNTIL_HOPPER),
+    Build(("2.3.0", "2.3.1", "2.4.0", "2.4.1"), (12, 1), _UNTIL_HOPPER),
+    Build(("2.5.0", "2.5.1", "2.6.0"), (12, 4), _UNTIL_HOPPER),
+    Build(("2.7.0", "2.7.1"), (12, 6), _UNTIL_HOPPER),
+    Build(("2.8.0", "2.9.0", "2.9.1", "2.10.0"), (12, 8), ("sm_70", *_WITHOUT_VOLTA)),
+    Build(("2.11.0", "2.12.0", "2.12.1", "2.13.0", "2.14.0", "2.14.1"), (13, 0), _WITHOUT_VOLTA),
+    Build(("2.15.0",), (13, 2), _WITHOUT_VOLTA),
 )
+RELEASES = tuple(release for build in BUILDS for release in build.releases)
+"""From the oldest on."""
 OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 """By CUDA's major version (CUDA Toolkit release notes, "Minimum Required Driver Version for CUDA Minor Version
 Compatibility")."""
@@ -89,11 +60,11 @@ CU126 = ((2, 11), (2, 15))
 
 
 def build_of(torch: str) -> Build | None:
-    """None where nothing is known: of a build that the version itself names (`2.14.1+cu126`), of releases to come."""
+    """None if nothing is known: of a build that the version itself names (`2.14.1+cu126`), of releases to come."""
     release = numbers(torch)
-    if "+" in torch or not release or release > numbers(max(PAIRS, key=numbers)):
+    if "+" in torch or not release or release > numbers(RELEASES[-1]):
         return None
-    return next((build for build in reversed(BUILDS) if build.since <= release), None)
+    return next((build for build in reversed(BUILDS) if numbers(build.releases[0])[:2] <= release), None)
 
 
 def has_cu126(torch: str) -> bool:
@@ -120,7 +91,7 @@ def misfit(torch: str, gpu: Gpu) -> str:
 def newest_for(gpus: Collection[Gpu], newest: str | None = None, but: Iterable[str] = ()) -> str | None:
     """The newest release whose wheels run on all of these GPUs. newest: none beyond this one. but: none of these."""
     left_out = set(but)
-    for torch in sorted(PAIRS, key=numbers, reverse=True):
+    for torch in reversed(RELEASES):
         if torch in left_out or (newest and numbers(torch) > numbers(newest)):
             continue
         if not any(misfit(torch, gpu) for gpu in gpus):

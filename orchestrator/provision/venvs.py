@@ -1,9 +1,9 @@
-"""Environments on hosts without a fitting torch: which versions go together, and one host after another made ready.
+"""Environments on hosts without a fitting torch: which torch suits them all, and each host made ready.
 
-    wanted = choose("2.3.1", None)                      # torch 2.3.1 and torchvision 0.18.1
+    wanted = choose("2.3.1", None)                      # torch 2.3.1 and the torchvision that matches it
     outcomes = set_up(hosts, wanted, envs, show)        # node -> Made, or that host's error
 
-The other end is `remote/environment.py`. Nothing outlives it: leaving ends pip on every host.
+The other end is `remote/environment.py`. Nothing outlives it: leaving ends the installers on every host.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any, Literal
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from orchestrator.errors import HostError, ProbeError, UsageError
 from orchestrator.hosts import grammar
 from orchestrator.hosts.facts import NodeFacts
-from orchestrator.hosts.wheels import OLDEST_TORCH, PAIRS, WHEELS_FOR, has_cu126, misfit, newest_for, numbers
+from orchestrator.hosts.wheels import OLDEST_TORCH, RELEASES, WHEELS_FOR, has_cu126, misfit, newest_for, numbers
 from orchestrator.provision.requirements import Requirements
 from orchestrator.record import Owner
 from orchestrator.text import one_line
@@ -26,7 +28,7 @@ from orchestrator.transport.fanout import for_each
 
 LIMIT_S = 2 * 3600.0
 """For one host: torch with its CUDA libraries is 3 GB, which a 10 Mbit/s line brings in 40 minutes."""
-_VERSION = re.compile(r"\d{1,4}(\.\d{1,4}){1,3}[A-Za-z0-9.]{0,20}(\+[A-Za-z0-9.]{1,20})?")
+_VERSION = r"[0-9]{1,4}(\.[0-9]{1,4}){1,3}[A-Za-z0-9.]{0,20}(\+[A-Za-z0-9.]{1,20})?"
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class WantedVersions:
     """What every host's environment is to hold."""
 
     torch: str
-    torchvision: str
+    torchvision: str | None
+    """None for the one that matches torch."""
     any_torch: bool
     """A host that has a torch of another version is left as it is."""
     extra: Requirements = field(default_factory=Requirements)
@@ -44,8 +47,8 @@ class WantedVersions:
 
     @property
     def requirements(self) -> tuple[str, ...]:
-        """What pip is to install: both together, or the newer torchvision would replace torch."""
-        packages = (f"torch=={self.torch}", f"torchvision=={self.torchvision}")
+        """What to install: both together, or the newest torchvision would replace torch."""
+        packages = (f"torch=={self.torch}", f"torchvision=={self.torchvision}" if self.torchvision else "torchvision")
         return (*packages, "numpy<2") if numbers(self.torch) < (2, 3) else packages  # built before there was a 2
 
 
@@ -57,54 +60,44 @@ class SetupProgress:
     phase: str
     """What the host is doing."""
     line: str = ""
-    """What pip printed last."""
+    """What the installer printed last."""
 
 
 @dataclass(frozen=True)
 class Made:
     """The environment that a host ended up with."""
 
-    python: str
-    torch: str
-    torchvision: str
+    python: Annotated[str, Field(pattern="^/"), AfterValidator(grammar.program)]
+    torch: Annotated[str, Field(pattern=f"^{_VERSION}$")]
+    torchvision: Annotated[str, Field(pattern=f"^{_VERSION}$")]
     state: Literal["own", "kept", "made", "added"]
-    """`own` where the host's own Python has a fitting torch, `kept` where the environment was there, `made`, `added`
-    where only a requirements file's packages were missing.
+    """`own` if the host's own Python has a fitting torch, `kept` if the environment was there, `made`, `added` if only
+    packages of a requirements file were missing.
     """
 
 
 def choose(torch: str | None, torchvision: str | None, hosts: Sequence[NodeFacts] = ()) -> WantedVersions:
-    """The pair to install; without a word the one that this machine has, else the newest known, and not newer than the
-    GPUs and drivers of all hosts allow. hosts: those with GPUs, which are to train together, and for which pip brings
-    the usual wheels.
+    """What to install; without a version this machine's torch, else the newest known, and not newer than the GPUs and
+    drivers of all hosts allow. hosts: those with GPUs that are to train together on the usual wheels.
 
-    Raises UsageError for what is no version, a torch of which no torchvision is known, and one that does not run on
-    these hosts' GPUs.
+    Raises UsageError for a malformed version, and for a torch that does not run on these hosts' GPUs.
     """
     for option, version in (("--torch", torch), ("--torchvision", torchvision)):
-        if version and not _VERSION.fullmatch(version):
+        if version and not re.fullmatch(_VERSION, version):
             raise UsageError(f"{option} {version[:40]!r} is no version", "write it like 2.3.1")
     if torchvision and not torch:
-        torch = next((known for known, vision in reversed(PAIRS.items()) if vision == torchvision), None)
-        if not torch:
-            raise UsageError(f"no torch is known that goes with torchvision {torchvision}", "give --torch as well")
+        raise UsageError(f"--torchvision {torchvision} without --torch", "give the --torch that it was built for")
     if torch and numbers(torch) < numbers(OLDEST_TORCH):
         raise UsageError(f"torch {torch} is too old", f"{OLDEST_TORCH} is the oldest that runs here")
     judged = [facts for facts in hosts if facts.machine == WHEELS_FOR]
     if not torch:
         return _usual(judged)
     _check_fit(torch, judged)
-    torchvision = torchvision or PAIRS.get(torch.partition("+")[0])
-    if not torchvision:
-        known = ", ".join(sorted(PAIRS, key=numbers, reverse=True)[:6])
-        raise UsageError(
-            f"the torchvision for torch {torch} is not known here", f"give --torchvision; known: {known}, ..."
-        )
     return WantedVersions(torch, torchvision, any_torch=False)
 
 
 def _check_fit(torch: str, hosts: Sequence[NodeFacts]) -> None:
-    """Raises UsageError where the usual wheels of this torch do not run on some host's GPUs."""
+    """Raises UsageError if the usual wheels of this torch do not run on some host's GPUs."""
     wrong = [(facts.node, why) for facts in hosts for gpu in facts.gpus if (why := misfit(torch, gpu))]
     if not wrong:
         return
@@ -117,40 +110,38 @@ def _check_fit(torch: str, hosts: Sequence[NodeFacts]) -> None:
 
 
 def _usual(hosts: Sequence[NodeFacts]) -> WantedVersions:
-    """What the GPU hosts with a torch have, if that is one release; else this machine's, or another one where that does
-    not run on all GPUs. Raises UsageError where none does.
+    """What the GPU hosts with a torch have, if that is one release; else this machine's, or another one if that does
+    not run on all GPUs. Raises UsageError if none does.
     """
-    own_torch, own_torchvision = _own_pair()
-    usual = WantedVersions(own_torch, own_torchvision, any_torch=True)
+
+    def usual(torch: str, reason: str = "") -> WantedVersions:
+        return WantedVersions(torch, None, any_torch=True, reason=reason)
+
+    own = _own_torch()
     gpus = [gpu for facts in hosts for gpu in facts.gpus]
     there = {facts.torch.version.partition("+")[0] for facts in hosts if facts.torch and facts.torch.cuda}
     if all(facts.torch for facts in hosts):
-        return usual
+        return usual(own)
     for torch in there if len(there) == 1 else ():
-        if torch in PAIRS and not any(misfit(torch, gpu) for gpu in gpus):
-            return WantedVersions(
-                torch, PAIRS[torch], any_torch=True, reason="as the GPU hosts have it that have a torch"
-            )
-    why = next((why for gpu in gpus if (why := misfit(own_torch, gpu))), None)
+        if torch in RELEASES and not any(misfit(torch, gpu) for gpu in gpus):
+            return usual(torch, "as the GPU hosts have it that have a torch")
+    why = next((why for gpu in gpus if (why := misfit(own, gpu))), None)
     if why is None:
-        return usual
-    fitting = newest_for(gpus, newest=own_torch) or newest_for(gpus)
+        return usual(own)
+    fitting = newest_for(gpus, newest=own) or newest_for(gpus)
     if fitting is None:
         raise UsageError(
             "orch knows no torch whose wheels run on the GPUs and drivers of all hosts",
             "choose one with --torch and an index of your own, or leave hosts out (`orch node release`)",
         )
-    reason = f"it runs on all GPUs; the wheels of {own_torch} hold {why}"
-    return WantedVersions(fitting, PAIRS[fitting], any_torch=True, reason=reason)
+    return usual(fitting, f"it runs on all GPUs; the wheels of {own} hold {why}")
 
 
-def _own_pair() -> tuple[str, str]:
+def _own_torch() -> str:
     try:
-        torch, torchvision = (metadata.version(name).partition("+")[0] for name in ("torch", "torchvision"))
-        return torch, torchvision
+        return metadata.version("torch").partition("+")[0]
     except metadata.PackageNotFoundError:
-        newest = max(PAIRS, key=numbers)
-        return newest, PAIRS[newest]
+        return RELEASES[-1]
 
 
 def set_up(
@@ -184,7 +175,7 @@ def set_up(
             for word in words:
                 if "end" in word:
                     end = word["end"]
-                    return understood(host.node, lambda: _made(end))  # noqa: B023
+                    return understood(host.node, lambda: TypeAdapter(Made).validate_python(end))  # noqa: B023
                 if "waits" in word:
                     progress = SetupProgress(host.node, "waits for another setup")
                 elif "phase" in word:
@@ -195,16 +186,3 @@ def set_up(
         raise ProbeError(host.node, "its answer was cut short", "try again")
 
     return for_each(hosts, one, deadline_s=LIMIT_S + 60, at_once=max(1, len(hosts)))
-
-
-def _made(end: Mapping[str, str]) -> Made:
-    """Raises ValueError where a host's answer could not be kept and used."""
-    state: Any = end["state"]
-    if state not in ("own", "kept", "made", "added"):
-        raise ValueError(f"state {state!r}")
-    if state != "own" and not end["python"].startswith("/"):
-        raise ValueError("no absolute path")
-    torch, torchvision = end["torch"], end["torchvision"]
-    if not _VERSION.fullmatch(torch) or not _VERSION.fullmatch(torchvision):
-        raise ValueError("no versions")
-    return Made(grammar.program(end["python"]), torch, torchvision, state)

@@ -1,24 +1,24 @@
 """Makes a virtual environment with a torch in the work folder of a host whose own Python lacks it, once.
 
-Request: {"workdir", "torch", "torchvision", "requirements": what pip is to install, "any_torch": whether a torch of
-another version will do, "packages", "constraints": lines of a person's requirements, "env": variables for pip,
-"limit_s", "owner", "cluster": who will use it}. It
-reports (see `talk`):
+Request: {"workdir", "torch", "torchvision": None for the one that matches, "requirements": what to install,
+"any_torch": whether a torch of another version will do, "packages", "constraints": lines of a person's requirements,
+"env": variables for pip, "limit_s", "owner", "cluster": who will use it}. It reports (see `talk`):
 
     {"waits": 1}                                   another setup is at work in this work folder
-    {"phase": "asks python" | "makes venv" | "pip installs" | "tries torch"}
-    {"line": TEXT}                                 what pip said last
+    {"phase": "asks python" | "makes venv" | "installs torch" | "adds packages" | "tries torch"}
+    {"line": TEXT}                                 what the installer printed last
     {"end": {"python", "torch", "torchvision", "state"}}
 
-state: `own` where this Python has a fitting torch by itself, `kept` where the environment was here, `made`, `added`
-where it was here and packages came into it. Where packages are asked for and this Python has a fitting torch, the
-environment lies above it and sees all that it has. Its marker file says who uses it, and what it holds once it is
-whole: one that says nothing of that is half made, and made again. pip lives no longer than the controller's interest in
-it, and not beyond the limit of time.
+state: `own` if this Python has a fitting torch, `kept` if the environment was here, `made`, `added` if only packages
+were missing. Packages lie in an environment of this cluster above the one with torch (or above this Python), and see
+all that it has. The marker file says who uses an environment, and what it holds once it is whole: without that it is
+half made, and made again. An installer lives no longer than the controller's interest in it, and not beyond the limit
+of time.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -29,6 +29,7 @@ import site
 import subprocess
 import sys
 import time
+from ast import literal_eval
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,18 @@ import json, os, torch, torchvision
 print("\\n" + json.dumps({"torch": str(torch.__version__), "torchvision": str(torchvision.__version__)}), flush=True)
 os._exit(0)  # to take torch down takes as long as a quarter of its start
 """
+PIP = ("-m", "pip", "--no-input", "--no-cache-dir", "--disable-pip-version-check")
+INSTALL = ("install", "--progress-bar=off", "--retries=2")
+UV_NAMES = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "trusted-host": "UV_INSECURE_HOST",
+    "cert": "SSL_CERT_FILE",
+    "proxy": "ALL_PROXY",
+    "default-timeout": "UV_HTTP_TIMEOUT",
+}
+"""pip's settings, by uv's variable for each."""
 _NO_WAY_OUT = re.compile(r"new ?connection|network is unreachable|name resolution|timed? ?out|retrying", re.IGNORECASE)
 
 
@@ -59,119 +72,116 @@ def main(request: dict[str, Any]) -> None:
 def set_up(request: dict[str, Any], talk: Talk) -> dict[str, Any]:
     deadline = time.monotonic() + request["limit_s"]
     work = WorkFolder(request["workdir"])
-    wanted = {name: request[name] for name in ("torch", "torchvision")}
     talk.say({"phase": "asks python"})
-    found, _ = ask_versions(sys.executable, talk, deadline)
-    own = found if found and (request["any_torch"] or fits(found, wanted)) else None
+    own, _ = ask_versions(sys.executable, talk, deadline)
+    if own and not (request["any_torch"] or fits(own, request)):
+        own = None
     if own and not request["packages"]:
         return {**own, "python": sys.executable, "state": "own"}
     with claimed(work):
         work.locks.mkdir(exist_ok=True)
         with alone_at(work.venv_lock, talk):
-            # A version with a local part of our own: an environment above the host's own torch.
-            venv = work.venv(f"{own['torch'].partition('+')[0]}+own" if own else request["torch"])
-            state = base(work, venv, own, request, talk, deadline)
-            if request["packages"] and add(work, venv, request, talk, deadline) and state == "kept":
-                state = "added"
-            found = read_json(venv / VENV_MARKER)["found"]
-    return {**found, "python": str(venv / "bin" / "python"), "state": state}
+            python, found, state = (sys.executable, own, "own") if own else with_torch(work, request, talk, deadline)
+            if request["packages"]:
+                python, is_new = with_packages(work, python, found, request, talk, deadline)
+                state = state if state == "made" else "added" if is_new else "kept"
+    return {**found, "python": python, "state": state}
 
 
-def user_of(request: dict[str, Any]) -> dict[str, Any]:
-    return {"owner": request["owner"], "cluster": request["cluster"]}
+def with_torch(
+    work: WorkFolder, request: dict[str, Any], talk: Talk, deadline: float
+) -> tuple[str, dict[str, str], str]:
+    """An environment with the torch that is asked for: its Python, its versions, and `kept` or `made`."""
+    venv = work.venv(torch_name(request))
+    python, marker = str(venv / "bin" / "python"), read_json(venv / VENV_MARKER)
+    users = users_of(marker, request)
+    if "found" in marker:
+        talk.say({"phase": "tries torch"})
+        found, _ = ask_versions(python, talk, deadline) if os.path.exists(python) else (None, "")
+        if found and fits(found, request):
+            write_json(venv / VENV_MARKER, {**marker, "users": users})
+            return python, found, "kept"
+        if rest := users[:-1]:
+            whose = ", ".join(f"cluster {user['cluster']} of {user['owner']['name']}" for user in rest)
+            raise Refused(
+                f"{venv} does not load its torch, and {whose} uses it",
+                "choose another --torch, or a `workdir:` of your own",
+            )
+        refuse_if_used(work)
+    make(venv, {"users": users}, talk, deadline)
+    install_torch(venv, request, talk, deadline)
+    found = try_torch(venv, request, "choose another --torch for this host", talk, deadline)
+    write_json(venv / VENV_MARKER, {"found": found, "users": users})
+    return python, found, "made"
 
 
-def base(
-    work: WorkFolder, venv: Path, own: dict[str, str] | None, request: dict[str, Any], talk: Talk, deadline: float
-) -> str:
-    """An environment with torch: `kept` where it is there, whole and of the same recipe, else `made`. own: the versions
-    of this Python, whose packages it is to have.
+def torch_name(request: dict[str, Any]) -> str:
+    """A torchvision other than the matching one makes it another environment."""
+    torch, torchvision = request["torch"], request["torchvision"]
+    return f"{torch}{'.' if '+' in torch else '+'}vision{torchvision}" if torchvision else str(torch)
+
+
+def with_packages(
+    work: WorkFolder, below: str, found: dict[str, str], request: dict[str, Any], talk: Talk, deadline: float
+) -> tuple[str, bool]:
+    """This cluster's environment above the Python `below`, with what its requirements ask for and torch as it is: its
+    Python, and whether anything was missing.
     """
-    python = venv / "bin" / "python"
-    recipe = [sys.executable, own["torch"]] if own else list(request["requirements"])
-    marker, user = read_json(venv / VENV_MARKER), user_of(request)
-    users = [*others(marker, user), user]
-    if "found" in marker and marker.get("requirements") == recipe and python.exists():
-        write_json(venv / VENV_MARKER, {**marker, "users": users})
-        return "kept"
-    refuse_to_replace(work, venv, marker, users[:-1])
-    shutil.rmtree(venv, ignore_errors=True)
-    venv.mkdir(parents=True)
-    write_json(venv / VENV_MARKER, {"users": users})
-    make(venv, talk, deadline)
-    if own:
-        see_own_packages(venv)
-    else:
-        pip(venv, request["requirements"], request["env"], talk, deadline)
-    wanted = own or {name: request[name] for name in ("torch", "torchvision")}
-    found = try_torch(venv, wanted, "choose another --torch for this host", talk, deadline)
-    write_json(venv / VENV_MARKER, {"requirements": recipe, "found": found, "users": users})
-    return "made"
-
-
-def see_own_packages(venv: Path) -> None:
-    """As --system-site-packages, also where this Python is a virtual environment itself."""
-    site.main()  # the folders that this Python would look through, had we not started it without them
-    folders = [path for path in sys.path if path.endswith(("site-packages", "dist-packages")) and Path(path).is_dir()]
-    (packages,) = venv.glob("lib/python*/site-packages")
-    (packages / "own.pth").write_text("".join(f"{folder}\n" for folder in folders))
-
-
-def add(work: WorkFolder, venv: Path, request: dict[str, Any], talk: Talk, deadline: float) -> bool:
-    """Installs what a person's requirements ask for, torch as it is; False where that was done before."""
-    marker = read_json(venv / VENV_MARKER)
-    asked = {name: request[name] for name in ("packages", "constraints")}
-    if marker.get("extra") == asked:
-        return False
-    if rest := others(marker, user_of(request)):
-        whose = ", ".join(f"cluster {one['cluster']} of {one['owner']['name']}" for one in rest)
-        raise Refused(f"{venv} is also used by {whose}, whose packages would change", "set a `workdir:` of your own")
+    whose = "\n".join((below, request["owner"]["id"], request["cluster"]))
+    venv = work.venv(f"{found['torch'].partition('+')[0]}+{hashlib.sha256(whose.encode()).hexdigest()[:12]}")
+    python, marker = str(venv / "bin" / "python"), read_json(venv / VENV_MARKER)
+    asked = {"found": found, "extra": {name: request[name] for name in ("packages", "constraints")}}
+    if os.path.exists(python) and {name: marker.get(name) for name in asked} == asked:
+        return python, False
     refuse_if_used(work)
-    found = marker["found"]
-    write_json(venv / VENV_MARKER, {name: value for name, value in marker.items() if name != "extra"})
+    half = {"users": users_of(marker, request)}
+    if marker.get("found") != found or not os.path.exists(python):
+        make(venv, half, talk, deadline)
+        see_packages(venv, below)
+    write_json(venv / VENV_MARKER, {**half, "found": found})
     talk.say({"phase": "adds packages"})
     pins = [f"{name}=={version.partition('+')[0]}" for name, version in found.items()]
     files = {"-r": venv / "requirements.txt", "-c": venv / "constraints.txt"}
-    files["-r"].write_text("\n".join(asked["packages"]) + "\n")
-    files["-c"].write_text("\n".join([*asked["constraints"], *pins]) + "\n")
+    files["-r"].write_text("\n".join(request["packages"]) + "\n")
+    files["-c"].write_text("\n".join([*request["constraints"], *pins]) + "\n")
     pip(venv, [word for pair in files.items() for word in map(str, pair)], request["env"], talk, deadline)
     try_torch(venv, found, "look at what the requirements bring along", talk, deadline)
-    write_json(venv / VENV_MARKER, {**marker, "extra": asked})
-    return True
+    write_json(venv / VENV_MARKER, {**half, **asked})
+    return python, True
 
 
-def try_torch(venv: Path, wanted: dict[str, str], remedy: str, talk: Talk, deadline: float) -> dict[str, str]:
-    """The versions that load. Raises Refused where they do not, or are others."""
+def see_packages(venv: Path, below: str) -> None:
+    """As --system-site-packages, also if the Python below is a virtual environment itself."""
+    if below == sys.executable:
+        site.main()  # the folders that this Python would look through, had we not started it without them
+        found = [path for path in sys.path if path.endswith(("site-packages", "dist-packages")) and Path(path).is_dir()]
+    else:
+        found = [str(path) for path in Path(below).parents[1].glob("lib/python*/site-packages")]
+    (packages,) = venv.glob("lib/python*/site-packages")
+    (packages / "own.pth").write_text("".join(f"{folder}\n" for folder in found))
+
+
+def try_torch(venv: Path, wanted: dict[str, Any], remedy: str, talk: Talk, deadline: float) -> dict[str, str]:
+    """The versions that load. Raises Refused if they do not, or are others."""
     talk.say({"phase": "tries torch"})
     found, said = ask_versions(str(venv / "bin" / "python"), talk, deadline)
     if not found or not fits(found, wanted):
-        raise Refused(f"what pip installed does not load ({said or found})", remedy)
+        raise Refused(f"what was installed does not load ({said or found})", remedy)
     return found
 
 
-def fits(found: dict[str, str], wanted: dict[str, str]) -> bool:
-    """Whether these are the versions asked for; of any build (`+cu121`) where none is named."""
-    return all(version in (found[name], found[name].partition("+")[0]) for name, version in wanted.items())
+def fits(found: dict[str, str], wanted: dict[str, Any]) -> bool:
+    """Whether these are the versions asked for; of any build (`+cu121`) if none is named."""
+    asked = {name: wanted[name] for name in found if wanted[name]}
+    return all(version in (found[name], found[name].partition("+")[0]) for name, version in asked.items())
 
 
-def others(marker: dict[str, Any], user: dict[str, Any]) -> list[dict[str, Any]]:
-    """Who uses an environment, less this one: each {"owner": {"id", "name"}, "cluster"}."""
+def users_of(marker: dict[str, Any], request: dict[str, Any]) -> list[dict[str, Any]]:
+    """Who uses an environment, each {"owner": {"id", "name"}, "cluster"}: those of before, and this one."""
+    user = {"owner": request["owner"], "cluster": request["cluster"]}
     mine = (user["owner"]["id"], user["cluster"])
-    return [known for known in marker.get("users", []) if (known["owner"]["id"], known["cluster"]) != mine]
-
-
-def refuse_to_replace(work: WorkFolder, venv: Path, marker: dict[str, Any], rest: list[dict[str, Any]]) -> None:
-    """Where what lies there is not ours, or somebody else needs it. rest: its other users."""
-    if not marker and venv.is_dir() and any(venv.iterdir()):
-        raise Refused(f"{venv} is there, and `orch setup` did not make it", "move it away, or choose another --torch")
-    if "found" in marker and rest:
-        whose = ", ".join(f"cluster {user['cluster']} of {user['owner']['name']}" for user in rest)
-        raise Refused(
-            f"{venv} holds other versions, which {whose} uses",
-            "choose another --torch, the same --torchvision, or a `workdir:` of your own",
-        )
-    if "found" in marker:
-        refuse_if_used(work)
+    rest = [known for known in marker.get("users", []) if (known["owner"]["id"], known["cluster"]) != mine]
+    return [*rest, user]
 
 
 def refuse_if_used(work: WorkFolder) -> None:
@@ -183,26 +193,71 @@ def refuse_if_used(work: WorkFolder) -> None:
         )
 
 
-def make(venv: Path, talk: Talk, deadline: float) -> None:
-    """Raises Refused in Python's own words where it fails."""
+def make(venv: Path, marker: dict[str, Any], talk: Talk, deadline: float) -> None:
+    """An empty environment in place of what is left of an earlier one. Raises Refused with Python's own message."""
+    if not read_json(venv / VENV_MARKER) and venv.is_dir() and any(venv.iterdir()):
+        raise Refused(f"{venv} is there, and `orch setup` did not make it", "move it away, or choose another --torch")
     talk.say({"phase": "makes venv"})
+    shutil.rmtree(venv, ignore_errors=True)
+    venv.mkdir(parents=True)
+    write_json(venv / VENV_MARKER, marker)
     code, said = run([sys.executable, "-m", "venv", str(venv)], {}, talk, deadline)
     if code:
         remedy = "install this Python's venv module there (`python3-venv` on Debian), or set another `python:`"
         raise Refused(f"{sys.executable} makes no virtual environment ({last_error(said)})", remedy)
 
 
+# ---- installers -----------------------------------------------------------------------------------------------
+
+
+def install_torch(venv: Path, request: dict[str, Any], talk: Talk, deadline: float) -> None:
+    """By uv if it is here or pip can bring it: it loads and unpacks torch's libraries side by side. Else by pip, which
+    is asked as well if uv fails: the settings are meant for pip, and people know its messages.
+    """
+    talk.say({"phase": "installs torch"})
+    python, env = str(venv / "bin" / "python"), {"TMPDIR": str(temporary(venv)), **request["env"]}
+    brought = temporary(venv) / "uv"
+    places = f"{os.environ.get('PATH', '')}:{os.path.expanduser('~/.local/bin')}:{brought / 'bin'}"
+    if not shutil.which("uv", path=places):
+        run([python, *PIP, *INSTALL, "--retries=0", f"--target={brought}", "uv"], env, talk, deadline, quiet=True)
+    if uv := shutil.which("uv", path=places):
+        settings, options = uv_settings(python, env)
+        argv = [uv, "pip", "install", "--no-cache", "--no-progress", "--color=never", f"--python={python}", *options]
+        code, _ = run([*argv, *request["requirements"]], {**settings, **env}, talk, deadline)
+        shutil.rmtree(temporary(venv), ignore_errors=True)
+        if code == 0:
+            return
+    pip(venv, request["requirements"], request["env"], talk, deadline)
+
+
+def uv_settings(python: str, env: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """pip's settings, of its files and of `env`, as variables and options of uv: an address may hold a password."""
+    argv = [python, *PIP, "config", "list"]
+    listed = subprocess.run(argv, env={**os.environ, **env}, capture_output=True, text=True, timeout=TRY_S).stdout
+    found = dict[str, str]()
+    for section in ("global", "install", ":env:"):
+        for name, value in re.findall(rf"^{section}\.([a-z-]+)=('.*'|\".*\")$", listed, re.MULTILINE):
+            found[name] = (", " if name == "find-links" else " ").join(literal_eval(value).split())
+    settings = {variable: found[name] for name, variable in UV_NAMES.items() if found.get(name)}
+    # As pip has it: the best version of all indexes, not that of the first.
+    settings["UV_INDEX_STRATEGY"] = "unsafe-best-match"
+    return settings, ["--no-index"] if found.get("no-index", "0") in ("1", "true", "yes", "on") else []
+
+
 def pip(venv: Path, words: list[str], env: dict[str, str], talk: Talk, deadline: float) -> None:
-    """Installs. Raises Refused with pip's own words where it fails."""
-    talk.say({"phase": "pip installs"})
-    temporary = venv / "tmp"  # a host's /tmp may be small
-    temporary.mkdir(exist_ok=True)
-    options = ["--no-input", "--no-cache-dir", "--disable-pip-version-check", "--progress-bar=off", "--retries=2"]
-    argv = [str(venv / "bin" / "python"), "-m", "pip", "install", *options, *words]
-    code, said = run(argv, {"TMPDIR": str(temporary), **env}, talk, deadline)
-    shutil.rmtree(temporary, ignore_errors=True)
+    """Installs. Raises Refused with pip's own message if it fails."""
+    argv = [str(venv / "bin" / "python"), *PIP, *INSTALL, *words]
+    code, said = run(argv, {"TMPDIR": str(temporary(venv)), **env}, talk, deadline)
+    shutil.rmtree(temporary(venv), ignore_errors=True)
     if code:
         raise Refused(f"pip: {last_error(said)}", remedy_for(said))
+
+
+def temporary(venv: Path) -> Path:
+    """For what is unpacked on the way: a host's /tmp may be small."""
+    folder = venv / "tmp"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def last_error(said: list[str]) -> str:

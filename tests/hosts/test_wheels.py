@@ -4,7 +4,7 @@ import pytest
 
 from orchestrator.errors import UsageError
 from orchestrator.hosts.cluster import Cluster
-from orchestrator.hosts.wheels import BUILDS, PAIRS, build_of, misfit, newest_for, numbers, supports
+from orchestrator.hosts.wheels import BUILDS, RELEASES, build_of, misfit, newest_for, numbers, supports
 from orchestrator.provision.service import gpu_hosts
 from orchestrator.provision.venvs import WantedVersions, choose
 from tests.support.probed_hosts import CPU_TORCH, CU117, CU132, facts, gpu, node, torch
@@ -38,9 +38,9 @@ def test_code_runs_where_nvidia_says_it_does(arch_list, capability, runs):
 
 
 def test_every_known_release_has_a_build_and_later_ones_are_not_judged():
-    assert [build_of(torch) for torch in PAIRS if build_of(torch) is None] == []
-    assert {build_of(torch) for torch in PAIRS} == set(BUILDS)
-    assert list(PAIRS) == sorted(PAIRS, key=numbers)
+    assert [build_of(torch) for torch in RELEASES if build_of(torch) is None] == []
+    assert {build_of(torch) for torch in RELEASES} == set(BUILDS)
+    assert list(RELEASES) == sorted(RELEASES, key=numbers)
     assert [build_of(version) for version in ("2.99.0", "2.14.1+cu126", "junk")] == [None] * 3
 
 
@@ -65,7 +65,7 @@ def test_wheels_that_do_not_run_on_a_gpu_are_known_beforehand(torch, card, words
 
 
 def test_the_newest_release_for_all_gpus_is_that_of_the_least():
-    newest = list(PAIRS)[-1]
+    newest = RELEASES[-1]
     assert newest_for([A2000]) == newest_for([]) == newest
     assert newest_for([A2000, V100]) == newest_for([OLD_DRIVER]) == "2.10.0"
     assert newest_for([A2000, V100], but=["2.10.0"]) == "2.9.1"
@@ -83,16 +83,16 @@ def hosts(*cards, torches=()):
 
 
 def test_setup_installs_what_the_oldest_gpu_and_driver_run(monkeypatch):
-    monkeypatch.setattr("orchestrator.provision.venvs._own_pair", lambda: ("2.15.0", "0.29.2"))
-    assert choose(None, None, hosts(A2000)) == WantedVersions("2.15.0", "0.29.2", any_torch=True)
-    assert choose(None, None, hosts(A2000, V100)) == WantedVersions("2.10.0", "0.25.0", any_torch=True)
+    monkeypatch.setattr("orchestrator.provision.venvs._own_torch", lambda: "2.15.0")
+    assert choose(None, None, hosts(A2000)) == WantedVersions("2.15.0", None, any_torch=True)
+    assert choose(None, None, hosts(A2000, V100)) == WantedVersions("2.10.0", None, any_torch=True)
     assert choose(None, None, [facts(gpus=(V100,), torch=None, machine="aarch64")]).torch == "2.15.0"
     with pytest.raises(UsageError, match=r"orch knows no torch whose wheels run on the GPUs and drivers of all hosts"):
         choose(None, None, hosts(gpu("3.7"), BLACKWELL))
 
 
 def test_setup_says_why_it_takes_another_torch_than_this_machines(monkeypatch):
-    monkeypatch.setattr("orchestrator.provision.venvs._own_pair", lambda: ("2.15.0", "0.29.2"))
+    monkeypatch.setattr("orchestrator.provision.venvs._own_torch", lambda: "2.15.0")
     assert choose(None, None, hosts(A2000)).reason == ""
     why = "it runs on all GPUs; the wheels of 2.15.0 hold no code for Tesla V100-PCIE-16GB (sm_70; built for sm_75 to"
     assert choose(None, None, hosts(A2000, V100)).reason.startswith(why)
@@ -101,15 +101,15 @@ def test_setup_says_why_it_takes_another_torch_than_this_machines(monkeypatch):
 
 
 def test_a_machine_with_an_old_torch_holds_new_gpus_back_no_more_than_it_must(monkeypatch):
-    monkeypatch.setattr("orchestrator.provision.venvs._own_pair", lambda: ("2.3.1", "0.18.1"))
+    monkeypatch.setattr("orchestrator.provision.venvs._own_torch", lambda: "2.3.1")
     assert choose(None, None, hosts(A2000, V100)).torch == "2.3.1"
-    assert choose(None, None, hosts(BLACKWELL)).torch == list(PAIRS)[-1]
+    assert choose(None, None, hosts(BLACKWELL)).torch == RELEASES[-1]
 
 
 def test_setup_gives_hosts_without_torch_the_release_that_the_others_have(monkeypatch):
-    monkeypatch.setattr("orchestrator.provision.venvs._own_pair", lambda: ("2.15.0", "0.29.2"))
+    monkeypatch.setattr("orchestrator.provision.venvs._own_torch", lambda: "2.15.0")
     there = torch(version="2.3.1+cu121")
-    assert choose(None, None, hosts(A2000, V100, torches=[there])) == WantedVersions("2.3.1", "0.18.1", any_torch=True)
+    assert choose(None, None, hosts(A2000, V100, torches=[there])) == WantedVersions("2.3.1", None, any_torch=True)
     too_new = torch(version="2.15.0+cu132")
     assert choose(None, None, hosts(A2000, V100, torches=[too_new])).torch == "2.10.0"
     assert choose(None, None, hosts(A2000, V100, torches=[CPU_TORCH])).torch == "2.10.0"
@@ -126,7 +126,7 @@ def test_setup_refuses_a_torch_without_code_for_a_gpu_and_names_one_that_has():
     with pytest.raises(UsageError) as refused:
         choose("2.15.0", None, hosts(V100))
     assert refused.value.remedy == "`orch setup --torch 2.10.0`"  # of 2.15 there is no build for CUDA 12.6
-    assert choose("2.14.1+cu126", None, hosts(V100)).torchvision == "0.29.1"
+    assert choose("2.14.1+cu126", None, hosts(V100)).requirements == ("torch==2.14.1+cu126", "torchvision")
 
 
 def test_hosts_that_name_an_index_of_their_own_are_not_judged():
