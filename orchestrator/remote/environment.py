@@ -232,8 +232,11 @@ def install_torch(venv: Path, request: dict[str, Any], talk: Talk, deadline: flo
 
 def uv_settings(python: str, env: dict[str, str]) -> tuple[dict[str, str], list[str]]:
     """pip's settings, of its files and of `env`, as variables and options of uv: an address may hold a password."""
-    argv = [python, *PIP, "config", "list"]
-    listed = subprocess.run(argv, env={**os.environ, **env}, capture_output=True, text=True, timeout=TRY_S).stdout
+    argv, environment = [python, *PIP, "config", "list"], {**os.environ, **env}
+    try:
+        listed = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=TRY_S).stdout
+    except subprocess.TimeoutExpired:
+        raise Refused(f"pip did not list its settings in {TRY_S:g} s", "look at what this host is busy with") from None
     found = dict[str, str]()
     for section in ("global", "install", ":env:"):
         for name, value in re.findall(rf"^{section}\.([a-z-]+)=('.*'|\".*\")$", listed, re.MULTILINE):
