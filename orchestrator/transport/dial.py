@@ -126,6 +126,9 @@ class Dialler:
     def _log_in(
         self, hop: Hop, sock: Any, deadline: Deadline, resources: ExitStack, keys_exchanged: Callable[[], None]
     ) -> paramiko.Transport:
+        """By fabric, which brings a hop's settings, its host key policy and its login together. Jump hosts and commands
+        are paramiko's: fabric's gateway has no deadline, and its `run` none for a write, and decodes what comes.
+        """
         settings = {
             "sock": sock,
             "timeout": deadline.left(),
@@ -135,23 +138,17 @@ class Dialler:
             "transport_factory": lambda sock, **options: self._transport(hop, sock, deadline, options),
             "auth_strategy": Login(hop, deadline, self.ask_passphrase, keys_exchanged),
         }
-        # An own, empty configuration: neither ~/.fabric.yaml nor fabric's reading of ~/.ssh/config has a say here.
+        # An empty configuration: neither ~/.fabric.yaml nor fabric's reading of ~/.ssh/config may change anything, and
+        # without a gateway fabric takes our socket.
         config = fabric.Config(lazy=True, ssh_config=paramiko.SSHConfig())
-        connection = fabric.Connection(
-            hop.host,
-            user=hop.user,
-            port=hop.port,
-            config=config,
-            gateway=False,  # fabric's word for "none, whatever a configuration says"
-            connect_kwargs=settings,
-        )
-        connection.client.set_missing_host_key_policy(self._policy(hop))  # in place of fabric's "add any"
+        connection = fabric.Connection(hop.host, hop.user, hop.port, config, gateway=False, connect_kwargs=settings)
+        connection.client.set_missing_host_key_policy(self._policy(hop))  # fabric's own accepts every key
         resources.callback(connection.client.close)
         try:
             connection.open()
         except paramiko.ssh_exception.IncompatiblePeer as error:
             raise paramiko.ssh_exception.IncompatiblePeer(f"{error}{offer(connection.client, error)}") from error
-        transport: paramiko.Transport = connection.client.get_transport()
+        transport: paramiko.Transport = connection.transport
         return transport
 
     def _policy(self, hop: Hop) -> paramiko.MissingHostKeyPolicy:
