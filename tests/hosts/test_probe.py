@@ -189,6 +189,24 @@ def test_interfaces_are_those_that_ip_shows():
     assert found
 
 
+SEVERAL_ADDRESSES = """
+ip link add wire type veth peer name other && ip link set wire mtu 9000 up && ip link set other up
+ip addr add 10.1.0.1/24 dev wire && ip addr add 10.1.0.9/30 dev wire && ip addr add 10.9.0.1/16 dev wire label wire:x
+exec "$@"
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a network of its own")
+def test_each_of_several_addresses_has_its_own_prefix_length():
+    program = "import json; from orchestrator.remote.interfaces import interfaces; print(json.dumps(interfaces()))"
+    words = ["unshare", "-n", "sh", "-c", SEVERAL_ADDRESSES, "sh", sys.executable, "-c", program]
+    shown = subprocess.run(words, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]).stdout
+    found = {link["name"]: link for link in json.loads(shown)}
+    ipv4 = [address for address in found["wire"]["addresses"] if ":" not in address]
+    assert ipv4 == ["10.1.0.1/24", "10.1.0.9/30", "10.9.0.1/16"]
+    assert (found["wire"]["mtu"], found["wire"]["up"], found["lo"]["up"]) == (9000, True, False)
+
+
 @pytest.mark.parametrize(("text", "speed_bps"), [("2500\n", 2.5e9), ("-1\n", None), ("", None), ("4294967295\n", None)])
 def test_the_speed_of_an_interface_is_what_the_kernel_writes(tmp_path, text, speed_bps):
     (tmp_path / "eno1").mkdir()
