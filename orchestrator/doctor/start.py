@@ -115,7 +115,7 @@ def _of_gpus(planned: NodePlan, host: Host) -> list[Finding]:
     own = tuple(gpu for gpu in host.facts.gpus if gpu.uuid in planned.gpu_uuids)
     with_own = replace(host, facts=host.facts.model_copy(update={"gpus": own}))
     lost = judge(Seen((host,)), checks_at("gpus_gone")).findings if len(own) < len(planned.gpu_uuids) else ()
-    return [*lost, *judge(Seen((with_own,)), checks_at("gpus")).findings]
+    return [*lost, *judge(Seen((with_own,)), checks_at("gpus_well")).findings]
 
 
 def _occupied(name: str, words: str, remedy: str, level: Level) -> Finding:

@@ -4,7 +4,7 @@
     judge(seen, checks_at("up"))            of hosts that were just probed
     judge(seen, checks_at("start"))         of facts that may have changed since, from the answers to `prepare`
     judge(seen, checks_at("gpus_gone"))     before that, why some of a job's GPUs are gone,
-    judge(seen, checks_at("gpus"))          and how the others are
+    judge(seen, checks_at("gpus_well"))          and how the others are
 
 An id stays with its check, for whoever filters by it. What `orch run` mends by itself warns (P16, P29), what it refuses
 blocks (P30 where it was tried, P35), and unlike torch versions block where their NCCL differs alone (P05). Code is
@@ -132,7 +132,7 @@ def _of_groups(judge: Judge) -> Judge:
 def _check(
     id: str, name: str, level: Level, causes: str, judge: Judge, applies: Applies = answered, **when: Judge
 ) -> Check:
-    """when: what it judges without a further question, at `up`, `start`, `gpus_gone` and `gpus`; the rest takes other
+    """when: what it judges without a further question, at `up`, `start`, `gpus_gone` and `gpus_well`; the rest takes other
     hosts, a second login or minutes of a host's time.
     """
     return Check(id, name, level, causes, judge, applies, when)
@@ -209,7 +209,7 @@ CHECKS: tuple[Check, ...] = (
         _UNWELL,
         has_gpus,
         up=_UNWELL,
-        gpus=_UNWELL,
+        gpus_well=_UNWELL,
     ),
     _check(
         "P11",
@@ -219,7 +219,7 @@ CHECKS: tuple[Check, ...] = (
         gpus_waiting,
         has_nvswitch,
         up=gpus_waiting,
-        gpus=gpus_waiting,
+        gpus_well=gpus_waiting,
     ),
     _check("P12", "training address", "block", "a master that cannot listen", ways.listening, tried_pairs),
     _check(
@@ -339,7 +339,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def checks_at(moment: Literal["up", "start", "gpus_gone", "gpus"]) -> tuple[Check, ...]:
+def checks_at(moment: Literal["up", "start", "gpus_gone", "gpus_well"]) -> tuple[Check, ...]:
     return tuple(_part(check, check.when[moment]) for check in CHECKS if moment in check.when)
 
 
