@@ -132,8 +132,8 @@ def _of_groups(judge: Judge) -> Judge:
 def _check(
     id: str, name: str, level: Level, causes: str, judge: Judge, applies: Applies = answered, **when: Judge
 ) -> Check:
-    """when: what it judges without a further question, at `up`, `start`, `gpus_gone` and `gpus_well`; the rest takes other
-    hosts, a second login or minutes of a host's time.
+    """when: what it judges without a further question, by the names of `checks_at`; the rest takes other hosts, a
+    second login or minutes of a host's time.
     """
     return Check(id, name, level, causes, judge, applies, when)
 
