@@ -20,7 +20,7 @@ from orchestrator.cli import SECTIONS, main
 from orchestrator.doctor.table import CHECKS
 from orchestrator.hosts.inventory_file import inventory_schema
 from trainer.shared.config import EXPERIMENTS, TRAINING, fields_of
-from trainer.shared.fields import declared
+from trainer.shared.setting_fields import declared
 
 ROOT = Path(__file__).resolve().parents[1]
 WRITTEN = "<!-- written by docs/reference.py: change the code, then `make docs` -->"

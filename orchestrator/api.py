@@ -24,11 +24,11 @@ from typing import Any
 
 from orchestrator.controller import Controller, opened
 from orchestrator.errors import HostsError, UsageError
-from orchestrator.hosts.consent import allow, not_allowed
 from orchestrator.hosts.inventory_file import load_inventory
-from orchestrator.jobs.queued import Rival
-from orchestrator.jobs.record import JobRecord
+from orchestrator.hosts.occupied import allow, not_allowed
+from orchestrator.jobs.job_queue import Rival
 from orchestrator.jobs.running import RunningJob
+from orchestrator.jobs.store import JobRecord
 from orchestrator.paths import Home, RunFolder
 from orchestrator.planning.job_spec import PYTHON, checked
 from orchestrator.planning.launch_plan import LaunchPlan

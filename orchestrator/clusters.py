@@ -14,21 +14,30 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import Any, TypeVar
 
-from orchestrator.doctor.judge import Finding, judge
 from orchestrator.doctor.seen import Host, Seen
-from orchestrator.doctor.table import checks_at
+from orchestrator.doctor.table import Finding, checks_at, judge
 from orchestrator.errors import HostError, HostsError, OrchError, ProbeError, StateError, UnlikeError, UsageError
 from orchestrator.hosts import belongings, checks
 from orchestrator.hosts.belongings import Cleared, Mended, Reaped, Survey, Who
-from orchestrator.hosts.changes import all_but, only, released, with_known, with_made, with_node, without_node
-from orchestrator.hosts.cluster import Cluster, Problem, Venv
+from orchestrator.hosts.cluster import (
+    Cluster,
+    Problem,
+    Venv,
+    all_but,
+    only,
+    released,
+    with_known,
+    with_made,
+    with_node,
+    without_node,
+)
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.election import Election, elect
 from orchestrator.hosts.facts import NodeFacts
-from orchestrator.hosts.file_again import extra_again, with_secrets
 from orchestrator.hosts.inventory import Inventory, Node
+from orchestrator.hosts.inventory_file import extra_again, with_secrets
 from orchestrator.hosts.probe import SLOW_TORCH_S, look, probe, shared_folders
-from orchestrator.jobs.record import ENDED
+from orchestrator.jobs.store import ENDED
 from orchestrator.owner import read_owner
 from orchestrator.planning.nccl import GpuHost, unlike_versions
 from orchestrator.store import Store

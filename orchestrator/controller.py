@@ -3,7 +3,7 @@
 request → plan → (GPUs looked at) → launch → RunningJob                         run
 RunningJob → collect → analyse → report                                         collect
 
-`clusters` builds clusters, `jobs/known` lists jobs, `jobs/running` is one job, `jobs/lost` recovers forgotten ones;
+`clusters` builds clusters, `jobs/known` lists jobs, `jobs/running` is one job, `jobs/known` recovers forgotten ones;
 `measuring/` runs jobs of its own through this. Each part is imported when a command first needs it.
 """
 
@@ -31,18 +31,16 @@ if TYPE_CHECKING:
     from orchestrator.hosts.cluster import Cluster
     from orchestrator.hosts.inventory import Node
     from orchestrator.jobs.collect import HeldError
-    from orchestrator.jobs.known import KnownJobs
+    from orchestrator.jobs.job_queue import Queue
+    from orchestrator.jobs.known import KnownJobs, LostJobs
     from orchestrator.jobs.launch import Prepared
-    from orchestrator.jobs.lost import LostJobs
     from orchestrator.jobs.running import RunningJob
-    from orchestrator.jobs.waiting import Queue
     from orchestrator.planning.job_spec import JobSpec
     from orchestrator.planning.launch_plan import LaunchPlan
-    from orchestrator.results.collectives import LinksCarried
+    from orchestrator.results.network import LinksCarried
     from orchestrator.results.summary import Summary
-    from orchestrator.starting.choice import HostChooser
     from orchestrator.starting.handover import Handovers
-    from orchestrator.starting.planner import Planner
+    from orchestrator.starting.planner import HostChooser, Planner
     from orchestrator.starting.retries import Asked, Retries
 
 
@@ -94,13 +92,13 @@ class Controller:
 
     @cached_property
     def choice(self) -> HostChooser:
-        from orchestrator.starting.choice import HostChooser
+        from orchestrator.starting.planner import HostChooser
 
         return HostChooser(self.planner, self.clusters)
 
     @cached_property
     def queue(self) -> Queue:
-        from orchestrator.jobs.waiting import Queue
+        from orchestrator.jobs.job_queue import Queue
 
         return Queue(self.store, self.connections)
 
@@ -124,7 +122,7 @@ class Controller:
 
     @cached_property
     def lost_jobs(self) -> LostJobs:
-        from orchestrator.jobs.lost import LostJobs
+        from orchestrator.jobs.known import LostJobs
 
         return LostJobs(self.store, self.connections)
 
@@ -144,7 +142,7 @@ class Controller:
         """Goes on from a job's last checkpoint: its cluster with the host that holds it as the master. A script that
         resumes by itself gets all files that it wrote, whichever hosts take part. Raises UsageError or HostsError.
         """
-        from orchestrator.jobs.resume import job_from, keepers_of, last_checkpoint, settings_of
+        from orchestrator.jobs.retry_policy import job_from, keepers_of, last_checkpoint, settings_of
         from orchestrator.planning.request import parse_job
         from orchestrator.starting.retries import Asked
 
@@ -173,7 +171,7 @@ class Controller:
         """Whether it ran a script that saves its checkpoints itself. `trainer` may lie beside it, for another script of
         that folder; then it has written none.
         """
-        from orchestrator.jobs.resume import kept_by
+        from orchestrator.jobs.retry_policy import kept_by
 
         if old.kind == "experiment" or old.recorded.checkpoint_every or old.recorded.resume:
             return False
@@ -218,7 +216,7 @@ class Controller:
         """
         from orchestrator.clusters import now_utc
         from orchestrator.jobs.launch import launch
-        from orchestrator.jobs.record import JobRecord
+        from orchestrator.jobs.store import JobRecord
 
         plan = plan.model_copy(update={"owner": read_owner(self.store.home)})
         handover = self.handovers.find(plan, blob)
@@ -247,7 +245,7 @@ class Controller:
     def launch_in_turn(self, plan: LaunchPlan, blob: bytes, limit_s: float | None = None) -> RunningJob:
         """Queues for the plan's GPUs, then launches it. limit_s: the longest wait. Raises TurnError and as `launch`."""
         from orchestrator.clusters import now_utc
-        from orchestrator.jobs.waiting import Turn
+        from orchestrator.jobs.job_queue import Turn
 
         plan = plan.model_copy(update={"owner": read_owner(self.store.home)})
         self._reached(plan)
@@ -262,7 +260,7 @@ class Controller:
 
     def _launch_before_rivals(self, plan: LaunchPlan, blob: bytes) -> RunningJob:
         """As `launch`. Of two simultaneous starts that each have a GPU that the other needs, one goes first."""
-        from orchestrator.jobs.waiting import CROSSED_S, crossed
+        from orchestrator.jobs.job_queue import CROSSED_S, crossed
 
         try:
             return self.launch(plan, blob)
@@ -363,8 +361,8 @@ class Controller:
 
     def _links_of(self, run: RunFolder, summary: Summary) -> LinksCarried | None:
         """What the newest measurement of this run's hosts, beside it or remembered, says of their links."""
-        from orchestrator.forecast.cluster_links import COLLECTIVES, runs_measuring
-        from orchestrator.results.collectives import links_carried
+        from orchestrator.forecast.links import COLLECTIVES, runs_measuring
+        from orchestrator.results.network import links_carried
 
         names = [node.name for node in summary.nodes]
         if len(names) < 2 or summary.collectives:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from orchestrator.errors import OrchError, StateError
 from orchestrator.files import make_folder
-from orchestrator.hosts.remembered import ListedCluster
-from orchestrator.jobs.record import ENDED
-from orchestrator.jobs.remembered import RememberedJobs
+from orchestrator.hosts.cluster import ListedCluster
+from orchestrator.jobs.store import ENDED, RememberedJobs
 from orchestrator.record import write_record
 
 if TYPE_CHECKING:

@@ -39,16 +39,34 @@ MOST_AT_ROOT = 12
 
 PURE_PACKAGES = {"forecast", "results", "studies"}
 """Their modules know no network, process or screen, and reach no host: nor does one that calls itself pure."""
-PURE_AT_LEAST = 151
+PURE_AT_LEAST = 89
 
 SHARED = "trainer.shared"
 """All that orchestrator/ may know of the trainer."""
-TORCH_FREE = {"__init__", "__main__", "ranks", "ranks.interrupt", "ranks.rank_info", "rebalance", "rebalance.estimate"}
+TORCH_FREE = {"__init__", "__main__", "ranks", "ranks.ending", "ranks.rank_info", "rebalance", "rebalance.estimate"}
 TORCH_FREE |= {"compute", "compute.compiler", "compute.executor", "compute.microbatches"}
 """Of the trainer, beside all of shared/."""
-SPEAKS = {f"views.{name}" for name in ("cluster_table", "compare", "comparison", "console", "following", "job_table")}
-SPEAKS |= {"views.diagnosis", "views.everywhere", "views.top", "views.why"}
-SPEAKS |= {f"views.{name}" for name in ("launch_plan", "network", "profile_table", "progress", "study_table", "tables")}
+SPEAKS = {
+    f"views.{name}"
+    for name in (
+        "host_tables",
+        "compare",
+        "console",
+        "following",
+        "job_table",
+    )
+}
+SPEAKS |= {"views.diagnosis", "views.job_table", "views.top"}
+SPEAKS |= {
+    f"views.{name}"
+    for name in (
+        "launch_plan",
+        "host_tables",
+        "following",
+        "study_table",
+        "console",
+    )
+}
 """With cli, the only files that know a screen and print: the streams, and what is put on them."""
 TRAINER_ORDER = [
     "shared",
@@ -210,7 +228,7 @@ def test_a_package_of_the_trainer_knows_only_those_above_it_in_the_list(name):
 
 
 def test_the_trainer_asks_no_tensor_for_what_torch_2_0_1_does_not_know():
-    """`tensor.nbytes` is of 2.1 (`flat_buffer.bytes_of`); `storage.nbytes()` has always been there."""
+    """`tensor.nbytes` is of 2.1 (`buffers.bytes_of`); `storage.nbytes()` has always been there."""
     called = {id(node.func) for tree in TRAINER.values() for node in nodes(tree) if isinstance(node, ast.Call)}
     asking = {
         name
@@ -300,7 +318,7 @@ def test_what_the_trainer_promises_without_torch_leads_to_none(name):
 def test_pure_modules_know_no_network_process_or_screen(name):
     assert tops(HERE[name]) & NOT_PURE == set()
     reached = {found for found in ours(HERE[name]) if room(found) in ("transport", "remote")}
-    assert reached - {"transport.shell", "transport.noise"} == set()
+    assert reached - {"transport.shell", "transport.ask"} == set()
 
 
 @pytest.mark.parametrize("name", PURE_ELSEWHERE)
@@ -358,7 +376,7 @@ def test_what_runs_on_hosts_needs_the_standard_library_and_its_siblings(name):
     if name in ("remote.loader", "remote.workfolder"):
         assert siblings == set()
     if name == "remote.probe":
-        parts = {"commands", "gpu_facts", "gpu_health", "hardware", "health", "interfaces", "probe_programs"}
+        parts = {"commands", "gpu_facts", "health", "probe"}
         assert {sibling.split(".")[1] for sibling in siblings} <= {"", "workfolder", *parts}
 
 

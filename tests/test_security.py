@@ -25,9 +25,9 @@ from orchestrator.hosts import belongings
 from orchestrator.hosts.belongings import Cleared, Who
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.facts import Interface
-from orchestrator.jobs import control
+from orchestrator.jobs import launch as control
 from orchestrator.jobs.collect import collect
-from orchestrator.jobs.frame_stream import read_frames
+from orchestrator.jobs.frames import read_frames
 from orchestrator.jobs.launch import launch
 from orchestrator.jobs.running import RunningJob
 from orchestrator.paths import Home, RunFolder

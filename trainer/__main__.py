@@ -11,10 +11,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from trainer.ranks.interrupt import leave
+from trainer.ranks.ending import leave
 from trainer.run_rank import run, say
 from trainer.shared.config import help_text, parse_arguments
-from trainer.shared.fields import SettingsError
+from trainer.shared.setting_fields import SettingsError
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -6,12 +6,11 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from trainer.ranks import interrupt
+from trainer.ranks import ending
 from trainer.ranks.rank_info import RankInfo, read_rank_info
-from trainer.shared.collective_settings import CollectiveSettings
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import MetricsWriter
-from trainer.shared.settings import AnySettings
+from trainer.shared.settings import AnySettings, CollectiveSettings
 
 
 def run(settings: AnySettings, may_complain: Callable[[], bool] = lambda: True) -> int:
@@ -26,26 +25,26 @@ def run(settings: AnySettings, may_complain: Callable[[], bool] = lambda: True) 
         if may_complain():
             say(f"error: {error}")
         return 1
-    interrupt.watch(last_words=lambda: metrics.end("interrupted"))
+    ending.watch(last_words=lambda: metrics.end("interrupted"))
     try:
         _work(settings, info, metrics)
-    except interrupt.Interrupted as signal:
+    except ending.Interrupted as signal:
         metrics.end("interrupted", str(signal))
         if may_complain():
             say(f"interrupted by {signal}")
-        interrupt.leave(128 + signal.signum)
+        ending.leave(128 + signal.signum)
     except TrainError as error:
         metrics.end("failed", str(error))
         if may_complain():
             say(f"error: {error}")
-        interrupt.leave(1)
+        ending.leave(1)
     except BaseException as error:
         metrics.end("failed", traceback.format_exception_only(error)[0].splitlines()[0][:300])
         if may_complain():
             traceback.print_exc()
-        interrupt.leave(1)
+        ending.leave(1)
     # Not through the interpreter's own end: a thread of torch's that is still there then may abort a finished run.
-    return interrupt.leave(0)
+    return ending.leave(0)
 
 
 def say(line: str) -> None:

@@ -18,7 +18,7 @@ from trainer.session.session import Session
 from trainer.setup.assemble import set_up
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.settings import Settings
-from trainer.training.evaluate import judged
+from trainer.training.ema import judged
 from trainer.training.shared_network import shared_network
 
 

@@ -11,27 +11,17 @@ import os
 import click
 
 from orchestrator import __version__
-from orchestrator.cli.cleaning import down, reap
-from orchestrator.cli.clusters import master, status, trust, up
+from orchestrator.cli.clusters import down, master, reap, status, trust, up
 from orchestrator.cli.common import Orch
-from orchestrator.cli.compare import compare
-from orchestrator.cli.current import clusters, use
 from orchestrator.cli.doctor import doctor
-from orchestrator.cli.everywhere import execute
-from orchestrator.cli.hosts import data, setup
+from orchestrator.cli.hosts import clusters, data, node, setup, use
 from orchestrator.cli.init import init
-from orchestrator.cli.jobs import cancel, jobs, logs
-from orchestrator.cli.nodes import node
-from orchestrator.cli.plan import plan
-from orchestrator.cli.profiling import profile
-from orchestrator.cli.pull import pull
-from orchestrator.cli.results import collect, report
+from orchestrator.cli.jobs import cancel, jobs, logs, top, why
+from orchestrator.cli.plan import plan, profile, sweep
+from orchestrator.cli.results import collect, compare, pull, report
 from orchestrator.cli.run import run
-from orchestrator.cli.ssh import ssh, ssh_config
-from orchestrator.cli.sweep import sweep
-from orchestrator.cli.top import top
+from orchestrator.cli.ssh import execute, ssh, ssh_config
 from orchestrator.cli.ui import ui
-from orchestrator.cli.why import why
 
 
 @click.group(cls=Orch, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

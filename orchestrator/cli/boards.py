@@ -28,7 +28,7 @@ from orchestrator.views import console
 
 @contextmanager
 def hash_board(name: str) -> Iterator[Callable[[int, int], None]]:
-    """For `manifest.read_manifest`."""
+    """For `push.read_manifest`."""
     with _progress(_words("node"), BarColumn(), DownloadColumn(), TimeRemainingColumn()) as board:
         task = board.add_task("", node=f"reading {one_line(name)}", total=None)
         yield lambda done, total: board.update(task, completed=done, total=total)

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from orchestrator.cli.common import accept_option, agrees, busy, cluster_option, json_option, open_controller
-from orchestrator.cli.complete import node_names
-from orchestrator.errors import UsageError
+from orchestrator.cli.common import (
+    accept_option,
+    agrees,
+    answered,
+    busy,
+    cluster_option,
+    insist,
+    json_option,
+    node_names,
+    open_controller,
+    out_option,
+)
+from orchestrator.cli.results import bring, leave, lines
+from orchestrator.errors import HostError, UsageError
+from orchestrator.text import some
 from orchestrator.units import counted
 
 if TYPE_CHECKING:
@@ -60,7 +74,7 @@ def up(inventory: Path, accept_new_host_keys: bool, allow_local: bool, as_json: 
 
 def ask_about_local(home: Home, source: str, nodes: Sequence[Node], yes: bool) -> None:
     """source: where the nodes come from. Raises UsageError if its person does not want it, or cannot be asked."""
-    from orchestrator.hosts.consent import allow, not_allowed
+    from orchestrator.hosts.occupied import allow, not_allowed
     from orchestrator.views import console
 
     commands = not_allowed(home, nodes)
@@ -89,7 +103,7 @@ def status(no_look: bool, cluster: str | None, as_json: bool) -> None:
     orch status --no-look
     orch status --json | jq .cluster.master
     """
-    from orchestrator.views import cluster_table, console, documents, job_table
+    from orchestrator.views import console, documents, host_tables, job_table
 
     with open_controller() as controller:
         known = controller.store.cluster(cluster)
@@ -104,7 +118,7 @@ def status(no_look: bool, cluster: str | None, as_json: bool) -> None:
         cluster_now = documents.cluster_json(known, silent, on_gpus)
         console.print_json(documents.status_json(cluster_now, jobs, listed.unheard))
         return job_table.warn_unheard(listed.unheard)
-    cluster_table.print_status(known, silent)
+    host_tables.print_status(known, silent)
     if jobs:
         job_table.print_jobs(jobs)
     _warn_of_others(known, on_gpus or {}, [job.id for job in listed.records])
@@ -135,13 +149,13 @@ def master(name: str | None, elect: bool, cluster: str | None) -> None:
     orch master v100
     orch master --elect
     """
-    from orchestrator.views import cluster_table
+    from orchestrator.views import host_tables
 
     if bool(name) == elect:
         what = f"{name} and --elect at once" if name else "neither a node nor --elect was given"
         raise UsageError(what, "`orch master NODE`, or `orch master --elect`")
     with open_controller() as controller:
-        cluster_table.print_cluster(controller.clusters.pin_master(controller.store.cluster(cluster), name))
+        host_tables.print_cluster(controller.clusters.pin_master(controller.store.cluster(cluster), name))
 
 
 @click.command()
@@ -182,15 +196,219 @@ def trust(name: str, inventory: Path | None, yes: bool, cluster: str | None) -> 
 
 
 def show_up(probed: Up, as_json: bool) -> None:
-    from orchestrator.views import cluster_table, console, documents
+    from orchestrator.views import console, documents, host_tables
 
     if as_json:
         shown = documents.cluster_json(probed.cluster)
         console.print_json({**shown, "findings": documents.findings_json(probed.findings)})
     else:
-        cluster_table.print_cluster(probed.cluster)
+        host_tables.print_cluster(probed.cluster)
     for warning in probed.warnings:
         console.warn(warning)
     console.fail_each([*probed.problems.values(), *([probed.unlike] if probed.unlike else [])])
     if probed.problems or probed.unlike:
+        sys.exit(3)
+
+
+# Commands that clean up on the hosts: `reap`, `down`.
+
+SHOWN_JOBS, SHOWN_FILES, SHOWN_NAMES = 5, 3, 10
+KEEP_OR_DELETE = "`orch down --yes --pull` pulls them first; --discard deletes them"
+_CODE = re.compile(r".*/code/[0-9a-f]{64}")
+
+if TYPE_CHECKING:
+    from orchestrator.controller import Controller
+    from orchestrator.hosts.belongings import Cleared, Leftover, Reaped, Survey
+    from orchestrator.hosts.cluster import Cluster
+    from orchestrator.jobs.pull import Output, Unpulled
+
+
+@click.command()
+@click.option("--yes", is_flag=True, help="End those of your own jobs.")
+@cluster_option
+@json_option
+def reap(yes: bool, cluster: str | None, as_json: bool) -> None:
+    """List processes that jobs without a supervisor left on the hosts; --yes ends those of your own jobs.
+
+    Yours are the jobs that were started with this $ORCH_HOME on this cluster. For the others it names the owner.
+
+    \b
+    orch reap
+    orch reap --yes
+    """
+    from orchestrator.views import console
+
+    with open_controller() as controller:
+        if yes:
+            controller.jobs.settle_half_starts()
+        answers = controller.clusters.reap(controller.store.cluster(cluster), end=yes)
+    found = [one for answer in answers.values() if not isinstance(answer, Exception) for one in answer.found]
+
+    def words(answer: Reaped) -> str:
+        ended = " — ended" if yes else ""
+        programs = [f"stuck since a link fell silent: {program}{ended}" for program in answer.programs]
+        return "; ".join([*map(leftover_words, answer.found), *programs]) or "nothing left"
+
+    _show_answers(answers, words, as_json)
+    if not yes and any(one.mine for one in found):
+        console.say("`orch reap --yes` ends " + ("them" if all(one.mine for one in found) else "ours"))
+    elif not yes and any(answer.programs for answer in answers.values() if not isinstance(answer, Exception)):
+        console.say("`orch reap --yes` ends them")
+
+
+def leftover_words(left: Leftover) -> str:
+    said = f"{left.there.job}: {', '.join(left.processes)}"
+    if not left.mine:
+        return f"{said} — not ours: cluster {left.there.cluster} of {left.there.owner or 'an older orch'}"
+    if left.stayed is None:
+        return said
+    return f"{said} — still there: {', '.join(left.stayed)}" if left.stayed else f"{said} — ended"
+
+
+@click.command()
+@click.option("--yes", is_flag=True, help="Do not ask, unless files would be deleted that were never pulled.")
+@click.option("--pull", "pull_first", is_flag=True, help="Pull such files first.")
+@click.option("--discard", is_flag=True, help="Delete such files, too.")
+@out_option
+@cluster_option
+@json_option
+def down(yes: bool, pull_first: bool, discard: bool, out: Path, cluster: str | None, as_json: bool) -> None:
+    """End this cluster's jobs and remove what we put on its hosts. Collected runs stay.
+
+    It removes only what was started with this $ORCH_HOME on this cluster and what nobody else needs. Jobs of other
+    clusters and people, and files that orch did not make, are named and left alone. Files that a job wrote and nobody
+    pulled are deleted only with your consent to just that; a host that does not answer what its jobs wrote is left as
+    it is.
+
+    \b
+    orch down --yes
+    orch down --yes --pull
+    """
+    from orchestrator.jobs.pull import unpulled
+    from orchestrator.views import console
+
+    if pull_first and discard:
+        raise UsageError("--pull keeps what --discard deletes", "give one of them")
+    if as_json and not yes:
+        raise UsageError("`orch down --json` cannot ask for your consent", "add --yes to give it")
+    with open_controller() as controller:
+        known = controller.store.cluster(cluster)
+        if jobs := controller.store.uncollected(known.name):
+            console.warn(f"jobs not collected: {len(jobs)} ({some(jobs, 3)}); their files are removed, too")
+        with busy(f"looking at what jobs wrote on {counted(len(known.nodes), 'host')}"):
+            lost = unpulled(controller.store, controller.connections, known)
+        for line in _unpulled_words(lost):
+            console.warn(line)
+        spared = {} if discard else lost.errors
+        if spared:
+            console.warn(f"nothing is removed on {some(list(spared), SHOWN_NAMES)}; --discard removes it unseen")
+        pulls = pull_first or (lost.files and not discard and _wants_them(lost, out, may_ask=not yes))
+        if not yes:
+            with busy(f"looking at {counted(len(known.nodes), 'host')}"):
+                surveys = controller.clusters.look(known)
+            console.fail_each(seen for seen in surveys.values() if isinstance(seen, HostError))
+            _say_what_goes(known, [seen for seen in surveys.values() if not isinstance(seen, HostError)])
+            insist(f"Do this on {counted(len(known.nodes) - len(spared), 'host')}?")
+        if pulls:
+            _pull_all(controller, known, out)
+        with busy(f"clearing {counted(len(known.nodes), 'host')}"):
+            answers = controller.down(known, spared)
+    _show_answers(answers, _cleared_words, as_json)
+
+
+def _wants_them(lost: Unpulled, out: Path, *, may_ask: bool) -> bool:
+    """Whether its person wants to pull first. Raises UsageError or click.Abort if nothing may be deleted."""
+    if not may_ask:
+        raise UsageError(
+            f"files that were never pulled would be deleted ({some(list(lost.files), SHOWN_NAMES)})",
+            KEEP_OR_DELETE,
+        )
+    if answered(f"Pull these files into {out} first?", default=True, remedy=KEEP_OR_DELETE):
+        return True
+    insist("Delete them?")
+    return False
+
+
+def _pull_all(controller: Controller, cluster: Cluster, out: Path) -> None:
+    """Ends the cluster's jobs first: a script may save its work when it is cancelled."""
+    from orchestrator.jobs.pull import unpulled
+    from orchestrator.jobs.store import ENDED
+    from orchestrator.paths import RunFolder
+    from orchestrator.views import console
+
+    running = [job.id for job in controller.store.jobs() if job.cluster == cluster.name and job.state not in ENDED]
+    for job in running:
+        with busy(f"ending {job}"), suppress(UsageError):  # another owner's, which `down` leaves alone
+            controller.jobs.find(job).cancel()
+    for job, files in unpulled(controller.store, controller.connections, cluster).files.items():
+        chosen: dict[str, list[Output]] = {}
+        for node, file in files:
+            chosen.setdefault(node, []).append(file)
+        found = bring(controller.jobs.find(job), chosen, out)
+        for line in lines(RunFolder(out / job), chosen, found):
+            console.say(line)
+        leave({}, found)
+
+
+def _say_what_goes(cluster: Cluster, surveys: Sequence[Survey]) -> None:
+    from orchestrator.views import console
+
+    mine = {there.job: there for survey in surveys for there in survey.mine}
+    running = sorted({there.job for survey in surveys for there in survey.mine if there.alive})
+    others = sorted({str(there) for survey in surveys for there in survey.others})
+    strange = sorted({name for survey in surveys for name in survey.strange})
+    console.say(f"ends: {', '.join(running) or 'nothing, no job of ' + cluster.name + ' runs'}")
+    console.say(f"removes: {some(sorted(mine), SHOWN_NAMES) or 'no job'}; code and environments that nobody else needs")
+    if others or strange:
+        console.say(f"leaves alone: {some([*others, *strange], SHOWN_NAMES)}")
+
+
+def _cleared_words(answer: Cleared) -> str:
+    gone = [counted(len(answer.jobs), "job")] * bool(answer.jobs) + list(_folder_words(answer.removed))
+    said = [f"ended {', '.join(answer.ended)}"] * bool(answer.ended) + [f"removed {', '.join(gone)}"] * bool(gone)
+    stays = [*map(str, answer.left), *answer.strange, *answer.why]
+    return "; ".join(said or ["clean" if not stays else "removed nothing"]) + (
+        f"; left alone: {some(stays, SHOWN_NAMES)}" if stays else ""
+    )
+
+
+def _folder_words(removed: Sequence[str]) -> Iterator[str]:
+    """Copies of code by their number; of all else, what lies in a folder that is gone, too, is not named."""
+    codes = [path for path in removed if _CODE.fullmatch(path)]
+    if codes:
+        yield counted(len(codes), "code folder")
+    yield from (path for path in removed if path not in codes and not any(path.startswith(f"{up}/") for up in removed))
+
+
+def _unpulled_words(lost: Unpulled) -> Iterator[str]:
+    """What goes with `down` and is nowhere here, a line a job."""
+    from orchestrator.units import format_bytes
+
+    for job, files in list(lost.files.items())[:SHOWN_JOBS]:
+        largest = sorted(files, key=lambda pair: pair[1].size, reverse=True)[:SHOWN_FILES]
+        shown = ", ".join(f"{file.name} {format_bytes(file.size)} on {node}" for node, file in largest)
+        more = f" and {len(files) - len(largest)} more" if len(files) > len(largest) else ""
+        size = format_bytes(sum(file.size for _, file in files))
+        lost_files = f"{counted(len(files), 'file')}, {size} ({shown}{more})"
+        yield f"never pulled of {job}: {lost_files}; `orch pull {job}` brings them home"
+    if others := list(lost.files.values())[SHOWN_JOBS:]:
+        size = format_bytes(sum(file.size for files in others for _, file in files))
+        yield f"never pulled of {counted(len(others), 'older job')}: {size}"
+    for error in lost.errors.values():
+        yield f"not asked what its jobs wrote: {error}"
+
+
+def _show_answers(
+    answers: Mapping[str, Any],
+    words: Callable[[Any], str],
+    as_json: bool,
+) -> None:
+    from orchestrator.views import console, documents
+
+    failed = {name: answer for name, answer in answers.items() if isinstance(answer, Exception)}
+    if as_json:
+        console.print_json(documents.nodes_json(answers, failed))
+    else:
+        console.print_answers(answers, words)
+    if failed:
         sys.exit(3)

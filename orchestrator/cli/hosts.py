@@ -9,8 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orchestrator.cli.common import cluster_option, insist, json_option, nodes_option, open_controller
-from orchestrator.cli.complete import torch_versions
+from orchestrator.cli.clusters import allow_local_option, ask_about_local, show_up
+from orchestrator.cli.common import (
+    accept_option,
+    busy,
+    cluster_names,
+    cluster_option,
+    insist,
+    json_option,
+    node_names,
+    nodes_option,
+    open_controller,
+    torch_versions,
+)
 from orchestrator.errors import HostError
 from orchestrator.units import counted, format_bytes
 
@@ -54,8 +65,8 @@ def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | No
     orch data push ~/data --to /mnt/data    then: --set data_dir=/mnt/data
     """
     from orchestrator.cli.boards import hash_board, push_board
-    from orchestrator.planning.homes import expanded_here, homes_of
-    from orchestrator.provision.manifest import read_manifest
+    from orchestrator.planning.placement import expanded_here, homes_of
+    from orchestrator.provision.push import read_manifest
     from orchestrator.provision.service import DATA_FOLDER, Provision, data_folder
     from orchestrator.views import console
 
@@ -130,9 +141,8 @@ def setup(
     """
     from dataclasses import replace
 
-    from orchestrator.provision.requirements import read_requirements
     from orchestrator.provision.service import gpu_hosts
-    from orchestrator.provision.venvs import choose
+    from orchestrator.provision.venvs import choose, read_requirements
     from orchestrator.views import console
 
     extra = read_requirements(requirements) if requirements else None
@@ -189,7 +199,7 @@ def _made_words(made: Made, requirements: Path | None) -> str:
 
 def _setup_question(cluster: Cluster, nodes: Sequence[Node], wanted: WantedVersions, requirements: Path | None) -> str:
     """What is to be agreed to; "" where, as far as is known, no host lacks anything."""
-    from orchestrator.hosts.alike import host_set
+    from orchestrator.hosts.exec import host_set
 
     lacking, parts = [node.name for node in nodes if _lacks(cluster, node.name, wanted)], []
     if lacking:
@@ -225,3 +235,163 @@ def _show(
     console.fail_each(failed.values())
     if failed:
         sys.exit(HostError.exit_code)
+
+
+# Commands about the nodes of a cluster: `node add`, `remove`, `release`, `restore`.
+
+
+@click.group()
+def node() -> None:
+    """Add, remove, release or restore nodes of the current cluster; your inventory file is never changed.
+
+    \b
+    orch node add a16 host=192.168.1.52 gpu=A16 bandwidth=2.5Gbps
+    orch node release a2000
+    """
+
+
+@node.command("add")
+@click.argument("name")
+@click.argument("keys", nargs=-1, metavar="KEY=VALUE...")
+@accept_option
+@allow_local_option
+@cluster_option
+@json_option
+def node_add(
+    name: str,
+    keys: tuple[str, ...],
+    accept_new_host_keys: bool,
+    allow_local: bool,
+    cluster: str | None,
+    as_json: bool,
+) -> None:
+    """Add a host, with the keys of an inventory's node, and probe it.
+
+    Keys that you leave out come from the `defaults:` of the cluster's inventory. A host that cannot be reached is not
+    added.
+
+    \b
+    orch node add a16 host=192.168.1.52 gpu=A16 bandwidth=2.5Gbps
+    """
+    from orchestrator.hosts.inventory_file import keys_of_new_node, node_with_defaults
+    from orchestrator.planning.request import parse_pairs
+    from orchestrator.views import console
+
+    checked = keys_of_new_node(name, parse_pairs(keys, "KEY=VALUE"))
+    with open_controller(accept_new_host_keys) as controller:
+        known = controller.store.cluster(cluster)
+        new, inherited = node_with_defaults(known, checked)
+        ask_about_local(controller.store.home, f"node {name}", [new], allow_local)
+        if inherited:
+            console.say(inherited)
+        with busy(f"probing {name}"):
+            probed = controller.clusters.add_node(known, checked, new)
+    show_up(probed, as_json)
+
+
+@node.command("remove")
+@click.argument("name", shell_complete=node_names)
+@cluster_option
+def node_remove(name: str, cluster: str | None) -> None:
+    """Take a host out of the cluster; your inventory file stays as it is.
+
+    \b
+    orch node remove a2000
+    """
+    from orchestrator.views import host_tables
+
+    with open_controller() as controller:
+        host_tables.print_cluster(controller.clusters.remove_node(controller.store.cluster(cluster), name))
+
+
+@node.command("release")
+@click.argument("name", shell_complete=node_names)
+@cluster_option
+def node_release(name: str, cluster: str | None) -> None:
+    """Keep a host in the cluster, but give it no job until it is restored.
+
+    \b
+    orch node release a2000
+    """
+    _release(name, cluster, restore=False)
+
+
+@node.command("restore")
+@click.argument("name", shell_complete=node_names)
+@cluster_option
+def node_restore(name: str, cluster: str | None) -> None:
+    """Give a released host jobs again.
+
+    \b
+    orch node restore a2000
+    """
+    _release(name, cluster, restore=True)
+
+
+def _release(name: str, cluster: str | None, *, restore: bool) -> None:
+    from orchestrator.views import host_tables
+
+    with open_controller() as controller:
+        host_tables.print_cluster(
+            controller.clusters.release_node(controller.store.cluster(cluster), name, restore=restore)
+        )
+
+
+# Which clusters are remembered, and which one a command is about: `clusters`, `use`.
+
+
+@click.command()
+@json_option
+def clusters(as_json: bool) -> None:
+    """List the remembered clusters; `*` marks the current one.
+
+    \b
+    orch clusters
+    orch clusters --json | jq -r .current.name
+    """
+    from orchestrator.views import console, documents
+    from orchestrator.views import console as tables
+
+    with open_controller() as controller:
+        current = controller.store.current()
+        rows = controller.store.listed_clusters()
+    if as_json:
+        return console.print_json(documents.clusters_json(current, rows))
+    columns = ("", "cluster", "hosts", "master", "jobs running", "file")
+    marks = ["*" if current and row.name == current.name else "" for row in rows]
+    cells = [
+        (mark, row.name, str(len(row.nodes)), row.master or "", str(len(row.running)), row.file or "")
+        for mark, row in zip(marks, rows, strict=True)
+    ]
+    if cells:
+        tables.print_table(columns, cells, right_from=99, drop=("file", "master", "jobs running"))
+    if current:
+        unknown = "" if any(marks) else ", which is not remembered"
+        console.say(f"current: {current.name}{unknown} (by {current.by})")
+    else:
+        console.say("no cluster is the current one: `orch up INVENTORY`, or `orch use NAME`")
+    for row in rows:
+        if row.error:
+            console.warn(row.error)
+    return None
+
+
+@click.command()
+@click.argument("name", metavar="CLUSTER", shell_complete=cluster_names)
+def use(name: str) -> None:
+    """Make a remembered cluster the current one, for all terminals; asks no host.
+
+    For one terminal only, set ORCH_CLUSTER there: it overrides `orch use` and `orch up`.
+
+    \b
+    orch use rack
+    export ORCH_CLUSTER=rack
+    """
+    from orchestrator.views import console
+
+    with open_controller() as controller:
+        cluster = controller.store.use(name)
+        terminals = controller.store.terminals()
+    console.put(f"{cluster.name} is the current cluster: {', '.join(node.name for node in cluster.nodes)}")
+    if terminals and terminals.name != cluster.name:
+        console.warn(f"{terminals.by}={terminals.name} still chooses in this terminal: unset {terminals.by}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +13,24 @@ from orchestrator.cli.common import (
     cluster_option,
     given_out,
     json_option,
+    names_of,
+    node_names,
+    nodes_option,
     open_controller,
     out_option,
+    settings_option,
+    studies,
 )
-from orchestrator.cli.complete import node_names
 from orchestrator.cli.spec_words import ScriptCommand, script_argument, spec_of
 from orchestrator.errors import UsageError
+from orchestrator.studies import study_names
 
 if TYPE_CHECKING:
+    from orchestrator.jobs.running import RunningJob
+    from orchestrator.measuring.sweep import Follow
     from orchestrator.planning.job_spec import JobSpec
+    from orchestrator.planning.profiles import Profile
+    from orchestrator.studies.study import StudyRow
     from orchestrator.views.plan import Outlook
 
 
@@ -109,7 +119,8 @@ def _imagined(spec: JobSpec, nodes: str, bandwidth: float | None) -> Outlook:
 
 
 def _show(outlook: Outlook) -> None:
-    from orchestrator.views import console, tables
+    from orchestrator.views import console
+    from orchestrator.views import console as tables
     from orchestrator.views.plan import TITLES, changes, endings, headline, rows
 
     for sentence in headline(outlook):
@@ -122,3 +133,169 @@ def _show(outlook: Outlook) -> None:
         console.out.print(console.plain(sentence, "dim"))
     for sentence in endings(outlook):
         console.put(sentence)
+
+
+# `profile`: how fast each host is alone.
+
+
+@click.command(cls=ScriptCommand)
+@nodes_option
+@click.option("--each", is_flag=True, help="Measure every host, not just one of each kind.")
+@click.option("--again", is_flag=True, help="Measure again what is already known.")
+@cluster_option
+@json_option
+@script_argument
+@click.pass_context
+def profile(
+    ctx: click.Context,
+    /,
+    nodes: str | None,
+    each: bool,
+    again: bool,
+    cluster: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Measure how fast each host computes by itself.
+
+    This takes about 15 s for each kind of host (`--set profile_s=15`); different machines are measured at the same
+    time. A profile is kept until the GPU, its driver, torch or the network's settings change. Runs then split a batch
+    by it (`--set shares=equal` splits it evenly), and efficiency is reported against it. The exit code is 1 if a paced
+    host kept its pace at fewer than two batch sizes: it has no profile.
+
+    A script of your own is measured if it takes part by `trainer.join`: its loop runs on each host alone, with batches
+    of growing sizes, and ends when they are measured.
+
+    \b
+    orch profile --exp resnet152_cifar
+    orch profile --exp resnet152_cifar --set amp=bf16 --each
+    orch profile -- train.py --width 512
+    orch run --set shares=measured -- train.py --width 512
+    """
+    from orchestrator.measuring.profiling import Profiling
+    from orchestrator.views import console, documents, host_tables
+
+    spec = spec_of(ctx, options)
+    with open_controller() as controller:
+        known = controller.store.cluster(cluster)
+        one = Profiling(controller, known, spec, only=known.names(nodes), each=each)
+        if one.left_out:
+            console.warn(f"ignored, since they change nothing that a host does alone: {', '.join(one.left_out)}")
+        found = one.run(_follower(), again=again)
+    batch = one.batch_of(found)
+    if as_json:
+        console.print_json(documents.profile_json(one.job.request.name, batch, found))
+    else:
+        host_tables.print_profiles(batch, found)
+    _judge(one.line, list({each.profile.node: each.profile for each in found}.values()))
+
+
+def _follower() -> Callable[[RunningJob], None]:
+    """What shows each measurement's job; a note of several once."""
+    from orchestrator.views import console, following, launch_plan
+
+    said = set[str]()
+
+    def follow(job: RunningJob) -> None:
+        console.say(f"measuring {job.plan.master} alone: {job.id}")
+        launch_plan.warn_notes(job.plan, said)
+        following.print_events(job.follow(), show=lambda line: False, stream=console.err)
+
+    return follow
+
+
+def _judge(line: str, measured: Sequence[Profile]) -> None:
+    """Says what is to be doubted; line: the command that measures again. Raises OrchError for what is not valid."""
+    from orchestrator.errors import OrchError
+    from orchestrator.planning.profiles import RETRY
+    from orchestrator.views import console
+
+    for profile in measured:
+        if words := profile.drift_words():
+            console.warn(words)
+        if profile.valid and profile.late_sizes:
+            sizes = ", ".join(map(str, profile.late_sizes))
+            console.warn(f"{profile.node}: could not keep its pace at batches of {sizes}; its profile leaves them out")
+    if why := [profile.why_not_valid() for profile in measured if not profile.valid]:
+        raise OrchError(f"not kept: {'; '.join(why)}", RETRY.format(profile=line))
+
+
+# `sweep`: a study's rows on this cluster, measured beside published.
+
+_HELP = f"""Run the rows of a reference study that this cluster can run.
+
+The studies are {", ".join(study_names())}. Rows that are done are not run again, even after a Ctrl-C; rows of other
+clusters stay in the same table. The table shows medians, and names rows whose ranges overlap as within noise. Each run
+of a row has another seed.
+
+\b
+orch sweep bottlenecks --set data_dir=/data
+orch sweep mixed_clusters --cluster a16-v100 --repeats 5
+orch sweep mnist_methods --set epochs=1 --repeats 3
+orch sweep input --set epochs=1 --json | jq '.rows[].measured.figures'
+"""
+
+
+@click.command(help=_HELP)
+@click.argument("study", shell_complete=studies)
+@settings_option("A setting for all rows, before their own; repeatable.")
+@click.option("--rows", metavar="A,B", help="Run only these rows (--json lists their names).")
+@click.option(
+    "--repeats",
+    type=click.IntRange(1, 100),
+    metavar="N",
+    help="Runs of each row. Default: 3 if the first takes less than a minute, else 1.",
+)
+@click.option("--again", is_flag=True, help="Run rows again that are done.")
+@out_option
+@cluster_option
+@json_option
+def sweep(
+    study: str,
+    settings: tuple[str, ...],
+    rows: str | None,
+    repeats: int | None,
+    again: bool,
+    out: Path,
+    cluster: str | None,
+    as_json: bool,
+) -> None:
+    from orchestrator.measuring.sweep import Sweep
+    from orchestrator.planning.request import parse_pairs
+    from orchestrator.studies.study import load_study
+    from orchestrator.views import console, documents, study_table
+
+    if study not in study_names():
+        raise UsageError(f"{study!r} is no study", f"choose one of {', '.join(study_names())}")
+    published = load_study(study)
+    only = names_of(rows)
+    known = [row.name for row in published.rows]
+    for name in only:
+        if name not in known:
+            raise UsageError(f"{study} has no row {name!r}", f"its rows: {', '.join(known)}")
+    overrides = parse_pairs(settings, "--set KEY=VALUE")
+    with open_controller() as controller:
+        one = Sweep(study, published, controller, controller.store.cluster(cluster), out, overrides)
+        outcomes = one.run(_sweep_follower(), only=only, again=again, repeats=repeats)
+    if as_json:
+        return console.print_json(documents.sweep_json(study, published, outcomes))
+    return study_table.print_study(published, outcomes)
+
+
+def _sweep_follower() -> Follow:
+    """Shows a row's notes and events, without its output."""
+    from orchestrator.views import console, following, launch_plan
+
+    said = set[str]()
+
+    def follow(row: StudyRow, job: RunningJob) -> None:
+        console.say(f"{row.name}: {job.id} on {', '.join(node.name for node in job.plan.nodes)}")
+        launch_plan.warn_notes(job.plan, said)
+        try:
+            following.print_events(job.follow(), show=lambda line: False, stream=console.err)
+        except KeyboardInterrupt:
+            console.say(f"\nstopped watching; {job.id} keeps running, and the same command resumes it")
+            console.say(f"cancel: orch cancel --job {job.id}")
+            raise
+
+    return follow

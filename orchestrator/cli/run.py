@@ -17,7 +17,7 @@ from orchestrator.errors import OrchError, UsageError
 
 if TYPE_CHECKING:
     from orchestrator.controller import Controller
-    from orchestrator.doctor.judge import Finding
+    from orchestrator.doctor.table import Finding
     from orchestrator.jobs.running import RunningJob
     from orchestrator.planning.job_spec import JobSpec
     from orchestrator.planning.launch_plan import LaunchPlan

@@ -18,7 +18,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from orchestrator.cli import complete
+from orchestrator.cli import common
 from orchestrator.cli.common import Quantity
 from orchestrator.errors import UsageError
 
@@ -142,7 +142,7 @@ def _option(name: str) -> click.Option:
     field, option = JobSpec.model_fields[name], OPTIONS[name]
     more: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
     if option.complete:
-        more["shell_complete"] = getattr(complete, option.complete)
+        more["shell_complete"] = getattr(common, option.complete)
     if field.annotation is bool:
         more["is_flag"] = True
     elif name.endswith("_s"):

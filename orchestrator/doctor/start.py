@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from orchestrator.doctor.judge import Finding, finding_of, judge
 from orchestrator.doctor.seen import Host, Level, Seen, Sight
-from orchestrator.doctor.table import checks_at
+from orchestrator.doctor.table import Finding, checks_at, finding_of, judge
 from orchestrator.errors import HostError, ProbeError, RefusedError
 from orchestrator.forecast.memory import needed_bytes
 from orchestrator.hosts import occupied

@@ -13,17 +13,18 @@ shipped with each job (P24), so that no two hosts can have other code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from orchestrator.doctor import gpus, system, together, ways
+from orchestrator.doctor import hosts, pairs, together
 from orchestrator.doctor.seen import Applies, Check, Host, Judge, Level, Seen, Sight
 from orchestrator.errors import AuthError, ConnectError, HostError, HostKeyError
 from orchestrator.hosts import checks
-from orchestrator.hosts.checks import Finding
+from orchestrator.hosts.checks import Finding as ChecksFinding
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.inventory import Node
+from orchestrator.units import counted
 
 NO_GPU, ONE_HOST, NO_MESH, NO_HOST = "no GPU there", "one host alone", "pairs were not tried", "no host answered"
 
@@ -36,7 +37,7 @@ def _unreached(seen: Seen, *kinds: type[HostError]) -> Iterator[Sight]:
 
 def _login(seen: Seen) -> Iterator[Sight]:
     yield from _unreached(seen, ConnectError, AuthError)
-    yield from on_each(system.login, level="warn")(seen)
+    yield from on_each(hosts.login, level="warn")(seen)
 
 
 def _host_keys(seen: Seen) -> Iterator[Sight]:
@@ -50,7 +51,7 @@ def _python(seen: Seen) -> Iterator[Sight]:
     yield from _PYTHON_AT_UP(seen)
 
 
-def on_each(*checks: Callable[[Host], Iterable[Finding]], level: Level | None = None) -> Judge:
+def on_each(*checks: Callable[[Host], Iterable[ChecksFinding]], level: Level | None = None) -> Judge:
     """What these say of each host by itself."""
 
     def judge(seen: Seen) -> Iterator[Sight]:
@@ -62,12 +63,12 @@ def on_each(*checks: Callable[[Host], Iterable[Finding]], level: Level | None = 
     return judge
 
 
-def blocks(*known: Callable[[Node, NodeFacts], Finding]) -> Callable[[Host], Iterable[Finding]]:
+def blocks(*known: Callable[[Node, NodeFacts], ChecksFinding]) -> Callable[[Host], Iterable[ChecksFinding]]:
     """Checks of `orch up` that refuse a host."""
     return lambda host: (found for check in known if (found := check(host.node, host.facts))[0])
 
 
-def warns(check: Callable[[Node, NodeFacts], Iterable[Finding]]) -> Callable[[Host], Iterable[Finding]]:
+def warns(check: Callable[[Node, NodeFacts], Iterable[ChecksFinding]]) -> Callable[[Host], Iterable[ChecksFinding]]:
     """One of `orch up` that lets it go on."""
     return lambda host: check(host.node, host.facts)
 
@@ -105,7 +106,7 @@ def has_nvswitch(seen: Seen) -> str:
 
 
 def gpus_waiting(seen: Seen) -> Iterator[Sight]:
-    return on_each(gpus.fabric)(seen)
+    return on_each(hosts.fabric)(seen)
 
 
 def are_several(seen: Seen) -> str:
@@ -120,8 +121,8 @@ def tried_collective(seen: Seen) -> str:
     return are_several(seen) or ("" if seen.collective else seen.why_no_collective)
 
 
-def _locked(host: Host) -> Iterable[Finding]:
-    return system.locked_memory(host) if host.facts.rdma else ()
+def _locked(host: Host) -> Iterable[ChecksFinding]:
+    return hosts.locked_memory(host) if host.facts.rdma else ()
 
 
 def _of_groups(judge: Judge) -> Judge:
@@ -140,12 +141,12 @@ def _check(
 
 _DRIVER, _GPUS = on_each(blocks(checks.driver)), on_each(blocks(checks.gpus))
 _DRIVERS = both(_DRIVER, on_each(warns(checks.driver_warnings), level="warn"))
-_NUMBER = both(_GPUS, on_each(gpus.other_count, level="warn"))
-_UNWELL, _LINK_DOWN = on_each(gpus.health), on_each(system.link_down)
-_LIMITS, _LOGIN_NOW = on_each(system.login_limits), on_each(system.login, level="warn")
-_CARD, _SPACE, _MEMORY, _YOUNG = map(on_each, (system.card, warns(checks.space), system.memory, system.young))
+_NUMBER = both(_GPUS, on_each(hosts.other_count, level="warn"))
+_UNWELL, _LINK_DOWN = on_each(hosts.health), on_each(hosts.link_down)
+_LIMITS, _LOGIN_NOW = on_each(hosts.login_limits), on_each(hosts.login, level="warn")
+_CARD, _SPACE, _MEMORY, _YOUNG = map(on_each, (hosts.card, warns(checks.space), hosts.memory, hosts.young))
 _PYTHON_AT_UP = both(on_each(blocks(checks.python, checks.torch)), on_each(warns(checks.packages), level="warn"))
-_INTERFACE_AT_UP = both(_of_groups(together.bound_addresses), on_each(system.link_down, warns(checks.interface)))
+_INTERFACE_AT_UP = both(_of_groups(together.bound_addresses), on_each(hosts.link_down, warns(checks.interface)))
 _WORKDIR = on_each(blocks(checks.workdir))
 
 
@@ -178,9 +179,9 @@ CHECKS: tuple[Check, ...] = (
         "GPUs compute",
         "block",
         "`no kernel image`, or CUDA errors at the first step",
-        on_each(gpus.kernels),
+        on_each(hosts.kernels),
         has_gpus,
-        up=on_each(gpus.kernels),
+        up=on_each(hosts.kernels),
     ),
     _check(
         "P08",
@@ -197,9 +198,9 @@ CHECKS: tuple[Check, ...] = (
         "GPUs in use",
         "warn",
         "out of memory at the start, half the speed",
-        both(on_each(gpus.in_use), on_each(gpus.taken, level="block")),
+        both(on_each(hosts.in_use), on_each(hosts.taken, level="block")),
         has_gpus,
-        up=on_each(gpus.on_them),
+        up=on_each(hosts.on_them),
     ),
     _check(
         "P10",
@@ -221,13 +222,13 @@ CHECKS: tuple[Check, ...] = (
         up=gpus_waiting,
         gpus_well=gpus_waiting,
     ),
-    _check("P12", "training address", "block", "a master that cannot listen", ways.listening, tried_pairs),
+    _check("P12", "training address", "block", "a master that cannot listen", pairs.listening, tried_pairs),
     _check(
         "P13",
         "connections to the master",
         "block",
         "`client socket has timed out` after minutes",
-        ways.to_master,
+        pairs.to_master,
         tried_pairs,
     ),
     _check(
@@ -235,7 +236,7 @@ CHECKS: tuple[Check, ...] = (
         "connections between hosts",
         "block",
         "a good start, and a first collective that hangs",
-        ways.to_others,
+        pairs.to_others,
         tried_pairs,
     ),
     _check(
@@ -243,12 +244,12 @@ CHECKS: tuple[Check, ...] = (
         "interface and route",
         "warn",
         "ranks that dial a container's or another network",
-        both(together.routes, together.bound_addresses, on_each(system.link_down, system.interface)),
+        both(together.routes, together.bound_addresses, on_each(hosts.link_down, hosts.interface)),
         are_several,
         up=_INTERFACE_AT_UP,
         start=_LINK_DOWN,
     ),
-    _check("P16", "own host name", "warn", "`connectFullMesh failed` with other launchers", on_each(system.own_name)),
+    _check("P16", "own host name", "warn", "`connectFullMesh failed` with other launchers", on_each(hosts.own_name)),
     _check(
         "P17", "one machine twice", "warn", "two ranks on one GPU, a master that waits", together.machines, are_several
     ),
@@ -258,7 +259,7 @@ CHECKS: tuple[Check, ...] = (
         "large packets",
         "block",
         "small messages pass, the first gradient hangs",
-        both(ways.large_packets, together.packet_sizes),
+        both(pairs.large_packets, together.packet_sizes),
         are_several,
     ),
     _check(
@@ -266,26 +267,26 @@ CHECKS: tuple[Check, ...] = (
         "speed of links",
         "warn",
         "steps that take many times as long as on one host",
-        both(_CARD, ways.speeds, ways.latencies),
+        both(_CARD, pairs.speeds, pairs.latencies),
         are_several,
         up=_CARD,
         start=_CARD,
     ),
     _check("P21", "InfiniBand", "warn", "`ibv_reg_mr: Cannot allocate memory`", on_each(_locked), has_rdma),
-    _check("P22", "GPU to GPU", "warn", "100 % GPU use and no progress", on_each(gpus.peer_access), has_several_gpus),
+    _check("P22", "GPU to GPU", "warn", "100 % GPU use and no progress", on_each(hosts.peer_access), has_several_gpus),
     _check(
         "P23",
         "an all-reduce",
         "block",
         "whatever no other check can see",
-        ways.collective,
+        pairs.collective,
         tried_collective,
     ),
     _check("P24", "work folder", "block", "a job that cannot be put there", _WORKDIR, up=_WORKDIR),
     _check(
         "P25", "space", "warn", "a checkpoint or a loader that fails for want of space", _SPACE, up=_SPACE, start=_SPACE
     ),
-    _check("P26", "limits of a session", "warn", "`too many open files` in mid-run", on_each(system.limits)),
+    _check("P26", "limits of a session", "warn", "`too many open files` in mid-run", on_each(hosts.limits)),
     _check(
         "P27",
         "clock",
@@ -298,13 +299,13 @@ CHECKS: tuple[Check, ...] = (
     _check(
         "P28", "variables", "warn", "ranks that choose other algorithms, and hang", together.environments, are_several
     ),
-    _check("P29", "left-over variables", "warn", "a launcher that obeys another job's", on_each(system.leftovers)),
+    _check("P29", "left-over variables", "warn", "a launcher that obeys another job's", on_each(hosts.leftovers)),
     _check(
         "P30",
         "outliving the login",
         "block",
         "a job that ends when you log out",
-        both(on_each(system.outlives), on_each(system.may_end_with_it, level="warn")),
+        both(on_each(hosts.outlives), on_each(hosts.may_end_with_it, level="warn")),
     ),
     _check("P31", "running jobs", "warn", "two jobs on one GPU", together.running),
     _check(
@@ -312,7 +313,7 @@ CHECKS: tuple[Check, ...] = (
         "memory and control groups",
         "warn",
         "a rank that is killed without a word (137)",
-        on_each(system.group_limits, system.memory),
+        on_each(hosts.group_limits, hosts.memory),
         up=_MEMORY,
         start=_MEMORY,
     ),
@@ -332,7 +333,7 @@ CHECKS: tuple[Check, ...] = (
         "reboots",
         "warn",
         "a host that leaves in mid-run",
-        on_each(system.reboot, system.young),
+        on_each(hosts.reboot, hosts.young),
         up=_YOUNG,
         start=_YOUNG,
     ),
@@ -345,3 +346,86 @@ def checks_at(moment: Literal["up", "start", "gpus_gone", "gpus_well"]) -> tuple
 
 def _part(check: Check, judge: Judge) -> Check:
     return check if judge is check.judge else replace(check, judge=judge, applies=always)
+
+
+# Takes what was seen, gives what is wrong: every check of the table, each finding with its remedy. Pure.
+#
+# diagnosis = judge(seen)
+# diagnosis.findings[0].id, diagnosis.findings[0].seen        "P14", "the connection is refused, though ..."
+# diagnosis.summary               "31 checks passed, 2 findings (1 blocks), 3 not applicable (no GPU there: ...)"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong somewhere. where: hosts; of a way, its start and its end."""
+
+    id: str
+    name: str
+    level: Level
+    where: tuple[str, ...]
+    seen: str
+    causes: str
+    remedy: str
+    is_way: bool = False
+
+    @property
+    def line(self) -> str:
+        """Where there is one line for it."""
+        return ": ".join(part for part in (", ".join(self.where), self.seen, self.remedy) if part)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """findings: what blocks first, then in the order of the table. passed: ids. not_applicable: by id, why."""
+
+    seen: Seen
+    findings: tuple[Finding, ...]
+    passed: tuple[str, ...]
+    not_applicable: Mapping[str, str]
+
+    @property
+    def blocks(self) -> bool:
+        return any(finding.level == "block" for finding in self.findings)
+
+    @property
+    def summary(self) -> str:
+        blocking = sum(finding.level == "block" for finding in self.findings)
+        which = f" ({blocking} {'blocks' if blocking == 1 else 'block'})" if blocking else ""
+        said = f"{counted(len(self.passed), 'check')} passed, {counted(len(self.findings), 'finding')}{which}"
+        reasons = dict[str, list[str]]()
+        for id, why in self.not_applicable.items():
+            reasons.setdefault(why, []).append(id)
+        why_not = "; ".join(f"{why}: {', '.join(ids)}" for why, ids in reasons.items())
+        return f"{said}, {len(self.not_applicable)} not applicable" + (f" ({why_not})" if why_not else "")
+
+
+def judge(seen: Seen, checks: Sequence[Check] = CHECKS) -> Diagnosis:
+    findings, passed, not_applicable = list[Finding](), list[str](), dict[str, str]()
+    for check in checks:
+        if why := check.applies(seen):
+            not_applicable[check.id] = why
+            continue
+        found = [_finding(check, sight) for sight in check.judge(seen)]
+        findings += found
+        if not found:
+            passed.append(check.id)
+    findings.sort(key=lambda finding: finding.level != "block")
+    return Diagnosis(seen, tuple(findings), tuple(passed), not_applicable)
+
+
+def finding_of(id: str, sight: Sight) -> Finding:
+    """What somebody else saw, under the name of its check."""
+    return _finding(next(check for check in CHECKS if check.id == id), sight)
+
+
+def _finding(check: Check, sight: Sight) -> Finding:
+    return Finding(
+        id=check.id,
+        name=check.name,
+        level=sight.level or check.level,
+        where=sight.where,
+        seen=sight.seen,
+        causes=check.causes,
+        remedy=sight.remedy,
+        is_way=sight.is_way,
+    )

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from orchestrator.doctor.seen import Host, Seen, Sight
 from orchestrator.hosts import checks
-from orchestrator.hosts.alike import host_set
+from orchestrator.hosts.exec import host_set
 from orchestrator.hosts.masking import masked_env
 from orchestrator.hosts.wheels import numbers
 from orchestrator.planning.nccl import GpuHost, unlike_versions

@@ -14,11 +14,11 @@ from orchestrator.errors import UsageError
 from orchestrator.forecast.advice import Scene
 from orchestrator.forecast.inputs import ForecastInputs
 from orchestrator.forecast.pipeline.choice import PipelineChoice, as_set, choose
-from orchestrator.planning.draft import Draft
+from orchestrator.planning.build import Draft
 from orchestrator.planning.launch_plan import Prediction
 from orchestrator.units import format_figure
 from trainer.shared.config import OF_PIPELINE
-from trainer.shared.fields import SettingsError
+from trainer.shared.setting_fields import SettingsError
 from trainer.shared.settings import Settings
 
 MOST_HOSTS = 8

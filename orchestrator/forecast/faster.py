@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.forecast.advice import Policy, Scene, fewer, preference, splits, ways
-from orchestrator.forecast.asked import allowed, forecast_in, kept, parts_needed, way_of
 from orchestrator.forecast.cut import pipeline_for
-from orchestrator.forecast.inputs import ForecastInputs
+from orchestrator.forecast.inputs import ForecastInputs, allowed, forecast_in, kept, parts_needed, way_of
 from orchestrator.forecast.outlook import prediction_of, runnable
 from orchestrator.forecast.step import Way
 from orchestrator.planning.command_line import run_line
@@ -23,7 +22,7 @@ from orchestrator.planning.launch_plan import Faster, LaunchPlan
 from orchestrator.results.faster import WORTH, may_leave, settings_on
 from trainer.shared.config import OF_PIPELINE, fields_of
 from trainer.shared.experiments import OWN
-from trainer.shared.fields import SettingsError
+from trainer.shared.setting_fields import SettingsError
 from trainer.shared.settings import Settings
 from trainer.shared.shares import BY_SPEED
 

@@ -8,24 +8,26 @@ A rank's speed is its profile's; else the pace that it was given; else an estima
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.errors import UsageError
-from orchestrator.forecast.advice import Scene
-from orchestrator.forecast.asked import memory_words
-from orchestrator.forecast.cluster_links import MeasuredLinks, wire_of
+from orchestrator.forecast.advice import BUCKETS_MIB, FIDELITIES, Kept, Scene
 from orchestrator.forecast.gpus import ERROR, activation_bytes, estimate_speed
 from orchestrator.forecast.layers import Block, Layer, gradient_bytes, is_known, layers_in, network_like, network_of
-from orchestrator.forecast.step import HostSpeed, Workload
-from orchestrator.hosts.cards import find_card
+from orchestrator.forecast.links import MeasuredLinks, wire_of
+from orchestrator.forecast.step import PREDICTED, Fidelity, Forecast, HostSpeed, Way, Workload, predict
+from orchestrator.hosts.election import find_card
+from orchestrator.planning.build import Draft
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
-from orchestrator.planning.measurement import BlockTimes
-from orchestrator.planning.profiles import Profiles, profile_line
+from orchestrator.planning.profiles import BlockTimes, Profiles, profile_line
+from orchestrator.units import format_figure
 from trainer.shared.experiments import OWN
-from trainer.shared.settings import Settings
+from trainer.shared.settings import Settings, overlap_of
 from trainer.shared.shares import Speed, Speeds, parse_speeds
+from trainer.shared.strategy_table import LOCAL_STEPS, ONE_PROCESS
 
 
 @dataclass(frozen=True)
@@ -154,3 +156,194 @@ def _changed_words(plan: LaunchPlan, profiles: Profiles) -> Iterator[str]:
 
 def memory_notes(plan: LaunchPlan, view: ForecastInputs) -> tuple[str, ...]:
     return tuple(memory_words(view.scene, plan.shares, view.speeds_from, plan.training)) if plan.training else ()
+
+
+# What a run's settings ask for, as the forecast sees it: `way_of(settings)`, predicted by `forecast_in`; and where
+# memory is too small for it. Pure.
+
+ENDLESS = 10**12
+"""Samples."""
+UNSENT = ("pace", "catalogue")
+"""The sources of speeds that a run's ranks do not receive, nor what their memory holds."""
+
+
+def way_of(settings: Settings) -> Way | None:
+    """The way that these settings ask for. None: one that is not predicted."""
+    strategy, fidelity = settings.strategy, allowed(settings)
+    half_wire = settings.wire in ("bf16", "fp16")
+    if strategy in ONE_PROCESS:
+        return Way("ddp")  # one rank, which exchanges nothing
+    exact_part = exact_part_of(settings, fidelity)
+    if fidelity == "local":
+        rounds = {"half_wire": half_wire, **rounds_of(settings)}
+        return Way("parameter_average", "local", settings.bucket_mib, exact_part=exact_part, **rounds)
+    if strategy == "parameter_average":
+        return Way(strategy, "local", half_wire=half_wire)  # after every update
+    if strategy == "tensor":
+        return Way(strategy, fidelity, half_wire=settings.amp != "none")
+    if strategy not in PREDICTED:
+        return None
+    way = Way(strategy, fidelity, settings.bucket_mib, rank=settings.compress_rank)
+    return dataclasses.replace(way, exact_part=exact_part, sync_bn=settings.sync_bn)
+
+
+def exact_part_of(settings: Settings, fidelity: str) -> float:
+    """The part of a run's updates (0..1) before it begins to compress, or to train locally."""
+    after = {"compressed": settings.compress_after, "local": settings.local_after}.get(fidelity, 0)
+    updates = updates_of(settings)
+    return min(1.0, (updates // 10 if after < 0 else after) / updates)
+
+
+def updates_of(settings: Settings) -> int:
+    """The updates of the whole run, as far as the data set is known here; a folder counts as the experiment's set, a
+    script's as endless.
+    """
+    there = settings.data_set.train_samples if settings.model != OWN else ENDLESS
+    whole = settings.epochs * -(-min(settings.samples or there, there) // settings.batch)
+    return min(whole, settings.steps or whole)
+
+
+def rounds_of(settings: Settings) -> dict[str, Any]:
+    """The settings of local steps, as `Way` names them."""
+    every = settings.local_steps or LOCAL_STEPS
+    overlap = overlap_of(every, settings.local_overlap)
+    return {"every": every, "overlap": overlap, "local_batch": settings.local_batch}
+
+
+def kept(settings: Settings, chosen: Collection[str]) -> Kept:
+    """chosen: settings that the person made."""
+    own_mib = settings.bucket_mib if "bucket_mib" in chosen else 0.0
+    return Kept(
+        **rounds_of(settings),
+        rank=settings.compress_rank,
+        wire=settings.wire,
+        buckets_mib=(own_mib,) if own_mib else BUCKETS_MIB,
+        exact_parts={each: exact_part_of(settings, each) for each in ("compressed", "local")},
+        sync_bn=settings.sync_bn,
+        slices=not settings.sync_bn and settings.model != OWN,
+        half_outputs=settings.amp != "none",
+    )
+
+
+def allowed(settings: Settings) -> Fidelity:
+    return next(each for each in FIDELITIES if each == settings.fidelity)
+
+
+def forecast_in(scene: Scene, way: Way, shares: Sequence[int], micro: int) -> Forecast:
+    """micro: the setting `accumulate`."""
+    hosts, first, computed = [], 0, computed_shares(way.strategy, shares, scene.job.batch)
+    for host in scene.hosts:
+        own = computed[first : first + len(host.speeds)]
+        first += len(own)
+        speeds = (_in_parts(speed, share, micro) for speed, share in zip(host.speeds, own, strict=True))
+        hosts.append(dataclasses.replace(host, speeds=tuple(speeds)))
+    return predict(scene.job, hosts, scene.wire, way, shares)
+
+
+def computed_shares(strategy: str, shares: Sequence[int], batch: int) -> Sequence[int]:
+    """Samples that each rank computes of an update. Under tensor shares are of channels, and all compute the batch."""
+    return [batch] * len(shares) if strategy == "tensor" else shares
+
+
+def _in_parts(speed: Speed, share: int, micro: int) -> Speed:
+    if micro < 1 or share < 1:
+        return speed
+    part = -(-share // micro)
+    return dataclasses.replace(speed, cap=part if speed.cap is None else min(part, speed.cap))
+
+
+def memory_words(
+    scene: Scene, shares: Sequence[int], speeds_from: Mapping[str, str], settings: Settings
+) -> Iterator[str]:
+    """Warnings about hosts that will do more at once than their memory holds: ranks do not learn these estimates."""
+    local_batch = settings.local_batch
+    found: dict[int, list[tuple[str, int]]] = {}
+    for name, cap, share in _too_large(scene, shares, speeds_from, settings):
+        found.setdefault(cap, []).append((name, share))
+    parts = parts_needed(scene, shares, speeds_from, settings)
+    remedy = f"local_batch={min(found, default=0)}" if local_batch else f"accumulate={parts}"
+    for cap, ranks in found.items():
+        names, most = ", ".join(dict(ranks)), max(share for _, share in ranks)
+        what = f"a local batch of {local_batch}" if local_batch else f"a share of {most}"
+        yield (
+            f"{names}: {what} will not fit into its memory at once ({cap} samples, estimated); `orch profile`, "
+            f"or --set {remedy}"
+        )
+
+
+def parts_needed(scene: Scene, shares: Sequence[int], speeds_from: Mapping[str, str], settings: Settings) -> int:
+    """The setting `accumulate` with which these shares fit; 0 where they fit as they are."""
+    return max((-(-share // cap) for _, cap, share in _too_large(scene, shares, speeds_from, settings)), default=0)
+
+
+def _too_large(
+    scene: Scene, shares: Sequence[int], speeds_from: Mapping[str, str], settings: Settings
+) -> Iterator[tuple[str, int, int]]:
+    """Name, cap and share, in samples, of each rank that receives no cap and would need one."""
+    micro, local_batch = max(1, settings.accumulate), settings.local_batch
+    split = iter(computed_shares(settings.strategy, shares, scene.job.batch))
+    for host in scene.hosts:
+        has_no_cap = speeds_from.get(host.name, "catalogue") in UNSENT
+        for speed, share in zip(host.speeds, split, strict=False):
+            at_once = min(-(-share // micro), local_batch or share)
+            if has_no_cap and speed.cap and at_once > speed.cap:
+                yield host.kind or host.name, speed.cap, share
+
+
+# How many updates lie between two averages of `fidelity=local` where the person leaves that to us. Pure.
+#
+#     draft = with_rounds(draft, view)        local_steps=0, resolved: settings and a note
+#
+# More steps hide more of the wire, and let the ranks drift further apart: the fewest are taken that are about as fast
+# as the most.
+
+NEAR = 0.99
+"""A speed of at least this part of the best counts as equally good."""
+SAME = 0.999
+"""The fewest overlapping steps are taken that reach this part of the speed with half of the steps overlapping."""
+
+
+def with_rounds(draft: Draft, view: ForecastInputs | UsageError) -> Draft:
+    """The same draft with the fewest local steps that hide the wire, and the fewest of them that overlap, where it asks
+    for them. view: or why nothing can be predicted; then it is LOCAL_STEPS.
+    """
+    settings = draft.training
+    if settings is None or settings.fidelity != "local" or settings.local_steps:
+        return draft
+    asked = settings.local_overlap
+    if settings.strategy == "pipeline":
+        every = max(LOCAL_STEPS, asked + 1)
+        return _decided(draft, every, asked, f"{every}, for pipelines beside each other")
+    if isinstance(view, UsageError):
+        every = max(LOCAL_STEPS, asked + 1)
+        return _decided(draft, every, asked, f"{every}, since {view.message}; {view.remedy}")
+
+    def speed(every: int, overlap: int) -> float:
+        return _samples_per_s(settings, draft.shares, view, every, overlap)
+
+    every, overlap = fewest_steps(speed, asked)
+    predicted = f"predicted at {format_figure(speed(every, overlap))} samples/s"
+    words = f"{every}, {overlap} of them while an average travels: {predicted}"
+    return _decided(draft, every, overlap, f"{words}, within 1 % of the most that {LOCAL_STEPS} would bring")
+
+
+def fewest_steps(speed: Callable[[int, int], float], asked: int) -> tuple[int, int]:
+    """Steps from one average to the next, and those that go on while it travels. speed: samples/s by both. asked: the
+    setting `local_overlap`; -1 allows up to half of the steps (where a person sets `local_steps`, -1 is a quarter).
+    """
+    most = max(LOCAL_STEPS, asked + 1)
+    speeds = {every: speed(every, every // 2 if asked < 0 else asked) for every in range(max(1, asked + 1), most + 1)}
+    every = next(steps for steps in speeds if speeds[steps] >= NEAR * max(speeds.values()))
+    overlaps = range(every // 2 + 1) if asked < 0 else (asked,)
+    return every, next(overlap for overlap in overlaps if speed(every, overlap) >= SAME * speeds[every])
+
+
+def _samples_per_s(settings: Settings, shares: Sequence[int], view: ForecastInputs, every: int, overlap: int) -> float:
+    """Once the exact updates of `local_after` are over."""
+    way = way_of(replace(settings, local_steps=every, local_overlap=overlap, local_after=0))
+    assert way  # noqa: S101 - for the type checker
+    return forecast_in(view.scene, way, shares, settings.accumulate).samples_per_s
+
+
+def _decided(draft: Draft, every: int, overlap: int, words: str) -> Draft:
+    return draft.settled({"local_steps": every, "local_overlap": overlap}, f"local_steps=0: {words}")

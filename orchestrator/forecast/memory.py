@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from orchestrator.forecast.asked import computed_shares
 from orchestrator.forecast.gpus import RESERVED_BYTES, activation_bytes
+from orchestrator.forecast.inputs import computed_shares
 from orchestrator.forecast.layers import gradient_bytes, is_known, layers_in, network_of
 from orchestrator.forecast.tensor import weight_bytes
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan

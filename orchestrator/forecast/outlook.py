@@ -12,16 +12,15 @@ from typing import Any
 
 from orchestrator.errors import UsageError
 from orchestrator.forecast.advice import preference, ways
-from orchestrator.forecast.asked import allowed, forecast_in, kept, way_of
 from orchestrator.forecast.cut import pipeline_for, prediction_of_pipeline, settled
-from orchestrator.forecast.inputs import ForecastInputs
+from orchestrator.forecast.inputs import ForecastInputs, allowed, forecast_in, kept, way_of
 from orchestrator.forecast.slices import BASIS
 from orchestrator.forecast.step import Way
-from orchestrator.planning.draft import Draft
+from orchestrator.planning.build import Draft
 from orchestrator.planning.launch_plan import LaunchPlan, Prediction
 from orchestrator.units import format_figure
 from trainer.shared.experiments import OWN
-from trainer.shared.fields import SettingsError
+from trainer.shared.setting_fields import SettingsError
 from trainer.shared.settings import Settings
 
 

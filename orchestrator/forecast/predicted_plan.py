@@ -10,19 +10,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.errors import UsageError
-from orchestrator.forecast.cluster_links import read_network
 from orchestrator.forecast.cut import stage_notes, with_stages
 from orchestrator.forecast.faster import faster_ways, without_slow
-from orchestrator.forecast.inputs import inputs_of, memory_notes
+from orchestrator.forecast.inputs import blocks_in, inputs_of, memory_notes, speeds_of, with_rounds
+from orchestrator.forecast.layers import layers_in
+from orchestrator.forecast.links import read_network
 from orchestrator.forecast.outlook import prediction_of, with_best_way
-from orchestrator.forecast.rounds import with_rounds
 from orchestrator.forecast.slices import slice_notes
+from orchestrator.forecast.step import HostSpeed, alone_samples_per_s
+from orchestrator.hosts.election import Candidate
 from orchestrator.paths import RUNS
-from orchestrator.planning.build import build_plan
-from orchestrator.planning.draft import Draft
+from orchestrator.planning.build import Draft, build_plan
+from orchestrator.planning.host_choice import Worth
 from orchestrator.planning.launch_plan import Faster, LaunchPlan
 from orchestrator.planning.profiles import Profiles
 from orchestrator.planning.request import RunRequest
+from trainer.shared.shares import parse_speeds
 
 
 def predicted_plan(draft: Draft, profiles: Profiles, measured: Sequence[Path]) -> tuple[LaunchPlan, Faster | None]:
@@ -53,3 +56,41 @@ def left_out_words(plan: LaunchPlan, better: Faster, request: RunRequest) -> str
     why = "strategy=auto" if request.best_way else "shares=measured"
     every = ",".join(node.name for node in plan.nodes)
     return f"{why} leaves out {out}: {better.words}; --nodes {every} keeps them"
+
+
+# Which hosts are worth the most to a job that takes some of them: by speed, else by the memory of their GPUs. Pure.
+#
+# by_speed(plan, profiles)         Worth({"v100": 763.0, "a2000": 288.0}, "the fastest by profile")
+# by_memory(candidates)            the same, where not every host's speed is known
+
+SOURCES = {
+    "profile": "profile",
+    "pace": "the inventory's pace",
+    "by hand": "the setting `speeds`",
+    "catalogue": "the hardware catalogue",
+}
+"""Where speeds come from, as `inputs.speeds_of` calls it, in words for people."""
+
+
+def by_speed(plan: LaunchPlan, profiles: Profiles) -> Worth | None:
+    """What each host does by itself with the whole batch; None where a speed is not known. plan: with all hosts."""
+    settings = plan.training
+    if settings is None:
+        return None
+    by_hand = parse_speeds(settings.speeds)
+    try:
+        layers = layers_in(blocks_in(plan, settings, profiles))
+        known = {node.name: speeds_of(node, settings, by_hand, profiles, layers) for node in plan.nodes}
+    except UsageError:
+        return None
+    if any(speed.cap == 0 for speeds, _ in known.values() for speed in speeds):  # a host that no sample fits into
+        return None
+    figures = {name: alone_samples_per_s(HostSpeed(name, own), settings.batch) for name, (own, _) in known.items()}
+    sources = sorted({SOURCES[source] for _, source in known.values()})
+    return Worth(figures, f"the fastest alone by {' and '.join(sources)}")
+
+
+def by_memory(candidates: Sequence[Candidate]) -> Worth:
+    """The memory of all GPUs of a host; the order of the inventory where there is none."""
+    figures = {one.name: float(one.gpu_memory_bytes * one.gpus) for one in candidates}
+    return Worth(figures, "those with the most GPU memory" if any(figures.values()) else "the first in order")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from orchestrator.forecast.advice import Scene
-from orchestrator.forecast.asked import forecast_in, way_of
-from orchestrator.forecast.inputs import ForecastInputs
+from orchestrator.forecast.inputs import ForecastInputs, forecast_in, way_of
 from orchestrator.forecast.tensor import is_cut, memory_bytes
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.units import format_bytes, format_figure, format_percent

@@ -26,7 +26,7 @@ import trainer.shared.gpu_work as gpu_work
 from orchestrator.forecast.layers import FLOAT_BYTES, Block, Layer, Shape, gradient_bytes
 from orchestrator.forecast.links import LinkCosts
 from orchestrator.forecast.tensor import Sent, time_step
-from orchestrator.planning.measurement import BlockTimes
+from orchestrator.planning.profiles import BlockTimes
 from trainer.shared.gpu_work import Work
 from trainer.shared.pace import BACKWARD, FORWARD, OPTIMISER
 from trainer.shared.shares import Speed, at_most, equal_shares, fastest_shares

@@ -44,7 +44,7 @@ class Clock(Fact):
 
 
 class _Now(Fact):
-    """What `remote/now.py` reports."""
+    """What `remote/health.py` reports."""
 
     clock: Clock
     disk_free_bytes: Count
@@ -72,7 +72,7 @@ def read_health(node: str, answer: Mapping[str, Any]) -> Health:
 def as_of_now(
     node: str, remembered: NodeFacts, answer: Any, sent_at: float, received_at: float
 ) -> tuple[NodeFacts, Health]:
-    """What is remembered of a host, with what `remote/now.py` reported. Raises ProbeError as `read_facts` does."""
+    """What is remembered of a host, with what `remote/health.py` reported. Raises ProbeError as `read_facts` does."""
     now = _checked(node, _Now, answer, "state")
     found = {link.name: link for link in now.interfaces}
     update = {

@@ -11,10 +11,9 @@ import shlex
 from collections.abc import Callable, Iterator
 
 from orchestrator.errors import HostError, ProbeError
-from orchestrator.hosts.facts import NodeFacts, TorchFacts
+from orchestrator.hosts.facts import VISIBLE, NodeFacts, TorchFacts
 from orchestrator.hosts.inventory import Node
 from orchestrator.hosts.occupied import warnings as occupied
-from orchestrator.hosts.visible import VISIBLE
 from orchestrator.hosts.wheels import OLDEST_TORCH, WHEELS_FOR, newest_for, numbers, supports
 from orchestrator.units import counted, format_bandwidth, format_bytes
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+import errno
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, Field
 
-from orchestrator.errors import HostError, UsageError
+from orchestrator.errors import HostError, StateError, UsageError
+from orchestrator.files import locked, own_folder, write_atomic
 from orchestrator.hosts.facts import NodeFacts
+from orchestrator.hosts.grammar import NAME
 from orchestrator.hosts.inventory import Node
 from orchestrator.hosts.masking import mask, masked_env
 from orchestrator.hosts.node_names import names_in
-from orchestrator.record import SCHEMA, Record
+from orchestrator.paths import Home
+from orchestrator.record import SCHEMA, AnyRecord, Record, RecordError, read_record, write_record
 
 
 class Problem(Record):
@@ -97,7 +107,7 @@ class Cluster(Record):
 
     def masked(self) -> Cluster:
         """The form that is kept: without the values of `env` that may be secrets, nor `prepare`; see
-        `file_again.with_secrets`. `activate` stays: each command needs it.
+        `inventory_file.with_secrets`. `activate` stays: each command needs it.
         """
         update = {part: tuple(_masked(node) for node in getattr(self, part)) for part in ("nodes", "extra")}
         env, prepare = masked_env(self.defaults.get("env", {})), mask(self.defaults.get("prepare"))
@@ -110,3 +120,233 @@ class Cluster(Record):
 
 def _masked(node: Node) -> Node:
     return node.model_copy(update={"env": masked_env(node.env), "prepare": mask(node.prepare)})
+
+
+# What commands change of a remembered cluster, asked for under the store's lock of the cluster as it is then. Pure.
+#
+# store.change_cluster("rack", lambda known: without_node(known, "a2000"))
+
+
+def with_known(of_file: Cluster, known: Cluster) -> Cluster:
+    """of_file: the cluster as its file alone has it. What `orch node`, `orch master` and `orch setup` changed stays."""
+    nodes = tuple(node for node in of_file.nodes if node.name not in known.removed)
+    nodes += tuple(node for node in known.extra if node.name not in {n.name for n in nodes})
+    own = {node.name: node.python for node in nodes}  # of the file as it is now
+    kept = ("added", "probed", "released", "removed", "extra", "extra_keys", "master_pin")
+    seen = {part: only(getattr(known, part), own) for part in ("facts", "problems")}
+    cluster = of_file.model_copy(update={"nodes": nodes, **{name: getattr(known, name) for name in kept}, **seen})
+    venvs = only(known.venvs, own)
+    return cluster.with_venvs(
+        {name: venv.model_copy(update={"base_python": own[name]}) for name, venv in venvs.items()}
+    )
+
+
+def with_node(cluster: Cluster, keys: Mapping[str, Any], node: Node) -> Cluster:
+    """keys: those of `node` that it does not have from the defaults. Raises UsageError where it is there already."""
+    if node.name in {other.name for other in cluster.nodes}:
+        raise UsageError(f"{node.name} is already in cluster {cluster.name}", "choose another name")
+    changed = {
+        "nodes": (*cluster.nodes, node),
+        "extra": (*cluster.extra, node),
+        "extra_keys": {**cluster.extra_keys, node.name: dict(keys)},
+        "removed": tuple(name for name in cluster.removed if name != node.name),
+    }
+    return cluster.model_copy(update=changed)
+
+
+def without_node(cluster: Cluster, name: str) -> Cluster:
+    """Raises UsageError where it is not there, or the last one."""
+    node = cluster.node(name)
+    if len(cluster.nodes) == 1:
+        raise UsageError(f"{name} is the last node of cluster {cluster.name}", "`orch down` clears its host")
+    update = {
+        "nodes": tuple(other for other in cluster.nodes if other is not node),
+        "extra": tuple(other for other in cluster.extra if other.name != name),
+        "extra_keys": all_but(cluster.extra_keys, {name}),
+        "removed": (*cluster.removed, name),
+        "facts": all_but(cluster.facts, {name}),
+        "problems": all_but(cluster.problems, {name}),
+        "venvs": all_but(cluster.venvs, {name}),
+        "master_pin": None if cluster.master_pin == name else cluster.master_pin,
+    }
+    return cluster.model_copy(update=update)
+
+
+def released(cluster: Cluster, name: str, *, restore: bool) -> Cluster:
+    """Given no job until it is restored. Raises UsageError where no other host is left for jobs."""
+    cluster.node(name)
+    others = tuple(other for other in cluster.released if other != name)
+    if not restore and not {node.name for node in cluster.active()} - {name} - cluster.problems.keys():
+        raise UsageError(f"{name} is the only usable host of cluster {cluster.name}", "restore another one first")
+    return cluster.model_copy(update={"released": others if restore else (*others, name)})
+
+
+def with_made(cluster: Cluster, venvs: Mapping[str, Venv | None]) -> Cluster:
+    """With these environments, of those of its nodes that are there; None takes one away."""
+    there = {node.name: venvs[node.name] for node in cluster.nodes if node.name in venvs}
+    kept = {**all_but(cluster.venvs, set(there)), **{name: venv for name, venv in there.items() if venv}}
+    return cluster.with_venvs(kept)
+
+
+def all_but(values: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
+
+
+def only(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in names}
+
+
+# What is remembered of clusters under $ORCH_HOME, and how anything is written there. The hosts are the truth.
+#
+# Every write is a temporary file, fsync and rename under a lock; every file carries a schema number. A cluster is the
+# inventory as it was read, plus an overlay (what `orch node` and `orch master` changed), plus the facts of the last
+# `up`:
+# the user's own file is never touched. A damaged file is a StateError of its own job or cluster and of nothing else.
+
+CLUSTER_VARIABLE = "ORCH_CLUSTER"
+"""Chooses the current cluster of one terminal."""
+
+
+@dataclass(frozen=True)
+class Current:
+    """The cluster that a command is about if its line names none."""
+
+    name: str
+    by: str
+    """The variable or the file that names it."""
+
+
+@dataclass(frozen=True)
+class ListedCluster:
+    """One remembered cluster in a list of them."""
+
+    name: str
+    nodes: tuple[str, ...] = ()
+    master: str | None = None
+    file: str | None = None
+    running: tuple[str, ...] = ()
+    """The ids of its jobs that had not ended when they were last refreshed."""
+    error: str | None = None
+    """Why nothing else is known of it, where its record is damaged."""
+
+
+class RememberedClusters:
+    """unwritten: why something that a reading command learned could not be remembered; such a command goes on."""
+
+    def __init__(self, home: Home) -> None:
+        self.home = home
+        self.unwritten: OSError | None = None
+
+    def save_cluster(self, cluster: Cluster | Callable[[], Cluster], *, current: bool = False) -> Cluster:
+        """cluster: or what makes it, under the lock: nobody changes then what it reads. current: it becomes that."""
+        with self._locked():
+            saved = cluster() if callable(cluster) else cluster
+            write_record(self.home.cluster(saved.name), saved.masked())
+            if current:
+                write_atomic(self.home.current_cluster, saved.name + "\n")
+        return saved
+
+    def change_cluster(self, name: str, change: Callable[[Cluster], Cluster], *, current: bool = False) -> Cluster:
+        """Reads, changes and writes a cluster under the lock: two commands at once do not undo each other.
+
+        Raises StateError where it is no longer there.
+        """
+
+        def changed() -> Cluster:
+            if known := self.known_cluster(name):
+                return change(known)
+            raise StateError(
+                f"cluster {name} was removed while this command ran", "`orch up INVENTORY` remembers it again"
+            )
+
+        return self.save_cluster(changed, current=current)
+
+    def cluster(self, name: str | None = None) -> Cluster:
+        """The named cluster, else the current one. Raises UsageError where there is none."""
+        return self._cluster(self.cluster_name(name))
+
+    def cluster_name(self, name: str | None = None) -> str:
+        """The same, without a look into it."""
+        chosen, known = Current(name, "") if name else self.current(), self.cluster_names()
+        if chosen and chosen.name in known:
+            return chosen.name
+        if not known and not chosen:
+            raise UsageError("no cluster yet", "start with `orch up INVENTORY`")
+        near = difflib.get_close_matches(chosen.name, known, n=1) if chosen else []
+        meant = f"did you mean {near[0]}? " if near else ""
+        remembered = f"known: {', '.join(known) or 'none'}"
+        if chosen and chosen.by != str(self.home.current_cluster):
+            by = f"{chosen.by}: " if chosen.by else ""
+            remedy = f"{meant}`orch up INVENTORY` remembers one; {remembered}"
+            raise UsageError(f"{by}no cluster named {chosen.name!r} is remembered", remedy)
+        raise UsageError(
+            f"{self.home.current_cluster} names no cluster that is remembered",
+            f"{meant}`orch use NAME` writes it again, or `--cluster NAME`; {remembered}",
+        )
+
+    def current(self) -> Current | None:
+        """This terminal's, else the one that the last `orch up` or `orch use` chose."""
+        if terminals := self.terminals():
+            return terminals
+        try:
+            name = self.home.current_cluster.read_text().strip()
+        except (FileNotFoundError, ValueError):
+            return None
+        return Current(name, str(self.home.current_cluster)) if re.fullmatch(NAME, name) else None
+
+    @staticmethod
+    def terminals() -> Current | None:
+        """What ORCH_CLUSTER says; None where it is not set, or empty."""
+        name = os.environ.get(CLUSTER_VARIABLE)
+        return Current(name, CLUSTER_VARIABLE) if name else None
+
+    def use(self, name: str) -> Cluster:
+        """Makes a remembered cluster the current one. Raises UsageError where it is unknown."""
+        cluster = self.cluster(name)
+        with self._locked():
+            write_atomic(self.home.current_cluster, cluster.name + "\n")
+        return cluster
+
+    def cluster_names(self) -> list[str]:
+        return sorted(path.stem for path in self.home.clusters.glob("*.json") if not path.name.startswith("."))
+
+    def known_cluster(self, name: str) -> Cluster | None:
+        """None where it is unknown. Raises StateError where it is damaged."""
+        return self._cluster(name) if self.home.cluster(name).is_file() else None
+
+    def _cluster(self, name: str) -> Cluster:
+        return self._read(self.home.cluster(name), Cluster)
+
+    # ---- files ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        own_folder(self.home.root)
+        os.chmod(self.home.root, 0o700)
+        with locked(self.home.root / ".lock"):
+            yield
+
+    @contextmanager
+    def _if_writable(self) -> Iterator[None]:
+        """For what is worth remembering, and not worth failing for."""
+        try:
+            yield
+        except OSError as error:
+            self.unwritten = error
+
+    def _read(self, path: Path, form: type[AnyRecord]) -> AnyRecord:
+        try:
+            return read_record(path, form)
+        except OSError as error:
+            if error.errno == errno.ENOENT:
+                raise damaged(path, "it is missing") from error
+            raise damaged(path, error.strerror or str(error)) from error
+        except RecordError as error:
+            raise damaged(path, str(error)) from error
+
+
+def damaged(path: Path, why: str) -> StateError:
+    """The error for a file of ours that cannot be used."""
+    is_cluster = path.parent.name == "clusters"
+    remedy = "`orch up INVENTORY` writes it again" if is_cluster else "`orch jobs --rescan` rebuilds it from the hosts"
+    return StateError(f"{path} is damaged ({why})", remedy)

@@ -19,9 +19,8 @@ from orchestrator.errors import HostError
 from orchestrator.jobs.frames import Agent, FilePiece, Frame
 from orchestrator.jobs.gpu_reading import GpuLines, Reading
 from orchestrator.jobs.live import HostRow, LiveView, RunProgress
-from orchestrator.jobs.metric_lines import parse_event
-from orchestrator.jobs.record import JobRecord
-from orchestrator.jobs.whole_lines import WholeLines
+from orchestrator.jobs.metric_lines import WholeLines, parse_event
+from orchestrator.jobs.store import JobRecord
 from orchestrator.planning.launch_plan import LaunchPlan
 
 FRESH_S = 10.0

@@ -18,9 +18,15 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from orchestrator.jobs.frames import FilePiece
-from orchestrator.jobs.metric_lines import count, duration, number, parse_event
-from orchestrator.jobs.waits import bubble_and_sync, wait_and_sync
-from orchestrator.jobs.whole_lines import WholeLines
+from orchestrator.jobs.metric_lines import (
+    WholeLines,
+    bubble_and_sync,
+    count,
+    duration,
+    number,
+    parse_event,
+    wait_and_sync,
+)
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from trainer.shared.metrics import LARGEST, STEP_COUNTS
 
@@ -279,7 +285,7 @@ def _step_ms(ranks: Sequence[_Rank], steps: Sequence[int]) -> float | None:
 
 
 def _exchange_shares(ranks: Mapping[int, _Rank]) -> dict[int, _Exchange]:
-    """By rank, as `waits` has it; none unless every rank of the job reports its times."""
+    """By rank, as `metric_lines` has it; none unless every rank of the job reports its times."""
     waited, wired, lasted = (dict.fromkeys(ranks, 0.0) for _ in range(3))
     if not all(rank.steps for rank in ranks.values()):
         return {}

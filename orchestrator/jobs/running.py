@@ -26,25 +26,19 @@ from typing import Any
 from orchestrator.errors import HostError, UsageError
 from orchestrator.files import own_folder
 from orchestrator.hosts.connections import CONNECT_S, Connections
-from orchestrator.jobs import collect, control, pull
-from orchestrator.jobs.asker import Asker
-from orchestrator.jobs.copies import is_removed, nothing_left
+from orchestrator.jobs import collect, launch, pull
+from orchestrator.jobs.copies import is_removed, nothing_left, tails
 from orchestrator.jobs.diagnosis import diagnose
-from orchestrator.jobs.dropped import dropped_words
-from orchestrator.jobs.follow import Event, Follow
+from orchestrator.jobs.follow import Event, Follow, Heard
 from orchestrator.jobs.frames import Agent, Held
 from orchestrator.jobs.gauge import Gauge
-from orchestrator.jobs.heard import Heard
-from orchestrator.jobs.listing import Output
+from orchestrator.jobs.launch import on_all
 from orchestrator.jobs.looks import HostLook
-from orchestrator.jobs.outputs import Outputs, outputs
-from orchestrator.jobs.record import ENDED, FINAL_STATES, JobRecord, Verdict
-from orchestrator.jobs.remembered import RememberedJobs
-from orchestrator.jobs.stall import answered, asks_for_it
+from orchestrator.jobs.pull import Output, Outputs, outputs
+from orchestrator.jobs.stall import Asker, answered, asks_for_it, dropped_words
 from orchestrator.jobs.state import combine, is_gone, is_half_started
-from orchestrator.jobs.tails import tails
+from orchestrator.jobs.store import ENDED, FINAL_STATES, JobRecord, RememberedJobs, Verdict
 from orchestrator.jobs.watch import watch, watch_records
-from orchestrator.jobs.why import looks
 from orchestrator.owner import read_owner
 from orchestrator.paths import RunFolder
 from orchestrator.planning.command_line import spec_of
@@ -52,6 +46,7 @@ from orchestrator.planning.job_file import write_job
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.record import write_record
 from orchestrator.text import one_line
+from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost, understood, words_of
 from orchestrator.transport.fanout import errors_by_node, for_each, values
 
@@ -222,7 +217,7 @@ class RunningJob:
         launched = not self._jobs.home.launching(self.id).exists()  # before the hosts are asked
         away = {node.name: silent[node.name] for node in plan.nodes if silent and node.name in silent}
         away = {**away, **self.reach(without=away)}
-        records: Records = {**away, **control.agents(plan, self.hosts)}
+        records: Records = {**away, **launch.agents(plan, self.hosts)}
         if self._jobs.is_half_started(self.id):
             if is_half_started(records):
                 records = {**away, **self._end(fence=True)}
@@ -255,7 +250,7 @@ class RunningJob:
     def _end(self, *, fence: bool) -> Records:
         """Asks the hosts to end the job, and waits for their last records."""
         plan, hosts = self.plan, self.hosts
-        records: Records = {**errors_by_node(control.cancel(plan, hosts, fence=fence))}
+        records: Records = {**errors_by_node(launch.cancel(plan, hosts, fence=fence))}
         deadline = time.monotonic() + 2 * plan.grace_s + CANCEL_S
         for name, item in watch_records(plan, hosts):
             if isinstance(item, HostError):
@@ -355,3 +350,23 @@ def _stayed(name: str, record: Mapping[str, Any] | HostError) -> list[str]:
     if record.get("alive"):
         return [f"{name}: its supervisor still runs (state {one_line(record.get('state'), 20)})"]
     return [f"{name}: {process}" for process in understood(name, lambda: words_of(record.get("leftovers", [])))]
+
+
+# Asks every host of a job, at once, what its ranks are at.
+#
+# looks(plan, hosts)          {"a": HostLook(...), "b": ConnectError(...)}: a host that is silent is an answer, too
+
+ASK_S = 40.0
+"""A host looks for about two seconds, and longer where many processes take their time to answer."""
+
+
+def looks(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> dict[str, HostLook | HostError]:
+    def look(name: str) -> HostLook:
+        node = plan.node(name)
+        request = {"workdir": node.workdir, "job": plan.job}
+        answer = ask.ask(hosts[name], "why", request, timeout_s=ASK_S)
+        found = ask.understood(name, lambda: HostLook.model_validate(answer))
+        own = tuple(rank for rank in found.ranks if rank.rank in node.rank_numbers)
+        return found.model_copy(update={"ranks": own})
+
+    return on_all(plan, look, ASK_S, only=hosts)

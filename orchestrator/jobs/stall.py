@@ -1,7 +1,7 @@
-"""What the hosts see of ranks that print nothing or never met, put together over a whole job. Pure.
+"""What the hosts see of ranks that print nothing or never met, put together over a whole job.
 
     stall_of(plan, records, known)  # Stall(quiet_s=180, ranks=(...)); None while some rank prints
-    is_due(stall)                   # whether somebody should ask why (`jobs/asker.py`)
+    is_due(stall)                   # whether somebody should ask why (`jobs/stall.py`)
     answered(record, verdict)       # the job's record with what came of it
     joined(plan, records)           # False: none of several ranks ever met another
     News(plan).of(record)           what to say to a person who follows the job
@@ -13,15 +13,18 @@ healthy: it evaluates, compiles, unpacks or saves. Nobody is warned of one that 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.jobs.record import FINAL_STATES, Answer, JobRecord, Stall, StillRank, Verdict
+from orchestrator.jobs.store import FINAL_STATES, Answer, JobRecord, Stall, StillRank, Verdict
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.units import format_duration
 
 if TYPE_CHECKING:
     from orchestrator.jobs.live import Standstill
+
 
 DOES = {
     "waits": "waiting, with no CPU use",
@@ -203,3 +206,69 @@ def last_words(plan: LaunchPlan, record: JobRecord) -> Iterator[str]:
             yield f"How its ranks were seen last: {words}."
     if words := alone_words(plan, record):
         yield f"{words[0].upper()}{words[1:]}."
+
+
+# Asks why a job prints nothing, beside whoever follows it: once for each stall, and never in the follower's way.
+#
+# asker = Asker(job.ask_why)
+# asker.tell(record)              # with each record that comes: asks, where that is due
+# if record := asker.answer():    # the job's record with what came of it, once
+#     ...
+# asker.is_at_work                # an answer is on its way
+
+
+class Asker:
+    """ask: takes seconds, gives the job's record; called in a thread that nobody waits for."""
+
+    def __init__(self, ask: Callable[[], JobRecord]) -> None:
+        self._ask = ask
+        self._answers = queue.SimpleQueue[JobRecord | BaseException]()
+        self.is_at_work = False
+
+    def tell(self, record: JobRecord) -> None:
+        if not self.is_at_work and asks_for_it(record):
+            self.is_at_work = True
+            threading.Thread(target=self._work, daemon=True, name=f"why-{record.id}").start()
+
+    def answer(self) -> JobRecord | None:
+        """None where none has come since the last one. Raises what went wrong."""
+        try:
+            found = self._answers.get_nowait()
+        except queue.Empty:
+            return None
+        self.is_at_work = False
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def _work(self) -> None:
+        try:
+            self._answers.put(self._ask())
+        except BaseException as error:  # a bug of ours: whoever follows has to raise it
+            self._answers.put(error)
+
+
+# What ranks printed and a disk did not take, as their hosts report it. Pure.
+#
+#     [*dropped_words(plan, records)]     ["a: the disk of its work folder was full or failed, 512 bytes of ..."]
+#
+# records: the supervisors' (`agent.json`), by host; nothing in them is taken on trust.
+
+
+def dropped_words(plan: LaunchPlan, records: Mapping[str, Any]) -> Iterator[str]:
+    """As each host's record says; where that is no longer readable, as the master's says, which heard of it before."""
+    heard = _mapping(records.get(plan.master), "dropped")
+    for node in plan.nodes:
+        ranks = _mapping(records.get(node.name), "ranks")
+        for rank in map(str, node.rank_numbers):
+            sizes = [_mapping(ranks, rank).get("dropped_bytes"), _mapping(heard, node.name).get(rank)]
+            size = max((size for size in sizes if isinstance(size, int)), default=0)
+            if 0 < size < 1 << 63:
+                lost = f"{size} bytes of what rank {rank} printed are lost"
+                yield f"{node.name}: the disk of its work folder was full or failed, {lost}; the job went on"
+
+
+def _mapping(record: Any, key: str) -> Mapping[str, Any]:
+    """What a host says under this key; {} where that is no object."""
+    value = record.get(key) if isinstance(record, Mapping) else None
+    return value if isinstance(value, Mapping) else {}

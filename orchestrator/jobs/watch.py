@@ -12,8 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from orchestrator.errors import ConnectError, HostError
-from orchestrator.jobs.frame_stream import read_frames
-from orchestrator.jobs.frames import NODE_FILES, RANK_FILES, Beat, End, Frame, Held
+from orchestrator.jobs.frames import NODE_FILES, RANK_FILES, Beat, End, Frame, Held, read_frames
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost

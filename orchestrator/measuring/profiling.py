@@ -24,14 +24,14 @@ from orchestrator.controller import Controller
 from orchestrator.errors import OrchError, UsageError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.jobs import collect
-from orchestrator.jobs.record import FINAL_STATES
 from orchestrator.jobs.running import RunningJob
+from orchestrator.jobs.store import FINAL_STATES
 from orchestrator.paths import RunFolder
 from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
-from orchestrator.planning.measurement import Measurement
 from orchestrator.planning.profiles import (
     Kind,
+    Measurement,
     Profile,
     Rank,
     RankProfile,

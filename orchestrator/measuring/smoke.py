@@ -14,12 +14,12 @@ from contextlib import suppress
 from dataclasses import replace
 
 from orchestrator.controller import Controller
-from orchestrator.doctor.halving import guilty
+from orchestrator.doctor.look import guilty
 from orchestrator.doctor.seen import Collective, Seen
 from orchestrator.errors import HostError, HostsError, OrchError
 from orchestrator.hosts.cluster import Cluster
-from orchestrator.jobs.record import FINAL_STATES
 from orchestrator.jobs.running import RunningJob
+from orchestrator.jobs.store import FINAL_STATES
 from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.request import parse_job
 

@@ -11,19 +11,18 @@ import ipaddress
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from orchestrator.hosts.facts import NodeFacts
+from orchestrator.hosts.facts import NodeFacts, cuda_environment
 from orchestrator.hosts.inventory import Paced
-from orchestrator.hosts.visible import cuda_environment
-from orchestrator.planning.arguments import torchrun_arguments, trainer_arguments, trainer_settings
-from orchestrator.planning.draft import Draft
-from orchestrator.planning.launch_plan import LaunchPlan, NodePlan, System
-from orchestrator.planning.placement import PlannedNode
-from orchestrator.planning.request import RunRequest
-from orchestrator.planning.split import Split
-from orchestrator.planning.starters import started_by
+from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan, System
+from orchestrator.planning.nccl import Carrier
+from orchestrator.planning.placement import Placement, PlannedNode
+from orchestrator.planning.profiles import Profiles, Split
+from orchestrator.planning.request import RunRequest, started_by
+from trainer.shared.experiments import OWN
+from trainer.shared.settings import Settings
 
 RENDEZVOUS_PORT = 29500
 MAX_NAMED = 5
@@ -242,3 +241,111 @@ def _too_few_samples(draft: Draft) -> tuple[str, ...]:
     if not batch or batch >= len(draft.placement.ranks):
         return ()
     return ("the global batch has fewer samples than there are ranks: some ranks get none",)
+
+
+# The command lines that a plan holds: the trainer's, rendered from its settled settings, and torchrun's. Pure.
+#
+#     trainer_arguments(draft, "cuda", draft.split.settings)  ("-m", "trainer", "--exp=mnist_lenet", "--epochs=1", ...)
+#     trainer_settings(draft, "cuda", draft.split.settings)   {"epochs": "1", ...}, which a script has in its
+#     environment
+#
+# Nothing else writes or changes them.
+
+
+def trainer_arguments(draft: Draft, device: str, of_split: Mapping[str, str]) -> tuple[str, ...]:
+    settings = trainer_settings(draft, device, of_split)
+    return (*draft.request.command, *(f"--{name}={value}" for name, value in settings.items()))
+
+
+def trainer_settings(draft: Draft, device: str, of_split: Mapping[str, str]) -> dict[str, str]:
+    """The settings that the person gave, as they wrote them; then those that the host and this plan decide, which win.
+
+    device: of the host. of_split: the settings that follow from the split of the batch.
+    """
+    request = draft.request
+    of_host = {"device": device, "backend": draft.carrier.backend}
+    decided = {name: str(getattr(request.settings, name)) for name in draft.decided}
+    ours = {**{name: value for name, value in of_host.items() if name not in request.chosen}, **of_split, **decided}
+    theirs = {name: text for name, text in request.chosen.items() if name not in ours}
+    return {**theirs, **ours}
+
+
+def torchrun_arguments(nodes: int, node_rank: int, ranks: int, master_address: str) -> tuple[str, ...]:
+    """torchrun's arguments. Rendezvous is `static`: with `c10d` the node rank is ignored, workers open a second, random
+    port, the hosts' wall clocks are compared, and what anybody lays into the store is unpickled.
+    """
+    options: dict[str, str | int] = {
+        "--nnodes": nodes,
+        "--node-rank": node_rank,
+        "--nproc-per-node": ranks,
+        "--rdzv-backend": "static",
+        "--master-addr": master_address,
+        "--master-port": "{rendezvous_port}",
+        "--max-restarts": 0,
+    }
+    # Else each run leaves a folder in the host's /tmp.
+    options["--log-dir"] = "{job_dir}/torchrun"
+    flags = tuple(str(part) for option in options.items() for part in option)
+    # torchrun starts our wrapper, not the script: only the wrapper knows the rank's true exit code.
+    return ("-m", "orch_remote.launch", *flags, "--no-python", "{python}", "-m", "orch_remote.rank", "{job_dir}")
+
+
+# A plan while its settings are still being settled: all values typed, no command line yet. Pure.
+#
+# draft = Draft("lab", job, created, code, request, place(...), carrier)
+# draft = draft.with_split(split)                                     shares
+# draft = draft.settled({"strategy": "ddp"}, "strategy=auto: ...")    what else the plan decides
+# plan = build_plan(draft)
+
+
+@dataclass(frozen=True)
+class Draft:
+    cluster: str
+    job: str
+    created: str
+    code: CodeFolder
+    request: RunRequest
+    """Its settings as far as they are settled."""
+    placement: Placement
+    carrier: Carrier
+    split: Split = field(default_factory=Split)
+    decided: tuple[str, ...] = ()
+    """Settings that the plan has decided, in the order in which it did."""
+    notes: tuple[str, ...] = ()
+    """What to say of these decisions."""
+
+    @property
+    def training(self) -> Settings | None:
+        return self.request.training
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples of each rank, in the order of their global ranks."""
+        return tuple(self.split.shares.values())
+
+    def with_split(self, split: Split) -> Draft:
+        """The batch divided so, and the setting `shares` as it turned out."""
+        drawn = replace(self, split=split, notes=(*self.notes, *split.notes))
+        return drawn._changed({"shares": split.policy}) if split.policy else drawn
+
+    def with_own_batch(self, profiles: Profiles) -> Draft:
+        """Where a script names the batch itself, as it is, and has been seen to: with that one."""
+        settings, seen = self.training, {(profile.batch, profile.code) for profile in profiles.values()}
+        if settings is None or settings.model != OWN or self.request.batch or settings.profile_s or len(seen) != 1:
+            return self
+        batch, code = seen.pop()
+        if batch is None or code != self.code.sha256:
+            return self
+        drawn = self.settled({"batch": batch}, f"batch={batch}, as the script said when it was profiled")
+        return replace(drawn, request=replace(drawn.request, batch=batch))
+
+    def settled(self, values: Mapping[str, Any], note: str) -> Draft:
+        """With these settings decided. Raises SettingsError where they do not go with the others."""
+        drawn = replace(self, decided=(*self.decided, *values), notes=(*self.notes, note))
+        return drawn._changed(values)
+
+    def _changed(self, values: Mapping[str, Any]) -> Draft:
+        if self.training is None:
+            return self
+        settings = replace(self.training, **values)
+        return replace(self, request=replace(self.request, settings=settings))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.errors import HostError, TooFewError, UsageError
-from orchestrator.hosts.alike import together
+from orchestrator.hosts.exec import together
 from orchestrator.planning.launch_plan import HostChoice, LeftOut
 from orchestrator.text import one_line, some
 from orchestrator.units import counted

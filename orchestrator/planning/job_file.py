@@ -27,17 +27,16 @@ from orchestrator import __version__
 from orchestrator.errors import InventoryError, Mistake, UsageError
 from orchestrator.files import write_atomic
 from orchestrator.hosts import grammar
-from orchestrator.hosts.inventory import nearest
-from orchestrator.hosts.inventory_mistakes import mistake_of
+from orchestrator.hosts.inventory import mistake_of, nearest
 from orchestrator.hosts.yamlfile import REFUSED, Document, read_yaml, resolve_scalar
 from orchestrator.planning.job_spec import FILE, FILE_KEYS, JobSpec, key_of, mistakes
 from orchestrator.planning.launchers import read_program
 from orchestrator.planning.request import AUTO
-from orchestrator.planning.secret_words import names_secret, shows_secret
+from orchestrator.planning.secret_files import names_secret, shows_secret
 from orchestrator.planning.variables import RESERVED
 from trainer.shared.config import parse_settings
 from trainer.shared.experiments import SCRIPT
-from trainer.shared.fields import SettingsError
+from trainer.shared.setting_fields import SettingsError
 
 _HEAD = "# A job of orch "
 _VERBATIM: Final = ("settings", "env", "args")

@@ -20,8 +20,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 
 from orchestrator.errors import UsageError
 from orchestrator.hosts import grammar
-from orchestrator.hosts.inventory import EnvName, EnvValue, Name, Written, nearest
-from orchestrator.hosts.inventory_mistakes import problem
+from orchestrator.hosts.inventory import EnvName, EnvValue, Name, Written, nearest, problem
 from orchestrator.planning.host_choice import FORM, HostRange, parse_hosts
 from orchestrator.planning.naming import job_name, job_note, kept_folder
 from orchestrator.units import parse_duration
@@ -39,7 +38,7 @@ class Option:
     spelled: str = ""
     """In place of `--` and the field's name."""
     complete: str = ""
-    """The function of `cli/complete.py` that completes its value."""
+    """The function of `cli/common.py` that completes its value."""
     on_page: bool = False
     """Whether the form of `orch ui` has a field for it."""
 

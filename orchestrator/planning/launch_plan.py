@@ -7,15 +7,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
 from orchestrator.hosts.masking import mask, masked_env
-from orchestrator.planning.recorded_settings import RecordedSettings, read_settings
 from orchestrator.record import SCHEMA, Owner, Record
 from orchestrator.units import format_figure, format_percent
 
 if TYPE_CHECKING:
     from trainer.shared.settings import AnySettings, Settings
+
 
 LOCAL_RANK = "--local_rank={LOCAL_RANK}"
 """Filled in by the rank wrapper: what torch.distributed.launch would give a script."""
@@ -302,7 +302,7 @@ class LaunchPlan(Record):
     def typed_settings(self) -> AnySettings | None:
         """None for a script that the trainer has no part in, and for what this version does not know."""
         from trainer.shared.config import settings_from
-        from trainer.shared.fields import SettingsError
+        from trainer.shared.setting_fields import SettingsError
 
         exp = self.exp if self.kind == "experiment" else self.settings.get("exp")
         try:
@@ -353,3 +353,49 @@ def _filled(word: str, known: Mapping[str, object]) -> str:
     for name, value in known.items():
         word = word.replace(f"{{{name}}}", str(value))
     return word
+
+
+# Settings as a record on disk keeps them, read by type and leniently. Pure.
+#
+#     plan.recorded.batch                 64; None where the record has none, or something else in its place
+#
+# A record may be an older or a newer orch's, of an experiment that is unknown here, or a script's, of which only the
+# batch is known. Where all settings have to be there and right, take `LaunchPlan.training`.
+
+
+class RecordedSettings(Record):
+    """Those that results, listings and reports ask for, under the names that `trainer.shared.settings.Settings` has."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    data: str | None = None
+    batch: int | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    strategy: str | None = None
+    fidelity: str | None = None
+    stages: str | None = None
+    sync_bn: bool | None = None
+    slow: str | None = None
+    profile_s: float | None = None
+    warmup_steps: int | None = None
+    num_workers: int | str | None = None
+    """In a summary a sentence where hosts differ: `0 on a, 2 on b`."""
+    target_accuracy: float | None = None
+    resume: str | None = None
+    checkpoint_dir: str | None = None
+    checkpoint_every: int | None = None
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _or_none(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            return None
+
+
+def read_settings(document: object) -> RecordedSettings:
+    """document: what stands in the place of settings, by name; nothing of it is taken on trust."""
+    return RecordedSettings.model_validate(document if isinstance(document, dict) else {})

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from orchestrator.errors import UnlikeError
-from orchestrator.hosts.alike import host_set
+from orchestrator.hosts.exec import host_set
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.inventory import Node
 from orchestrator.hosts.wheels import newest_for, numbers

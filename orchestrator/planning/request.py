@@ -19,14 +19,33 @@ from orchestrator.planning.host_choice import HostRange
 from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.launch_plan import LOCAL_RANK, Attempt, CodeFolder
 from orchestrator.planning.launchers import Program, not_python, read_program
-from orchestrator.planning.secret_words import names_secret, shows_secret
-from orchestrator.planning.starters import Starter
+from orchestrator.planning.secret_files import names_secret, shows_secret
 from orchestrator.planning.variables import read_variables
 from trainer.shared.config import parse_settings
 from trainer.shared.experiments import SCRIPT
-from trainer.shared.fields import SettingsError
+from trainer.shared.setting_fields import SettingsError
 from trainer.shared.settings import AnySettings, Settings
 from trainer.shared.shares import WORDS
+
+# Who starts the ranks of a host in place of orch: the command that a person would type there. Pure.
+#
+#     started_by("spawn", ("-m", "trainer", "--exp=mnist_lenet"), 2)
+#     # ("-m", "trainer", "--exp=mnist_lenet", "--spawn=2")
+#
+# One process of orch's stands for all ranks of the host, which meet at a store of their own on it.
+
+Starter = Literal["process", "spawn", "torchrun", "launch"]
+_MODULES = {"torchrun": "torch.distributed.run", "launch": "torch.distributed.launch"}
+
+
+def started_by(starter: Starter, command: tuple[str, ...], ranks: int) -> tuple[str, ...]:
+    """Arguments after the interpreter. command: the trainer's; ranks: the host's. A `process` is one rank alone."""
+    if starter == "process":
+        return command
+    if starter == "spawn":
+        return (*command, f"--spawn={ranks}")
+    return ("-m", _MODULES[starter], "--standalone", f"--nproc-per-node={ranks}", *command)
+
 
 AUTO = "auto"
 """As the value of `strategy`: the fastest that is predicted."""

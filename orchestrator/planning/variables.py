@@ -25,7 +25,7 @@ from pathlib import Path
 
 from orchestrator.errors import Mistake, UsageError
 from orchestrator.hosts import grammar
-from orchestrator.planning.secret_words import names_secret, shows_secret
+from orchestrator.planning.secret_files import names_secret, shows_secret
 
 MAX_BYTES = 1 << 20
 _ENTRY = re.compile(

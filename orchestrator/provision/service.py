@@ -16,13 +16,12 @@ from orchestrator.hosts.checks import wants_cuda
 from orchestrator.hosts.cluster import Cluster, Venv
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.facts import NodeFacts
-from orchestrator.hosts.file_again import with_secrets
 from orchestrator.hosts.grammar import NAME, folder_of_ours
 from orchestrator.hosts.inventory import Node
+from orchestrator.hosts.inventory_file import with_secrets
 from orchestrator.owner import read_owner
 from orchestrator.provision import push, venvs
-from orchestrator.provision.manifest import Manifest
-from orchestrator.provision.push import Pushed
+from orchestrator.provision.push import Manifest, Pushed
 from orchestrator.provision.venvs import Made, WantedVersions
 from orchestrator.store import Store
 from orchestrator.transport.fanout import errors_by_node, values

@@ -7,15 +7,23 @@ The keys are those of `Health` (`orchestrator/hosts/health.py`); `orchestrator/d
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
+import ipaddress
 import os
 import re
 import resource
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from . import cgroups
-from .hardware import read_text
+from .commands import run, text
 from .occupants import user_name
 from .processes import MARK
 
@@ -109,3 +117,244 @@ def jobs() -> list[str]:
             words = [word for word in path.read_bytes().split(b"\0") if word.startswith(mark)]
             found |= {os.path.basename(word.decode(errors="replace")) for word in words}
     return sorted(found)[:MOST]
+
+
+# The health of this host's GPUs: figures of nvidia-smi, under the names of `GpuHealth`.
+#
+#     gpu_health(30.0)      # [{"index": 0, "uncorrected": 0, "replacement_due": False, "link_width": 16, ...}]
+#
+# A field that a driver does not know is asked for by its older name, and then left out.
+
+FIELDS = (
+    "index",
+    "uuid",
+    "pci.bus_id",
+    "ecc.errors.uncorrected.volatile.total",
+    "retired_pages.pending",
+    "remapped_rows.pending",
+    "remapped_rows.failure",
+    "clocks_event_reasons.active",
+    "clocks.applications.graphics",
+    "clocks.default_applications.graphics",
+    "power.limit",
+    "power.default_limit",
+    "pcie.link.width.current",
+    "pcie.link.width.max",
+    "fabric.state",
+)
+OLDER = {"clocks_event_reasons.active": "clocks_throttle_reasons.active"}
+"""What drivers before 535 call a field."""
+MOST_GPUS = 64
+_REFUSED = re.compile(r'Field "([a-z_.]{1,64})" is not a valid field')
+_NUMBER = re.compile(r"\d{1,12}(\.\d{1,6})?", re.ASCII)
+_MASK = re.compile(r"0x0*[0-7]?[0-9a-fA-F]{1,15}")
+
+
+def gpu_health(limit_s: float) -> list[dict[str, Any]]:
+    return [health_of(row) for row in look(limit_s)]
+
+
+def health_of(row: dict[str, str]) -> dict[str, Any]:
+    """row: by nvidia-smi's field. A figure is None if the driver writes [N/A] or the like."""
+
+    def number(field: str) -> float | None:
+        return float(row[field]) if _NUMBER.fullmatch(row.get(field, "")) else None
+
+    def count(field: str) -> int | None:
+        return None if (found := number(field)) is None else int(found)
+
+    def word(text: str) -> str | None:
+        return None if not text or text == "N/A" or text.startswith("[") else text
+
+    slowed_by = row.get("clocks_event_reasons.active", "")
+    return {
+        "index": int(row["index"]),
+        "uncorrected": count("ecc.errors.uncorrected.volatile.total"),
+        "replacement_due": "Yes" in (row.get("retired_pages.pending"), row.get("remapped_rows.pending")),
+        "replacement_failed": row.get("remapped_rows.failure") == "Yes",
+        "slowed_by": int(slowed_by, 16) if _MASK.fullmatch(slowed_by) else None,
+        "clock_mhz": number("clocks.applications.graphics"),
+        "default_clock_mhz": number("clocks.default_applications.graphics"),
+        "limit_watts": number("power.limit"),
+        "default_limit_watts": number("power.default_limit"),
+        "link_width": count("pcie.link.width.current"),
+        "most_link_width": count("pcie.link.width.max"),
+        "fabric": word(row.get("fabric.state", "")),
+        "iommu": word(translated(row.get("pci.bus_id", "")) or ""),
+    }
+
+
+def look(limit_s: float) -> list[dict[str, str]]:
+    """An empty list where there is no nvidia-smi, or none that answers."""
+    fields = {field: field for field in FIELDS}  # what it is asked for by -> what we call it
+    for _ in range(2 * len(FIELDS)):
+        command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+        said = run(command, limit_s)
+        refused = _REFUSED.search(said["out"] + said["err"])
+        if not refused or refused[1] not in fields:
+            return rows(said, list(fields.values()))
+        fields = without(refused[1], fields)
+    return []
+
+
+def without(refused: str, fields: dict[str, str]) -> dict[str, str]:
+    """The fields to ask for once a driver has refused this one: by its older name, else without it."""
+    kept = {field: name for field, name in fields.items() if field != refused}
+    return {**kept, OLDER[refused]: refused} if refused in OLDER else kept
+
+
+def rows(said: dict[str, Any], names: list[str]) -> list[dict[str, str]]:
+    lines = [[value.strip() for value in line.split(",")] for line in said["out"].splitlines()[:MOST_GPUS]]
+    return [dict(zip(names, row, strict=True)) for row in lines if len(row) == len(names) and row[0].isdecimal()]
+
+
+def translated(bus_id: str, devices: Path = Path("/sys/bus/pci/devices")) -> str | None:
+    """How the IOMMU treats this GPU, as the kernel has it: "identity", "DMA", "DMA-FQ"; None where there is none.
+    bus_id: as nvidia-smi writes it, with eight digits of the domain.
+    """
+    try:
+        return (devices / bus_id.lower()[-12:] / "iommu_group" / "type").read_text().strip()
+    except (OSError, ValueError):  # not there, or no path: a driver may print anything
+        return None
+
+
+# What may have changed on this host since it was probed, from the kernel alone: a part of what `prepare` answers.
+#
+# It costs a few milliseconds; `orchestrator/hosts/answers.py` puts it over what is remembered of the host.
+
+
+def now(folder: Path) -> dict[str, Any]:
+    """folder: on the disk to look at."""
+    disk, wall = os.statvfs(folder), time.time()
+    return {
+        "clock": {"began": wall, "ended": wall},
+        "disk_free_bytes": disk.f_bavail * disk.f_frsize,
+        "disk_free_inodes": disk.f_favail if disk.f_files else None,
+        "shm_bytes": shm_bytes(),
+        "interfaces": interfaces(),
+        "health": {"uptime_s": uptime_s(), "available_bytes": available_bytes(), "cards": cards()},
+    }
+
+
+# What the kernel says of this host's processor and network cards, and of the process that asks.
+
+MAX_RDMA = 64
+
+
+def about_process() -> dict[str, Any]:
+    kernel = os.uname()
+    return {
+        "hostname": socket.gethostname(),
+        "kernel": kernel.release,
+        "machine": kernel.machine,
+        "cores": len(os.sched_getaffinity(0)),
+        "uid": os.getuid(),
+        "user": user_name(os.getuid()),
+        "python_version": ".".join(map(str, sys.version_info[:3])),
+        "python_executable": sys.executable,
+        "shm_bytes": shm_bytes(),
+    }
+
+
+def shm_bytes() -> int:
+    shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    return shm.f_blocks * shm.f_frsize if shm else 0
+
+
+def read_text(path: str) -> str | None:
+    try:
+        with open(path, "rb") as file:
+            return text(file.read(1 << 16))
+    except OSError:
+        return None
+
+
+def cpu_vendor() -> str | None:
+    """Like "GenuineIntel", as /proc/cpuinfo has it; None on machines whose kernel does not say (ARM)."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", "rb") as file:
+        for line in file:
+            name, _, value = line.partition(b":")
+            if name.strip() == b"vendor_id":
+                return text(value).strip()
+    return None
+
+
+def rdma_ports(system: str = "/sys/class", devices: str = "/dev/infiniband") -> list[dict[str, str]]:
+    """Every InfiniBand and RoCE port that is active and that this user may open."""
+    found = []
+    for verbs in sorted(Path(system, "infiniband_verbs").glob("uverbs*"))[:MAX_RDMA]:
+        name = (read_text(f"{verbs}/ibdev") or "").strip()
+        if not name or not os.access(f"{devices}/{verbs.name}", os.R_OK | os.W_OK):
+            continue
+        for port in sorted(Path(system, "infiniband", name, "ports").glob("*"))[:MAX_RDMA]:
+            if "ACTIVE" in (read_text(f"{port}/state") or ""):
+                found.append({"device": name, "link_layer": (read_text(f"{port}/link_layer") or "").strip()})
+    return found
+
+
+# This host's network interfaces, from its kernel and without a command: containers often have no `ip`.
+
+MAX_LINKS = 256
+MAX_ADDRESSES = 1024
+# netdevice(7)
+SIOCGIFCONF, SIOCGIFFLAGS, SIOCGIFNETMASK, SIOCGIFMTU = 0x8912, 0x8913, 0x891B, 0x8921
+UP, RUNNING = 0x1, 0x40
+IFREQ_BYTES = 40  # on every 64-bit Linux
+
+
+def interfaces() -> list[dict[str, Any]]:
+    """[{name, addresses (with prefix length), mtu, speed_bps, up (switched on and with a carrier)}]"""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
+        addresses = dict[str, list[str]]()
+        for name, address in (*_ipv4(link), *_ipv6(read_text("/proc/net/if_inet6") or "")):
+            addresses.setdefault(name, []).append(address)
+        for _, name in socket.if_nameindex()[:MAX_LINKS]:
+            request = struct.pack(f"{IFREQ_BYTES}s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # an interface that has just gone
+                (mtu,) = struct.unpack_from("i", fcntl.ioctl(link, SIOCGIFMTU, request), 16)
+                (flags,) = struct.unpack_from("H", fcntl.ioctl(link, SIOCGIFFLAGS, request), 16)
+                is_up = flags & (UP | RUNNING) == UP | RUNNING
+                about = {"mtu": mtu, "speed_bps": speed_bps(name), "up": is_up}
+                found.append({"name": name, "addresses": addresses.get(name, []), **about})
+    return found
+
+
+def speed_bps(name: str, folder: str = "/sys/class/net") -> float | None:
+    """The kernel writes Mbit/s; virtual, wireless and idle interfaces have none, or -1."""
+    speed = (read_text(f"{folder}/{name}/speed") or "").strip()
+    return int(speed) * 1e6 if speed.isdecimal() and 0 < int(speed) < 10**9 else None
+
+
+def _ipv4(link: socket.socket) -> Iterator[tuple[str, str]]:
+    """(interface, address): an alias such as eth0:1 is an address of eth0."""
+    room = MAX_ADDRESSES * IFREQ_BYTES
+    entries = array.array("B", bytes(room))
+    used, _ = struct.unpack("iL", fcntl.ioctl(link, SIOCGIFCONF, struct.pack("iL", room, entries.buffer_info()[0])))
+    for at in range(0, used, IFREQ_BYTES):
+        entry = entries[at : at + IFREQ_BYTES].tobytes()
+        name = entry[:16].split(b"\0", 1)[0].decode("ascii", "replace").partition(":")[0]
+        with contextlib.suppress(OSError):
+            # The entry holds the address, too: of several addresses the kernel answers for this one.
+            mask = fcntl.ioctl(link, SIOCGIFNETMASK, entry)
+            address = f"{socket.inet_ntoa(entry[20:24])}/{socket.inet_ntoa(mask[20:24])}"
+            yield name, ipaddress.ip_interface(address).with_prefixlen
+
+
+def _ipv6(if_inet6: str) -> Iterator[tuple[str, str]]:
+    """From lines of: address, index, prefix length, scope, flags (all in hex), name. Global addresses come first."""
+    rows = [line.split() for line in if_inet6.splitlines()[:MAX_ADDRESSES]]
+    for number, _, prefix, _, _, name in sorted((row for row in rows if len(row) == 6), key=lambda row: row[3]):
+        yield name, f"{ipaddress.IPv6Address(bytes.fromhex(number))}/{int(prefix, 16)}"
+
+
+def source_towards(peer: str) -> str | None:
+    """Our own address on the route to a numeric peer: a UDP socket's connect chooses it and sends nothing."""
+    try:
+        found = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)
+        family, kind, _, _, address = found[0]
+        with socket.socket(family, kind) as link:
+            link.connect(address)
+            return str(link.getsockname()[0])
+    except OSError:
+        return None

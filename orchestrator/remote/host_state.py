@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from .door import MAX_LINE
 from .fitting import fitted
 from .layout import JobFolder
+from .link import MAX_LINE
 from .messages import AgentRecord, Failure, Phase, Status, failure
 from .ranks import Ranks
 

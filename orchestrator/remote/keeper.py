@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from .answer import Refused, refusal
-from .children import KILL_S
-from .failures import OUT_OF_MEMORY, how_it_ended
 from .gpu_claim import REMEDY, claim
+from .gpu_queue import refuse_before_turn
 from .layout import JobFolder, WorkFolder, write_last_word
 from .logs import log_tail, telling_line
 from .memory import out_of_memory_kills
@@ -35,8 +34,8 @@ from .processes import (
     die_with_parent,
     signal_name,
 )
+from .programs import KILL_S, OUT_OF_MEMORY, how_it_ended
 from .supervisor import Supervisor
-from .tickets import refuse_before_turn
 
 
 def main() -> None:

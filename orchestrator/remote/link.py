@@ -12,14 +12,18 @@ It authenticates and does not hide: no secret travels here. All deadlines are mo
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import hmac
 import json
 import os
-from collections.abc import Mapping
+import resource
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from .door import MAX_LINE
 from .plain_asyncio import asyncio
 
 HANDSHAKE_S = 3.0
@@ -101,3 +105,131 @@ def _session_key(token: bytes, hub_nonce: str, member_nonce: str, node: str) -> 
 
 def _mac(key: bytes, direction: bytes, number: int, body: bytes) -> bytes:
     return hmac.new(key, b"%s %d %s" % (direction, number, body), hashlib.sha256).hexdigest().encode()
+
+
+# The door to a supervisor: anybody on the network may knock, and who has not proved itself yet is a stranger.
+#
+#     door = Door(serve)                       # serve(reader, writer, known): calls known() once it knows the other
+#     side
+#     port = await door.open("10.0.0.1")       # a free one, on this address alone
+#     door.close()
+#
+# Strangers are few and have little time. A newcomer is always let in: where the house is full, the oldest stranger of
+# the
+# address that most of them come from has to go. So somebody who knocks a thousand times a second keeps nobody else out,
+# and takes no descriptor that the job needs.
+
+STRANGERS = 64
+STRANGER_S = 3.0
+"""So long may one take to prove itself: a second, and two more for a network that loses packets."""
+SHARE = 8
+"""Strangers take at most one in this many of the descriptors that we may have."""
+BACKLOG = 512
+RETRY_S = 0.1
+MAX_LINE = 1 << 16
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter, Callable[[], None]], Awaitable[None]]
+
+
+class Door:
+    def __init__(self, serve: Serve) -> None:
+        self._serve = serve
+        self._strangers: dict[asyncio.Task[None], str] = {}  # the oldest first, with the address of each
+        self._known: set[asyncio.Task[None]] = set()
+
+    async def open(self, address: str) -> int:
+        """Listens on a free port of this address; returns it. Raises OSError."""
+        return self.open_at(listen_at(address))
+
+    def open_at(self, listener: socket.socket) -> int:
+        """The same with a socket that listens already, which is ours from now on."""
+        self._most = max(1, min(STRANGERS, allow_descriptors() // SHARE))
+        self._listener = listener
+        self._listener.setblocking(False)
+        self._listen()
+        return int(self._listener.getsockname()[1])
+
+    def close(self) -> None:
+        """Nobody new comes in; who is known stays."""
+        if self._listener.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+        for task in self._strangers:
+            task.cancel()
+
+    def _listen(self) -> None:
+        if self._listener.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(self._listener, self._knocked)
+
+    def _knocked(self) -> None:
+        """One at a time: between two of a crowd, all else of ours goes on."""
+        loop = asyncio.get_running_loop()
+        try:
+            connection, peer = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return  # it has gone again
+        except OSError:  # no descriptor is left: who knocks waits, and nothing is logged of it
+            self._show_out()
+            loop.remove_reader(self._listener)
+            loop.call_later(RETRY_S, self._listen)
+            return
+        if len(self._strangers) >= self._most:
+            self._show_out()
+        connection.setblocking(False)
+        task = loop.create_task(self._receive(connection))
+        task.add_done_callback(functools.partial(self._forget, connection))
+        self._strangers[task] = str(peer[0])
+
+    def _show_out(self) -> None:
+        if self._strangers:
+            crowd = Counter(self._strangers.values()).most_common(1)[0][0]
+            oldest = next(task for task, address in self._strangers.items() if address == crowd)
+            del self._strangers[oldest]
+            oldest.cancel()
+
+    async def _receive(self, connection: socket.socket) -> None:
+        task = asyncio.current_task()
+        assert task
+        deadline = asyncio.get_running_loop().call_later(STRANGER_S, task.cancel)
+
+        def known() -> None:
+            deadline.cancel()
+            self._strangers.pop(task, None)
+            self._known.add(task)
+
+        reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE)
+        try:
+            await self._serve(reader, writer, known)
+        finally:
+            deadline.cancel()
+            (writer.close if task in self._known else writer.transport.abort)()  # a stranger may not read to the end
+
+    def _forget(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        self._strangers.pop(task, None)
+        if task not in self._known:
+            connection.close()  # also where its task was ended before it began
+        self._known.discard(task)
+        if not task.cancelled():
+            task.exception()  # a stranger's doing, and in nobody's log
+
+
+def listen_at(address: str, port: int = 0) -> socket.socket:
+    """A socket that listens on this one address, IPv4 or IPv6. Raises OSError."""
+    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def allow_descriptors() -> int:
+    """As many descriptors as this process may have, and it has them from now on."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # where the kernel allows fewer by now
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

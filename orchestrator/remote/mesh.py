@@ -13,7 +13,7 @@ Then each line of its input is something to do, and is answered by one word:
 A place is {"address", "port", "interface", "firewall", "ssh_port"}. kind is "open" or one of `way.Kind`; a silent way
 to a host of which another port answers is "filtered". opens: the line for the other host's firewall that may help.
 
-Who connects has to prove that it holds the token, as to a supervisor (`link`, `door`). It ends, and listens no more,
+Who connects has to prove that it holds the token, as to a supervisor (`link`, `link`). It ends, and listens no more,
 with its input, with its connection, and at the latest after limit_s, whatever else it is at.
 """
 
@@ -32,8 +32,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import firewall, way
-from .door import Door
-from .link import Link, greet_member, introduce
+from .link import Door, Link, greet_member, introduce
 from .plain_asyncio import asyncio
 from .talk import Talk, serve
 from .way import Place, Trouble

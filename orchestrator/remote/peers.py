@@ -23,9 +23,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from . import way
-from .door import Door
 from .firewall import opening
-from .link import Link, greet_member
+from .link import Door, Link, greet_member
 from .plain_asyncio import asyncio
 from .way import Place, Trouble
 

@@ -28,8 +28,8 @@ from . import firewall
 from .agent import agent_state, lives
 from .answer import Refused, reply
 from .claim import claimed
+from .health import now
 from .layout import READY_S, RESERVE_BYTES, JobFolder, WorkFolder, drop, remove, write_json
-from .now import now
 from .outputs import mark
 from .workfolder import danger
 

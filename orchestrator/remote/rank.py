@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import trouble
+from . import answer
 from .layout import JobFolder, write_json
 from .meeting import Meeting
 from .memory import let_go_first
@@ -41,7 +41,7 @@ RARER = 20
 very many connections to look through.
 """
 STILL_S = 22.0
-"""A supervisor without a pulse for this long has lost its lease (`lease`), and cannot end us: we end ourselves."""
+"""A supervisor without a pulse for this long has lost its lease (`membership`), and cannot end us: we end ourselves."""
 END_S = 5.0
 NOT_FINITE = "metrics.jsonl.not_finite"
 MARK_BYTES = 512
@@ -67,7 +67,7 @@ def main() -> None:
     try:
         child, pumps = _start(job, node, ranks)
     except (OSError, RuntimeError) as error:  # RuntimeError: no further thread may start
-        why = trouble.describe(error) if isinstance(error, OSError) else f"{error}: see `ulimit -u` on that host"
+        why = answer.describe(error) if isinstance(error, OSError) else f"{error}: see `ulimit -u` on that host"
         _report(job, ranks, {"event": "ended", **_describe(1, None), "trouble": why})
         sys.exit(f"rank {ranks[0]} did not start: {why}")
     _report(job, ranks, {"event": "started", "pid": child.pid, "wrapper": os.getpid()})

@@ -16,20 +16,20 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
+import math
 import os
 import resource
+import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
-from .step_clock import Clock, HostClock, clock_of
-from .step_course import Course, TakenStep
-from .step_file import GaveWay, StepFile
-from .step_record import start_fields, step_times
-from .step_told import SeenStep
+from .step_course import Clock, Course, HostClock, Mark, TakenStep, clock_of
 
 ASKS, GETS, ENDS, CALLS, BACKWARD, STEP, TELLS = range(7)
 """A batch is asked of a source; is there; there is no more; the network is called; a backward or a step has ended; a
@@ -259,3 +259,162 @@ class Watch:
             "peak_memory_bytes": peak,
             "dropped": 0,
         }
+
+
+# Appends the records of steps that are seen from outside to a rank's metrics file, until the script writes its own.
+#
+#     file = StepFile(path)                    before the script begins
+#     file.write([("step", {...}), ...])       raises GaveWay where somebody else writes there, OSError where nobody can
+#
+# The records are those of `trainer.shared.metrics`, which no host has for a script that does not train by it. A field
+# that is not known is absent.
+
+
+class GaveWay(Exception):
+    """The script writes records of its own: there is no more to write."""
+
+
+class StepFile:
+    """A rank that was started again goes on behind what its first start has left."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._begins = self._ends = _size(path)
+        """Bytes, or None before the file is there: what lies between is ours."""
+        self._file: int | None = None
+        self._first = b""
+
+    def write(self, events: Iterable[tuple[str, dict[str, Any]]]) -> None:
+        """events: name and fields each."""
+        lines = [json.dumps({"event": event, **fields}) for event, fields in events]
+        data = "".join(f"{line}\n" for line in lines).encode()
+        if _size(self._path) != self._ends:
+            self._give_way()
+        if self._file is None:
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+            self._begins = self._ends = self._begins or 0
+            self._first = data[: data.index(b"\n") + 1]
+        written = os.write(self._file, data)
+        self._ends = (self._ends or 0) + written
+        if written < len(data):
+            raise OSError("the disk is full")
+
+    def _give_way(self) -> None:
+        """Takes away what is ours, so that the script's records alone are left. Raises GaveWay."""
+        if self._file is not None and os.pread(self._file, len(self._first), self._begins or 0) == self._first:
+            theirs = b""
+            while part := os.pread(self._file, 1 << 20, (self._ends or 0) + len(theirs)):
+                theirs += part
+            os.ftruncate(self._file, self._begins or 0)
+            os.write(self._file, theirs)
+        raise GaveWay
+
+
+def _size(path: str) -> int | None:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return None
+
+
+# What the metrics of a watched script say of it: who the rank is, what it trains, what each step took.
+#
+# start_fields(torch, environment, optimizer, network, "loader")
+# step_times(step, clock, alone=False)
+
+SCHEMA = 1
+CLOCKED = ("load", "compute", "exposed", "optim")
+
+
+def start_fields(
+    torch: Any, environment: Mapping[str, str], optimizer: Any, network: str | None, samples_from: str
+) -> dict[str, Any]:
+    """network: the name of the class that is trained, where it is known."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad]
+    device = weights[0].device if weights else torch.device("cpu")
+    on_gpu, met = device.type == "cuda", torch.distributed.is_available() and torch.distributed.is_initialized()
+    host = socket.gethostname()
+    return {
+        "schema": SCHEMA,
+        "host": host,
+        "node": environment.get("ORCH_NODE") or host,
+        "rank": int(environment.get("RANK", 0)),
+        "local_rank": int(environment.get("LOCAL_RANK", 0)),
+        "world_size": int(environment.get("WORLD_SIZE", 1)),
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
+        "torch": str(torch.__version__),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
+        "backend": torch.distributed.get_backend() if met else None,
+        "model": network,
+        "parameters": sum(weight.numel() for weight in weights),
+        "gradient_bytes": sum(weight.numel() * weight.element_size() for weight in weights),
+        "batch_per_rank": int(environment["ORCH_SHARE"]) if "ORCH_SHARE" in environment else None,
+        "paced": False,
+        "settings": {},
+        "samples_from": samples_from,
+    }
+
+
+def step_times(step: TakenStep, clock: Clock, *, alone: bool) -> dict[str, float]:
+    """In milliseconds, as a `step` record names them. alone: is there no other rank to exchange gradients with?
+
+    Where they are exchanged in a way that is not seen, what of the time went to that is not known either.
+    """
+    spent_ms = dict.fromkeys(CLOCKED, 0.0)
+    for part, begin, end in step.stretches:
+        spent_ms[part] += clock.ms(begin, end)
+    known = CLOCKED if alone or step.exchanged else ("load",)
+    parts = {f"{part}_ms": round(spent_ms[part], 3) for part in known}
+    return {"t_ms": round(sum(spent_ms.values()), 3), **parts}
+
+
+def cpu_name() -> str:
+    """As the kernel calls it; `cpu` where it does not say."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "cpu")
+    except OSError:
+        return "cpu"
+
+
+# A step that the hooks have seen, and what the callback of a framework told of it. Pure.
+#
+#     seen = SeenStep(120, 1763900000.2, taken)
+#     seen.hears({"epoch": 3, "samples": 32, "loss": 0.41}, mark)
+#     seen.told_fields(samples=16)            {"epoch": 3, "samples": 32, "loss": 13.12}
+#
+# Facts are those that `trainer.integrations` gives: `epoch`, `samples` (this rank's), and `loss`, the mean over them.
+# What a callback does not know is absent. A loss may be a number that the device still has to copy: only here it is
+# read.
+
+
+@dataclass
+class SeenStep:
+    number: int
+    """Over the whole run."""
+    wall_s: float
+    """The time of day of its end."""
+    taken: TakenStep
+    told: dict[str, Any] = field(default_factory=dict)
+    told_at: Mark | None = None
+
+    @property
+    def last_mark(self) -> Mark | None:
+        """When the device has passed it, everything of this step can be read."""
+        return self.told_at or (self.taken.stretches[-1][2] if self.taken.stretches else None)
+
+    def hears(self, facts: Mapping[str, Any], now: Mark) -> None:
+        """May come in several parts; of one fact the last counts."""
+        self.told.update(facts)
+        self.told_at = now
+
+    def told_fields(self, samples: int) -> dict[str, Any]:
+        """As a `step` record names them. samples: as many as the hooks have counted, for who does not tell it."""
+        samples = self.told.get("samples", samples)
+        fields: dict[str, Any] = {"epoch": self.told["epoch"]} if "epoch" in self.told else {}
+        fields["samples"] = samples
+        if "loss" in self.told:
+            loss = float(self.told["loss"]) * samples
+            fields["loss"] = loss if math.isfinite(loss) else None
+        return fields

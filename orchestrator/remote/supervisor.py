@@ -11,23 +11,23 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import time
-from typing import Any, NoReturn
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn, cast
 
-from . import trouble, verdict
-from .control_fifo import ControlFifo
+from . import answer as trouble
+from . import verdict
 from .coordinator import HEARSAY_S, JOIN_S, Coordinator
 from .host_state import HostState
-from .layout import JobFolder
-from .lease import LEASE_S, Pulse
-from .membership import Membership
-from .messages import AgentRecord, Failure, FinalState, Order, failure, finish
+from .layout import JobFolder, write_last_word, write_record
+from .membership import LEASE_S, Membership, Pulse
+from .messages import AgentRecord, Failure, FinalState, Order, Process, failure, finish
 from .peers import Peers, Unreached
 from .plain_asyncio import asyncio
+from .processes import identify
 from .programs import Programs
-from .record import RecordWriter
 from .stillness import LOOK_S as STILL_LOOK_S
-from .tasks import Tasks
 from .way import Place
 
 GO_S = 300.0
@@ -286,3 +286,111 @@ class Supervisor:
                 state.fail(self._programs.failures.of_rank(event, log))
                 return
         self._changed()
+
+
+# The tasks of one event loop, of which none may fail unheard.
+#
+# tasks = Tasks(crashed)
+# tasks.watch_callbacks()         # what fails in a callback of the loop counts as well
+# tasks.spawn(coroutine)
+
+
+class Tasks:
+    """crashed: called with what a task raised, or a callback."""
+
+    def __init__(self, crashed: Callable[[BaseException], None]) -> None:
+        self._crashed = crashed
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def watch_callbacks(self) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._callback_failed)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)  # the loop itself keeps only weak references
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self._crashed(error)
+
+    def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "handle" in context and isinstance(error := context.get("exception"), Exception):
+            self._crashed(error)
+        loop.default_exception_handler(context)
+
+
+# agent.json: what became of a job on this host, written by its supervisor alone.
+#
+# record = RecordWriter(job, "beta")
+# record.write({"phase": "running"})              # joins what was written before
+# record.write({"state": "failed", "ended": now}) # the last word, for which there is room on a full disk
+
+
+class RecordWriter:
+    """said: what the file says, and what joins it with the next `write`."""
+
+    def __init__(self, job: JobFolder, node: str) -> None:
+        self._job = job
+        me = identify(os.getpid())
+        self.said: AgentRecord = {
+            "schema": 1,
+            "job": job.id,
+            "node": node,
+            "state": "starting",
+            "pid": me.pid,
+            "start_time": me.start_time,
+            "boot_id": me.boot_id,
+            "keeper": cast(Process, identify(os.getppid())._asdict()),
+            "started": time.time(),
+        }
+
+    def write(self, news: AgentRecord) -> None:
+        """A full disk or a removed folder must not keep the job from ending: the hub knows what the file cannot say."""
+        self.said.update(news)
+        try:
+            (write_last_word if "ended" in self.said else write_record)(self._job, self.said)
+        except OSError as error:
+            with contextlib.suppress(OSError):  # the log lies on the same disk
+                sys.stderr.write(f"cannot write {self._job.agent}: {error}\n")
+
+
+# The two FIFOs in a job's folder: what its supervisor hears there, and how its ranks see that it lives.
+#
+#     fifo = ControlFifo(job, heard)
+#     fifo.open()         # from now on heard({...}) is called for every line that comes
+#     fifo.drain()        # now, for what came already
+#
+# One JSON object a line: requests of `control`, events of the rank wrappers (`rank`).
+
+CHUNK_BYTES = 1 << 16
+
+
+class ControlFifo:
+    """heard: called with each line; where it raises ValueError or KeyError, the line was no message of ours."""
+
+    def __init__(self, job: JobFolder, heard: Callable[[dict[str, Any]], None]) -> None:
+        self._job, self._heard = job, heard
+        self._control: int | None = None
+        self._alive: int | None = None
+        self._unread = b""
+
+    def open(self) -> None:
+        # Opened for both ways: no end of file when a writer leaves, and opening never waits for another side.
+        self._control = os.open(self._job.control, os.O_RDWR | os.O_NONBLOCK)
+        self._alive = os.open(self._job.alive, os.O_RDWR)
+        asyncio.get_running_loop().add_reader(self._control, self.drain)
+
+    def drain(self) -> None:
+        """Reads every line that waits."""
+        assert self._control is not None
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self._control, CHUNK_BYTES):
+                self._unread += chunk
+        *lines, self._unread = self._unread.split(b"\n")
+        for line in lines:
+            with contextlib.suppress(ValueError, KeyError):
+                if isinstance(event := json.loads(line), dict):
+                    self._heard(event)

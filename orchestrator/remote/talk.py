@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import trouble
+from . import answer
 from .answer import Refused
 from .watchdog import wind
 
@@ -83,7 +83,7 @@ def _outcome(
     except BrokenPipeError:
         raise
     except OSError as error:
-        return {"error": trouble.words(error), "remedy": trouble.remedy(error, elsewhere="choose another folder")}
+        return {"error": answer.words(error), "remedy": answer.remedy(error, elsewhere="choose another folder")}
     except ValueError as error:
         return {"error": str(error), "remedy": ""}
 

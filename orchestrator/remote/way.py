@@ -18,8 +18,7 @@ from collections.abc import Callable
 from errno import EACCES, ECONNREFUSED, EHOSTDOWN, EHOSTUNREACH, ENETUNREACH, EPERM, ETIMEDOUT
 from typing import Any, Literal, NamedTuple
 
-from .door import MAX_LINE
-from .link import Link, introduce
+from .link import MAX_LINE, Link, introduce
 from .plain_asyncio import asyncio
 
 CONNECT_S = 5.0

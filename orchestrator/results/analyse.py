@@ -11,37 +11,38 @@ How steps are measured is in `measure`, what each host did in `per_host`, what i
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import shlex
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import ValidationError
 
 from orchestrator.errors import OrchError
 from orchestrator.files import write_json
 from orchestrator.jobs.metric_lines import count, number, text
-from orchestrator.jobs.record import FirstFailure, JobRecord
 from orchestrator.jobs.stall import last_words
+from orchestrator.jobs.store import FirstFailure, JobRecord
 from orchestrator.paths import RunFolder
 from orchestrator.planning.command_line import run_line
-from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.record import SCHEMA, require_record
+from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
+from orchestrator.record import RECORD_LIMIT, SCHEMA, require_record
 from orchestrator.results import caveats
-from orchestrator.results.batch_norm import read_batch_norm
+from orchestrator.results.batch_norm import read_batch_norm, read_rebalances
 from orchestrator.results.caveats import left_on_hosts, left_out, tried_before
-from orchestrator.results.curves import Curves, read_curves
+from orchestrator.results.curves import Curves, SpeedCourse, read_curves, read_speed_course, read_target
 from orchestrator.results.events import Events, MetricsFile
 from orchestrator.results.faster import measured as faster_ways
-from orchestrator.results.measure import Figures, measure, write_steps
+from orchestrator.results.measure import Figures, RankFigures, gpu_label, measure, write_steps
 from orchestrator.results.network import measures_collectives, not_measured, read_collectives, unpaced
-from orchestrator.results.per_host import by_gpu, cluster_speed, efficiency, node_summaries
-from orchestrator.results.per_stage import stage_summaries
-from orchestrator.results.rebalances import read_rebalances
-from orchestrator.results.speed_course import SpeedCourse, read_speed_course
-from orchestrator.results.straggler import find_bound, find_straggler
-from orchestrator.results.summary import NodeSummary, Summary
+from orchestrator.results.straggler import find_bound, find_straggler, read_gpu_use
+from orchestrator.results.summary import GpuSummary, NodeSummary, RankEnd, Summary
 from orchestrator.results.tables import read_events
-from orchestrator.results.target import read_target
-from orchestrator.results.timeline import read_timeline, write_timeline
-from orchestrator.results.used import CHANGES, settings_used
+from orchestrator.results.timeline import StageSummary, read_places, read_timeline, write_timeline
+from orchestrator.results.timeline import Starts as TimelineStarts
 from orchestrator.text import one_line
 
 REMEDY = "a run folder is what `orch collect --job ID` makes"
@@ -223,3 +224,245 @@ def _cleaned(failure: AnyFailure) -> AnyFailure:
             "signal": None if failure.signal is None else one_line(failure.signal, 40),
         }
     )
+
+
+# What each host of a run did, and each type of GPU: speeds, times of a step, memory, how its ranks ended.
+#
+# nodes = node_summaries(plan, figures, events, run, solo={})
+# efficiency(speed, nodes)                # (0.44, "estimated"): of the sum of what its hosts can do alone
+
+
+def node_summaries(
+    plan: LaunchPlan, figures: Figures, events: Events, run: RunFolder, solo: Mapping[str, float]
+) -> tuple[NodeSummary, ...]:
+    """solo: samples/s that a node did alone, by node, in place of what its profile in the plan says."""
+    measured = (
+        _node_summary(node, figures, events, solo.get(node.name, node.solo_samples_per_s or None))
+        for node in plan.nodes
+    )
+    return tuple(_as_seen_by_its_host(node, plan, run) for node in measured)
+
+
+def cluster_speed(figures: Figures) -> float | None:
+    """Samples/s of all measured steps; None where none was measured, or no samples are known."""
+    return over(sum(rank.samples for rank in figures.ranks.values()), figures.wall_s) or None
+
+
+def _node_summary(node: NodePlan, figures: Figures, events: Events, solo: float | None) -> NodeSummary:
+    numbers = node.rank_numbers
+    mine = figures.of(node)
+    starts, ends = events.latest("start"), events.latest("end")
+    start = next((starts[rank] for rank in numbers if rank in starts), {})
+    own = [_own_speed(rank, figures.steps) for rank in mine]
+    memory = [size for rank in numbers if (size := count(ends.get(rank, {}), "peak_memory_bytes")) is not None]
+    return NodeSummary(
+        name=node.name,
+        gpu=gpu_label(node),
+        ranks=node.ranks,
+        batch_per_rank=_batch_per_rank(node, start, figures),
+        samples_per_s=over(sum(rank.samples for rank in mine), figures.wall_s) if len(mine) == node.ranks else None,
+        own_samples_per_s=_sum(own) if len(mine) == node.ranks else None,
+        solo_samples_per_s=solo,
+        step_ms=figures.step_ms.get(node.name),
+        load_ms=_mean(rank.load_ms for rank in mine),
+        compute_ms=_mean(rank.compute_ms for rank in mine),
+        sync_ms=_mean(rank.sync_ms for rank in mine),
+        wait_ms=_mean(rank.wait_ms for rank in mine),
+        optim_ms=_mean(rank.optim_ms for rank in mine),
+        peak_memory_bytes=max(memory, default=None),
+        paced=node.paced is not None,
+        valid=node.paced is None or all(ends.get(rank, {}).get("valid") is True for rank in numbers),
+        host=text(start, "host"),
+        device_name=text(start, "device_name"),
+        torch=text(start, "torch"),
+        nccl=text(start, "nccl"),
+        backend=text(start, "backend"),
+        bandwidth_bps=node.bandwidth_bps,
+        system=node.system,
+    )
+
+
+def _own_speed(rank: RankFigures, steps: int) -> float | None:
+    """Samples/s by what is the rank's own of a step: loading, computing and the update, as far as it reports them."""
+    if rank.compute_total_ms is None:
+        return None
+    return over(rank.samples, (rank.compute_total_ms + steps * ((rank.load_ms or 0) + (rank.optim_ms or 0))) / 1000)
+
+
+def _batch_per_rank(node: NodePlan, start: Mapping[str, Any], figures: Figures) -> int | None:
+    """As its first rank reports it, else as `--batch` split it, else a script's mean over the measured steps."""
+    reported = count(start, "batch_per_rank")
+    if reported is not None:
+        return reported
+    if node.shares:
+        return node.shares[0]
+    samples = [rank.samples for rank in figures.of(node)[:1]]
+    return round(samples[0] / figures.steps) if samples and figures.steps else None
+
+
+def _as_seen_by_its_host(node: NodeSummary, plan: LaunchPlan, run: RunFolder) -> NodeSummary:
+    """With what its supervisor noted: use and memory of the GPUs, and how every rank ended."""
+    gpu = read_gpu_use(run.gpu(node.name))
+    memory = gpu.memory_bytes if node.peak_memory_bytes is None else node.peak_memory_bytes
+    ends = tuple(_rank_ends(run.agent(node.name), plan.node(node.name)))
+    update = {"gpu_utilisation": gpu.utilisation, "peak_memory_bytes": memory, "slowed": gpu.slowed, "ends": ends}
+    return node.model_copy(update=update)
+
+
+def _rank_ends(agent: Path, node: NodePlan) -> Iterable[RankEnd]:
+    """agent: the supervisor's record, written on the host and not taken on trust."""
+    record: Any = None
+    with contextlib.suppress(OSError, ValueError, RecursionError), open(agent, "rb") as file:
+        record = json.loads(file.read(RECORD_LIMIT))
+    ranks = record.get("ranks") if isinstance(record, dict) else None
+    for rank in node.rank_numbers:
+        end = ranks.get(str(rank)) if isinstance(ranks, dict) else None
+        known = {key: end.get(key) for key in ("exit_code", "signal")} if isinstance(end, dict) else {}
+        try:
+            yield RankEnd(rank=rank, **known)
+        except ValidationError:
+            yield RankEnd(rank=rank)
+
+
+def efficiency(
+    speed: float | None, nodes: tuple[NodeSummary, ...]
+) -> tuple[float | None, Literal["solo", "estimated"] | None]:
+    """The cluster's speed over the sum of its hosts', and what that sum was made of."""
+    solo = _sum(node.solo_samples_per_s for node in nodes)
+    own = _sum(node.own_samples_per_s for node in nodes)
+    parts = solo or own
+    return (speed / parts, "solo" if solo else "estimated") if speed is not None and parts else (None, None)
+
+
+def by_gpu(nodes: tuple[NodeSummary, ...], plan: LaunchPlan, figures: Figures) -> dict[str, GpuSummary]:
+    total = sum(rank.samples for rank in figures.ranks.values()) if len(figures.ranks) == plan.world_size else 0
+    samples = {node.name: sum(rank.samples for rank in figures.of(node)) for node in plan.nodes}
+    kinds: dict[str, list[NodeSummary]] = {}
+    for node in nodes:
+        kinds.setdefault(node.gpu, []).append(node)
+    return {
+        gpu: GpuSummary(
+            nodes=len(group),
+            ranks=sum(node.ranks for node in group),
+            samples_per_s=_sum(node.samples_per_s for node in group),
+            own_samples_per_s=_sum(node.own_samples_per_s for node in group),
+            share=over(sum(samples[node.name] for node in group), total),
+        )
+        for gpu, group in kinds.items()
+    }
+
+
+def over(count: float, amount: float) -> float | None:
+    return count / amount if amount > 0 else None
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    """The sum; None as soon as one is unknown, or when there are none."""
+    known = list(values)
+    return sum(value for value in known if value is not None) if known and None not in known else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = list(values)
+    total = _sum(known)
+    return None if total is None else total / len(known)
+
+
+# Settings as the ranks used them, beside what was asked for. Pure.
+#
+#     used, asked = settings_used(plan, starts, changes)       # {"num_workers": 2, ...}, {"num_workers": -1}
+#
+# starts: each rank's last `start` event, which holds its settings as they turned out on its host (`auto` is a name by
+# then). changes: the `setting` events that followed it. Nothing in either is taken on trust. Where ranks
+# differ the value is a sentence: `0 on a, 2 on b`.
+
+NAMED = 4
+"""How many of the hosts with the same value are named."""
+CHANGES = 100
+"""So many `setting` events of a rank are read."""
+Starts = Mapping[int, Mapping[str, Any]]
+Changes = Mapping[int, Sequence[Mapping[str, Any]]]
+
+
+def settings_used(plan: LaunchPlan, starts: Starts, changes: Changes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All settings of the plan, and of those that turned out otherwise what the plan has."""
+    used = {key: _used(key, value, plan, starts, changes) for key, value in plan.settings.items()}
+    return used, {key: value for key, value in plan.settings.items() if used[key] != value}
+
+
+def _used(key: str, asked: Any, plan: LaunchPlan, starts: Starts, changes: Changes) -> Any:
+    hosts: dict[Any, list[str]] = {}
+    for node in plan.nodes:
+        for rank in node.rank_numbers:
+            settings = starts.get(rank, {}).get("settings")
+            value = settings.get(key) if isinstance(settings, Mapping) else None
+            later = [change.get("value") for change in changes.get(rank, ()) if change.get("name") == key]
+            value = later[-1] if later else value
+            if isinstance(value, (str, int, float)) and not isinstance(asked, (dict, list)):
+                value = one_line(value) if isinstance(value, str) else value
+                hosts.setdefault(value, []).append(node.name)
+    if len(hosts) < 2:
+        return next(iter(hosts), asked)
+    return ", ".join(f"{value} on {_names(list(dict.fromkeys(names)))}" for value, names in hosts.items())
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+
+
+# What each stage of a pipeline did in a run: computing, waiting for its neighbours, sending. Pure.
+#
+# stage_summaries(plan, starts, figures)      # (StageSummary(node="v100", compute_ms=180.0, bubble_ms=12.0, ...), ...)
+
+
+def stage_summaries(plan: LaunchPlan, starts: TimelineStarts, figures: Figures) -> tuple[StageSummary, ...]:
+    """starts: each rank's last `start`. In the order in which samples pass them, pipeline by pipeline."""
+    places = read_places(plan, starts)
+    node_of = {rank: node.name for node in plan.nodes for rank in node.rank_numbers}
+    stages: dict[tuple[int, int], list[int]] = {}
+    for rank, place in sorted(places.items()):
+        stages.setdefault((place.pipeline, place.stage), []).append(rank)
+    names = {key: _name(places[ranks[0]].name, node_of) for key, ranks in stages.items()}
+    return tuple(
+        StageSummary(
+            pipeline=key[0],
+            stage=key[1],
+            node=node_of[ranks[0]],
+            name=names[key],
+            ranks=tuple(ranks),
+            first_block=places[ranks[0]].first,
+            last_block=places[ranks[0]].last,
+            work=_per_stage_sum([number(starts.get(rank, {}), "work") for rank in ranks]),
+            **_times([figures.ranks[rank] for rank in ranks if rank in figures.ranks], key, names),
+        )
+        for key, ranks in sorted(stages.items())
+    )
+
+
+def _name(stage: str, node_of: Mapping[int, str]) -> str:
+    """As the setting `stages` has it, or `rank 1` where all ranks are on one host, which it names by their numbers."""
+    return f"rank {stage}" if stage.isdecimal() and stage not in node_of.values() else stage
+
+
+def _times(ranks: Sequence[RankFigures], key: tuple[int, int], names: Mapping[tuple[int, int], str]) -> dict[str, Any]:
+    before_ms = _per_stage_mean([rank.bubble_before_ms for rank in ranks])
+    behind_ms = _per_stage_mean([rank.bubble_behind_ms for rank in ranks])
+    times: dict[str, Any] = {
+        "compute_ms": _per_stage_mean([rank.compute_ms for rank in ranks]),
+        "wire_ms": _per_stage_mean([rank.wire_ms for rank in ranks]),
+    }
+    if before_ms is None or behind_ms is None:
+        return times
+    most_ms, step = max((before_ms, -1), (behind_ms, 1))
+    neighbour = names.get((key[0], key[1] + step)) if most_ms > 0 else None
+    return {**times, "bubble_ms": before_ms + behind_ms, "waits_for": neighbour, "waits_for_ms": most_ms}
+
+
+def _per_stage_sum(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None and math.isfinite(value) and 0 <= value <= 1]
+    return sum(known) if known and len(known) == len(values) else None
+
+
+def _per_stage_mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None

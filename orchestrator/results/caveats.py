@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable
 
 from orchestrator.jobs.metric_lines import number
-from orchestrator.jobs.record import JobRecord
+from orchestrator.jobs.store import JobRecord
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.results.events import Events, Rejects

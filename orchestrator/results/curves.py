@@ -9,14 +9,22 @@ At most POINTS of each are kept. Both tables have to be there: `steps` of `read_
 from __future__ import annotations
 
 import bisect
+import itertools
+import math
+import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
-from typing import TypeVar
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import Field, ValidationError
 
 from orchestrator.jobs.metric_lines import count, number
+from orchestrator.planning.launch_plan import read_settings
 from orchestrator.record import Record
 from orchestrator.results.events import Events
+from orchestrator.units import format_duration, format_percent
 from trainer.shared.metrics import LARGEST
 
 POINTS = 200
@@ -171,3 +179,237 @@ def placed(course: Sequence[Moment], values: Sequence[float]) -> Place:
         return values[after - 1] + part * (values[after] - values[after - 1])
 
     return place
+
+
+# How fast each host was in the course of a run, and what happened meanwhile.
+#
+#     course = read_speed_course(events)             # after `measure`
+#     course.hosts[0].samples_per_s[-1], course.marks[0].what
+#
+# Over the measured steps, in stretches of equally many. All ranks meet in every step, so a stretch takes as long on
+# each:
+# what its slowest rank takes. Durations alone, as everywhere; clocks of different hosts are not compared.
+
+SPEED_POINTS = 100
+STEPS_A_POINT = 4
+"""At least so many: single steps jitter."""
+MARKS = 50
+"""The most marks of a kind; of more of them the last ones are kept."""
+_READ = 100_000
+Happened = Literal["rebalance", "eval", "checkpoint"]
+KINDS: tuple[Happened, ...] = ("rebalance", "eval", "checkpoint")
+TOGETHER = "all hosts"
+
+
+class HostCourse(Record):
+    name: str
+    """`all hosts` where each sample passes all of them."""
+    samples_per_s: tuple[float, ...]
+    """One for each stretch."""
+
+
+class HappenedAt(Record):
+    what: Happened
+    step: int
+    """After which update; of a rebalance the first with the new shares."""
+
+
+class SpeedCourse(Record):
+    steps: tuple[int, ...] = ()
+    """The last step of each stretch."""
+    hosts: tuple[HostCourse, ...] = ()
+    marks: tuple[HappenedAt, ...] = ()
+
+
+def read_speed_course(events: Events) -> SpeedCourse:
+    query = events.connection.execute
+    (measured,) = query("SELECT count(DISTINCT step) FROM timed WHERE measured").fetchone()
+    cut = any(number(start, "work") is not None for start in events.latest("start").values())
+    rows = query(
+        _STRETCHES, [max(1, min(SPEED_POINTS, measured // STEPS_A_POINT)), TOGETHER if cut else None]
+    ).fetchall()
+    speeds: dict[str, list[float]] = {}
+    for _, name, speed in rows:
+        speeds.setdefault(name, []).append(speed)
+    steps = tuple(dict.fromkeys(step for step, _, _ in rows))
+    if len(steps) < 2:
+        return SpeedCourse()
+    hosts = tuple(HostCourse(name=name, samples_per_s=tuple(of)) for name, of in speeds.items())
+    return SpeedCourse(steps=steps, hosts=hosts, marks=tuple(_marks(events, steps[-1])))
+
+
+def _marks(events: Events, last: int) -> Iterator[HappenedAt]:
+    """Every rank reports the same, of checkpoints the first alone: the first rank that has any counts."""
+    for what in KINDS:
+        ranks = events.latest(what)
+        read = events.of_rank(min(ranks), what, _READ) if ranks else []
+        found = {step for event in read if (step := count(event, "step")) is not None and step <= last}
+        yield from (HappenedAt(what=what, step=step) for step in sorted(found)[-MARKS:])
+
+
+_STRETCHES = """
+WITH clock AS (
+    SELECT rank FROM timed WHERE measured GROUP BY rank ORDER BY sum(t_ms) DESC, rank LIMIT 1),
+parts AS (
+    SELECT step, t_ms, ntile(?) OVER (ORDER BY step) AS part FROM timed JOIN clock USING (rank) WHERE measured),
+times AS (SELECT part, max(step) AS step, sum(t_ms) AS ms FROM parts GROUP BY part HAVING sum(t_ms) > 0),
+work AS (
+    SELECT part, coalesce(?, node) AS name, sum(samples) AS samples, min(rank) AS first
+    FROM timed JOIN parts USING (step) WHERE measured GROUP BY part, name)
+SELECT step, name, 1000 * samples / ms FROM times JOIN work USING (part) ORDER BY step, first
+"""
+
+
+# How far chance alone could move a run's speed, from its own steps. Pure.
+#
+#     speed = Steps((64, 64, ...), (12.1, 11.9, ...))     samples and milliseconds of each step, in their order
+#     interval(speed)                                     Interval(value=5310.2, low=5274.9, high=5342.0), samples/s
+#     ratio(speed, other)                                 the second one's speed over the first one's
+#
+# Neighbouring steps are alike (a busy minute, a hot GPU), so that steps drawn one by one would promise far too narrow
+# an
+# interval. Whole blocks of neighbours are drawn, around the end as well: the circular block bootstrap (Politis and
+# Romano
+# 1992). A run is cut into few blocks, as many as the method of batch means takes (10 to 30, Schmeiser 1982), so that
+# what
+# comes and goes slowly is inside a block; and into fewer where neighbouring blocks are still alike.
+
+BLOCKS = {20: 1.10, 10: 1.22, 5: 1.58}
+"""Into how many a run may be cut, and how much wider its interval is then: n of them vary less than what they were
+drawn from, by the root of (n-1)/n, and have the tails of Student's t, 2.09, 2.26 and 2.78 for 1.96.
+"""
+LEAST_STEPS = 20
+"""With fewer there is no interval."""
+DRAWN = 1000
+INSIDE = 0.95
+"""An interval holds so much of what was drawn."""
+
+
+class Interval(Record):
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Steps:
+    """samples: of all ranks. ms: by the clock of one rank that met the others in every step."""
+
+    samples: Sequence[float]
+    ms: Sequence[float]
+
+    @property
+    def samples_per_s(self) -> float:
+        return 1000 * sum(self.samples) / sum(self.ms)
+
+
+def interval(of: Steps) -> Interval | None:
+    """Samples/s. None where there are too few steps."""
+    if len(of.ms) < LEAST_STEPS:
+        return None
+    blocks = _blocks(of)
+    return _around(of.samples_per_s, _drawn(of, blocks, seed=1), BLOCKS[blocks])
+
+
+def ratio(first: Steps, second: Steps) -> Interval | None:
+    """The second one's speed over the first one's. None where one has too few steps."""
+    if min(len(first.ms), len(second.ms)) < LEAST_STEPS:
+        return None
+    blocks = [_blocks(steps) for steps in (first, second)]
+    one, two = _drawn(first, blocks[0], seed=1), _drawn(second, blocks[1], seed=2)
+    drawn = [later / earlier for earlier, later in zip(one, two, strict=True)]
+    return _around(second.samples_per_s / first.samples_per_s, drawn, BLOCKS[min(blocks)])
+
+
+def _blocks(of: Steps) -> int:
+    """The most blocks of which neighbours are not visibly alike; where they always are, the fewest."""
+    for blocks in BLOCKS:
+        if _likeness(_speeds(of, blocks)) <= 1 / math.sqrt(blocks):
+            return blocks
+    return min(BLOCKS)
+
+
+def _speeds(of: Steps, blocks: int) -> list[float]:
+    """Of each block of steps, one after the other."""
+    ends = [number * len(of.ms) // blocks for number in range(blocks + 1)]
+    return [Steps(of.samples[a:b], of.ms[a:b]).samples_per_s for a, b in itertools.pairwise(ends)]
+
+
+def _likeness(values: Sequence[float]) -> float:
+    """The correlation between neighbours: about 0 where there is none, with a spread of 1/sqrt(n)."""
+    mean = statistics.fmean(values)
+    apart = [value - mean for value in values]
+    square = sum(each * each for each in apart)
+    return sum(a * b for a, b in itertools.pairwise(apart)) / square if square else 0.0
+
+
+def _drawn(of: Steps, blocks: int, seed: int) -> list[float]:
+    """Speeds of runs that could as well have been: as many blocks, each of them at a place drawn at random."""
+    draw = random.Random(seed)  # noqa: S311 - the same runs have the same interval, whenever they are compared
+    count = len(of.ms)
+    length = -(-count // blocks)
+    samples, ms = (list(accumulate([*values, *values[:length]], initial=0.0)) for values in (of.samples, of.ms))
+    speeds = []
+    for _ in range(DRAWN):
+        places = [draw.randrange(count) for _ in range(-(-count // length))]
+        total_ms = sum(ms[place + length] - ms[place] for place in places)
+        speeds.append(1000 * sum(samples[place + length] - samples[place] for place in places) / total_ms)
+    return speeds
+
+
+def _around(value: float, drawn: Sequence[float], wider: float) -> Interval:
+    ordered = sorted(drawn)
+    outside = round(len(ordered) * (1 - INSIDE) / 2)
+    low, high = ordered[outside], ordered[-1 - outside]
+    return Interval(value=value, low=value - wider * max(0.0, value - low), high=value + wider * max(0.0, high - value))
+
+
+# The accuracy at which a run was to end, and when it came to that, from the ranks' `target` event.
+#
+# read_target(events)     AccuracyTarget(asked=0.99, reached=Reached(accuracy=0.9912, step=3751, ...))
+
+Ratio = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, lt=1 << 60)]
+
+
+class Reached(Record):
+    """The evaluation that reached it."""
+
+    accuracy: Ratio
+    step: Count
+    """After this update, counted from 0 over the whole run."""
+    epoch: Count
+    samples: Count
+    """Of the whole run, up to then."""
+    total_s: Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
+    """Since the start of the process, which may have gone on from a checkpoint."""
+
+
+class AccuracyTarget(Record):
+    asked: Ratio
+    reached: Reached | None = None
+
+    @property
+    def words(self) -> str:
+        asked = format_percent(self.asked, 2)
+        if not self.reached:
+            return f"{asked} not reached"
+        found = self.reached
+        return (
+            f"{asked} reached ({format_percent(found.accuracy, 2)}) after {format_duration(found.total_s)}, "
+            f"{found.step + 1:,} updates, {found.samples:,} samples, in epoch {found.epoch + 1}"
+        )
+
+
+def read_target(events: Events) -> AccuracyTarget | None:
+    """Every rank reports the same: the first that does counts. None where no target was set."""
+    start = next(iter(events.latest("start").values()), {})
+    asked = read_settings(start.get("settings")).target_accuracy
+    if not asked or not 0 < asked <= 1:
+        return None
+    for event in events.latest("target").values():
+        try:
+            return AccuracyTarget(asked=asked, reached=Reached.model_validate(event))
+        except ValidationError:
+            continue
+    return AccuracyTarget(asked=asked)

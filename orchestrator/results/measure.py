@@ -23,13 +23,11 @@ from pathlib import Path
 
 from duckdb import ColumnExpression, Expression, FunctionExpression
 
-from orchestrator.jobs.metric_lines import count, number
-from orchestrator.jobs.waits import bubble_and_sync, wait_and_sync
-from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
-from orchestrator.planning.recorded_settings import read_settings
+from orchestrator.jobs.metric_lines import bubble_and_sync, count, number, wait_and_sync
+from orchestrator.planning.launch_plan import LaunchPlan, NodePlan, read_settings
 from orchestrator.results.events import Events
-from orchestrator.results.parquet import copy_whole
 from orchestrator.results.summary import StepTime
+from orchestrator.results.tables import copy_whole
 from orchestrator.text import one_line
 from trainer.shared.metrics import STAGE_TIMES
 

@@ -1,7 +1,7 @@
 """What held a host's GPU below the clock that it could have: power, heat, or its hardware. Pure.
 
     slowing = Slowing()
-    slowing.add(reading)            # of `gpu_use`, one after the other
+    slowing.add(reading)            # of `straggler`, one after the other
     slowing.found().words           "slowed by its power cap of 70 W for 43 % of the run: 1,290 instead of 1,800 MHz"
 
 A GPU that idles, or whose owner set its clocks, is not slowed.

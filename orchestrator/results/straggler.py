@@ -1,4 +1,4 @@
-"""Who the others wait for, and what limits a step. Pure.
+"""Who the others wait for, and what limits a step.
 
 Takes the plan and the ranks' `Figures`, gives values of the summary:
 
@@ -8,14 +8,20 @@ Takes the plan and the ranks' `Figures`, gives values of the summary:
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
+from orchestrator.jobs.gpu_reading import GpuLines, Reading
+from orchestrator.jobs.metric_lines import parse_event, whole_lines
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.results.measure import Figures, RankFigures
-from orchestrator.results.stages import is_pipeline
+from orchestrator.results.slowed import Slowed, Slowing
 from orchestrator.results.summary import Bound, Part, Straggler
+from orchestrator.results.timeline import is_pipeline
 from orchestrator.units import format_figure
 
 NOISE = 0.05
@@ -127,3 +133,43 @@ def _mean(values: Iterable[float | None]) -> float:
     """The mean of the known values; 0 where none is known."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else 0.0
+
+
+# What a host's GPUs were doing while a job ran: read from the gpu.jsonl that its supervisor wrote.
+#
+#     read_gpu_use(run.gpu("v100"))       # GpuUse(utilisation=93.5, memory_bytes=12884901888, slowed=None)
+#
+# A line that is no reading counts for nothing (`jobs/gpu_reading.py`).
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """How one host used its GPUs; None for what no reading shows."""
+
+    utilisation: float | None = None
+    """Mean over the GPUs and all readings, 0..100."""
+    memory_bytes: int | None = None
+    """The most that one GPU held at a time."""
+    slowed: Slowed | None = None
+    """What held the most of them down for a part of the run that matters."""
+
+
+def read_gpu_use(path: Path) -> GpuUse:
+    """A file that is not there is a host of whose GPUs nothing is known."""
+    used, known, memory, slowing = 0.0, 0, None, Slowing()
+    for reading in readings(path):
+        if reading.utilisation is not None:
+            used, known = used + reading.utilisation, known + 1
+        if reading.memory_bytes is not None:
+            memory = max(memory or 0, int(reading.memory_bytes))
+        slowing.add(reading)
+    return GpuUse(used / known if known else None, memory, slowing.found())
+
+
+def readings(path: Path) -> Iterator[Reading]:
+    """In the order of the file; none where there is no file."""
+    lines = GpuLines()
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        for line in whole_lines(file):
+            if line and (reading := lines.reading(parse_event(line))):
+                yield reading

@@ -14,19 +14,15 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from orchestrator.jobs.record import FirstFailure, NotFinite
+from orchestrator.jobs.store import FirstFailure, NotFinite
 from orchestrator.paths import RunFolder
-from orchestrator.planning.launch_plan import CodeFolder, Faster, Prediction, System
-from orchestrator.planning.recorded_settings import RecordedSettings, read_settings
+from orchestrator.planning.launch_plan import CodeFolder, Faster, Prediction, RecordedSettings, System, read_settings
 from orchestrator.record import SCHEMA, Record, Words, require_record
-from orchestrator.results.batch_norm import BatchNorm
-from orchestrator.results.collectives import Collectives
-from orchestrator.results.curves import Curves
-from orchestrator.results.rebalances import Rebalance
+from orchestrator.results.batch_norm import BatchNorm, Rebalance
+from orchestrator.results.curves import AccuracyTarget, Curves, SpeedCourse
+from orchestrator.results.network import Collectives
 from orchestrator.results.slowed import Slowed
-from orchestrator.results.speed_course import SpeedCourse
-from orchestrator.results.stages import StageSummary
-from orchestrator.results.target import AccuracyTarget
+from orchestrator.results.timeline import StageSummary
 from orchestrator.units import format_duration, format_figure, format_percent
 from trainer.shared.strategy_table import STRATEGIES
 

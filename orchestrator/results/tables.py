@@ -14,6 +14,7 @@ these files is trusted: what cannot be used is counted, not raised.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,10 @@ from typing import IO, Any
 
 import duckdb
 
+from orchestrator.errors import OrchError
 from orchestrator.jobs.metric_lines import parse_event, whole_lines
+from orchestrator.paths import RunFolder
+from orchestrator.results.curves import Steps
 from orchestrator.results.events import Events, MetricsFile, Rejects
 from trainer.shared.metrics import EVENT_FIELDS, LARGEST, LINE_LIMIT, STAGE_TIMES, STEP_COUNTS, STEP_TIMES
 
@@ -168,3 +172,60 @@ SELECT node, rank, step::BIGINT AS step, line > coalesce(started, 0) AS last_sta
        CASE WHEN isfinite(wall) THEN wall END AS wall
 FROM walls LEFT JOIN starts USING (rank)
 """  # noqa: S608 - names of our own
+
+
+# Tables as files, Parquet, CSV or JSON Lines, written by DuckDB: whole or not at all.
+#
+# copy_whole(connection, "SELECT * FROM timed", run.steps)
+# convert(Path("loss.csv"), Path("loss.parquet"))
+
+FORMS = {".parquet": "parquet", ".csv": "csv, HEADER", ".jsonl": "json"}
+
+
+def copy_whole(connection: duckdb.DuckDBPyConnection, query: str, path: Path) -> None:
+    """What the query finds, in the form that the path's suffix names."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    try:
+        quoted = temporary.replace("'", "''")
+        connection.execute(f"COPY ({query}) TO '{quoted}' (FORMAT {FORMS[path.suffix]})")
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def convert(source: Path, target: Path) -> None:
+    quoted = str(source).replace("'", "''")
+    reader = "read_parquet" if source.suffix == ".parquet" else "read_csv"
+    with duckdb.connect() as connection:
+        copy_whole(connection, f"SELECT * FROM {reader}('{quoted}')", target)  # noqa: S608 - a path that is quoted
+
+
+# The steps of a collected run, as `steps.parquet` holds them.
+#
+# steps = read_steps(run)        Steps of the measured ones, in their order
+
+
+def read_steps(run: RunFolder) -> Steps:
+    """Empty where nothing was measured. The clock is that of the rank whose steps took longest together: over many
+    steps all take equally long, see `measure`.
+
+    Raises OrchError where the file is missing or is no such table.
+    """
+    with duckdb.connect() as connection:
+        try:
+            rows = connection.execute(_STEPS_TABLE_STEPS, [str(run.steps)]).fetchall()
+        except duckdb.Error as error:
+            why = str(error).splitlines()[0]
+            raise OrchError(f"{run.steps}: {why}", "`orch report` for this job makes it again") from error
+    return Steps([float(samples) for samples, _ in rows], [float(ms) for _, ms in rows])
+
+
+_STEPS_TABLE_STEPS = """
+WITH measured AS (SELECT step, rank, samples, t_ms FROM read_parquet(?) WHERE measured),
+longest AS (SELECT rank FROM measured WHERE t_ms > 0 GROUP BY rank ORDER BY sum(t_ms) DESC, rank LIMIT 1),
+together AS (SELECT step, sum(samples) AS samples FROM measured GROUP BY step)
+SELECT together.samples, t_ms FROM measured JOIN longest USING (rank) JOIN together USING (step) WHERE t_ms > 0
+ORDER BY step
+"""

@@ -10,18 +10,19 @@ other by the messages between stages, and by the sums of gradients, which nobody
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import OrchError
 from orchestrator.jobs.metric_lines import count
-from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.planning.launch_plan import LaunchPlan, read_settings
 from orchestrator.record import Record, RecordError, read_record, write_record
-from orchestrator.results.clocks import align
 from orchestrator.results.events import Events
-from orchestrator.results.stages import Place, read_places
 from trainer.shared.metrics import LARGEST, MOST_TASKS, TASKS
+from trainer.shared.stages import Pipelines, parse_stages, ranks_of
 
 MOST_RANKS = 64
 MOST_EVENTS = 20
@@ -206,3 +207,135 @@ def _rows(event: Mapping[str, Any]) -> Iterator[Row]:
 
 def _is_time(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= LARGEST  # NaN is not
+
+
+# Hosts' clocks against each other, from what one of them must have done before another. Pure.
+#
+#     clocks = align({(0, 1): 3.0, (1, 0): -1.0}, ranks=[0, 1])
+#     clocks.offsets_ms[1], clocks.within_ms          # 2.0, 1.0: rank 1's times plus 2 are rank 0's, to within 1 ms
+#
+# Each bound says: the offset of b less that of a is at most so much. A message that a sends at s and b has at r (each
+# by
+# its own clock) cannot have come before it was sent: offset(a) - offset(b) <= r - s. Messages both ways leave an
+# interval
+# between two hosts; its middle supposes that the fastest message took equally long either way, as NTP does (RFC 5905,
+# section 8). Over several hosts the tightest interval is a shortest path (Floyd and Warshall), and the middles of the
+# intervals to one rank break no bound.
+
+SLACKS_MS = (0.0, 0.1, 1.0, 10.0)
+"""By how much bounds may contradict each other: a GPU's clock and its host's are compared through a call."""
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """offsets_ms: what to add to each rank's times. within_ms: how far any of them may be off."""
+
+    offsets_ms: dict[int, float]
+    within_ms: float
+
+
+def align(bounds: Mapping[tuple[int, int], float], ranks: Sequence[int]) -> Clocks | None:
+    """bounds: (a, b) -> the most that the offset of b can exceed that of a, ms. The first rank's offset is 0.
+
+    None where some rank is not tied to the first one both ways, or bounds contradict each other.
+    """
+    for slack_ms in SLACKS_MS:
+        most = _tightest(bounds, ranks, slack_ms)
+        if all(most[rank, rank] >= 0 for rank in ranks):
+            return _middles(most, ranks)
+    return None
+
+
+def _tightest(
+    bounds: Mapping[tuple[int, int], float], ranks: Sequence[int], slack_ms: float
+) -> dict[tuple[int, int], float]:
+    most = {(a, b): bounds.get((a, b), math.inf) + slack_ms for a in ranks for b in ranks}
+    most |= {(rank, rank): 0.0 for rank in ranks}
+    for over in ranks:
+        for a in ranks:
+            for b in ranks:
+                most[a, b] = min(most[a, b], most[a, over] + most[over, b])
+    return most
+
+
+def _middles(most: Mapping[tuple[int, int], float], ranks: Sequence[int]) -> Clocks | None:
+    first = ranks[0]
+    if not all(math.isfinite(most[first, rank] + most[rank, first]) for rank in ranks):
+        return None
+    offsets = {rank: (most[first, rank] - most[rank, first]) / 2 for rank in ranks}
+    return Clocks(offsets, max((most[first, rank] + most[rank, first]) / 2 for rank in ranks))
+
+
+# The stages of a pipeline: which rank held which blocks, and what is said of each stage. Pure.
+#
+#     read_places(plan, starts)           # {0: Place(pipeline=0, stage=0, name="v100", first=0, last=36), ...}
+#
+# Which blocks a rank holds stands in the setting `stages` of its `start` event, as the run resolved it.
+
+Starts = Mapping[int, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's. name: of its stage, as the setting `stages` has it; first, last: its blocks."""
+
+    pipeline: int
+    stage: int
+    name: str
+    first: int
+    last: int
+
+
+class StageSummary(Record):
+    """One stage. Times are means over its ranks and the measured steps."""
+
+    pipeline: int
+    stage: int
+    """Its place in the order in which samples pass them, from 0."""
+    node: str
+    name: str
+    """The host, or the rank of it where the host's ranks have stages of their own: `a16:1`, `rank 1`."""
+    ranks: tuple[int, ...]
+    first_block: int
+    last_block: int
+    work: float | None = None
+    """Its part of the network's work on a batch, 0..1."""
+    compute_ms: float | None = None
+    bubble_ms: float | None = None
+    """The wait for a neighbour's activations or gradients."""
+    waits_for: str | None = None
+    """The stage that it waited for most, by its name; None where it did not wait."""
+    waits_for_ms: float | None = None
+    wire_ms: float | None = None
+    """With a message of its own on its way out, beside compute."""
+
+    @property
+    def blocks(self) -> str:
+        return f"{self.first_block}-{self.last_block}"
+
+
+def is_pipeline(plan: LaunchPlan) -> bool:
+    return plan.recorded.strategy == "pipeline"
+
+
+def read_places(plan: LaunchPlan, starts: Starts) -> dict[int, Place]:
+    """By rank. Empty outside a pipeline, and where ranks do not say how the network was cut."""
+    if not is_pipeline(plan):
+        return {}
+    nodes = [node.name for node in plan.nodes for _ in node.rank_numbers]
+    return {
+        rank: Place(pipeline, stage, one.node, one.first, one.last)
+        for pipeline, stages in enumerate(_pipelines(starts))
+        for stage, one in enumerate(stages)
+        for rank in ranks_of(one.node, nodes)
+    }
+
+
+def _pipelines(starts: Starts) -> Pipelines:
+    for start in starts.values():
+        try:
+            if found := parse_stages(read_settings(start.get("settings")).stages or ""):
+                return found
+        except ValueError:
+            continue
+    return ()

@@ -20,22 +20,19 @@ from typing import Any
 from orchestrator.errors import HostError, OrchError, RefusedError, UsageError
 from orchestrator.hosts.connections import Connections
 from orchestrator.jobs.collect import SPARE_BYTES
-from orchestrator.jobs.control import ASK_S, whose
-from orchestrator.jobs.listing import Output
-from orchestrator.jobs.pull import pull
+from orchestrator.jobs.launch import ASK_S, whose
+from orchestrator.jobs.pull import Output, pull
 from orchestrator.jobs.running import RunningJob
 from orchestrator.owner import read_owner
 from orchestrator.paths import RunFolder
 from orchestrator.planning.bundle import digests_in
 from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.provision.manifest import Manifest, ManifestFile, read_pieces
-from orchestrator.provision.push import push
+from orchestrator.provision.push import Manifest, ManifestFile, push, read_pieces
 from orchestrator.store import Store
 from orchestrator.text import one_line, some
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost
-from orchestrator.transport.fanout import errors, for_each, values
-from orchestrator.transport.resumed import FOREVER_S
+from orchestrator.transport.fanout import FOREVER_S, errors, for_each, values
 from orchestrator.units import counted, format_bytes
 
 PLACES = ("src", "checkpoints")

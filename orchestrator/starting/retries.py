@@ -5,8 +5,8 @@ while job := retries.after(job):            # has ended; the next attempt, runni
     ...                                     # follow it to its end
 
 Before an attempt starts, the one before is known to have ended on every host that answers. One that gives no answer has
-had the time in which it ends its ranks by itself (`remote/lease.py`), and refuses the new attempt should it come back
-with anything left of the old one (`remote/prepare.py`).
+had the time in which it ends its ranks by itself (`remote/membership.py`), and refuses the new attempt should it come
+back with anything left of the old one (`remote/prepare.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from orchestrator.clusters import Clusters
 from orchestrator.errors import OrchError, RefusedError, TooFewError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
-from orchestrator.jobs import control
-from orchestrator.jobs.judged import Judged, judge
-from orchestrator.jobs.resume import KeptCheckpoint, kept_by
+from orchestrator.jobs import launch
+from orchestrator.jobs.retry_policy import Judged, KeptCheckpoint, judge, kept_by
 from orchestrator.jobs.running import RunningJob
 from orchestrator.planning.host_choice import HostRange
 from orchestrator.planning.launch_plan import Attempt, Earlier, LaunchPlan
@@ -36,7 +35,7 @@ LONGEST_WAIT_S = 360.0
 ENDED_S = 60.0
 """After twice the grace: so long may hosts take until nothing of an attempt is left there."""
 LEASE_S = 20.0
-"""That of `remote/lease.py`: a host that hears nothing of the others for this long ends its ranks."""
+"""That of `remote/membership.py`: a host that hears nothing of the others for this long ends its ranks."""
 LADDER_S = 12.0
 """Beside twice the grace: what ending them may take (`remote/coordinator.py`)."""
 LOOK_S = 1.0
@@ -124,7 +123,7 @@ class Retries:
         told = False
         while True:
             away = job.reach()
-            found = control.agents(job.plan, job.hosts)
+            found = launch.agents(job.plan, job.hosts)
             away |= errors_by_node(found)
             there = [name for name, record in values(found).items() if _is_there(record)]
             now_s = time.monotonic()
@@ -137,7 +136,7 @@ class Retries:
                     "`orch reap` lists what is left there, `orch reap --yes` ends it; then `orch run --resume`",
                 )
             if there:
-                control.cancel(job.plan, job.hosts)
+                launch.cancel(job.plan, job.hosts)
             elif not told:
                 waits = format_duration(ended_s + LEASE_S + LADDER_S + ladder_s - now_s)
                 self._say(f"{some(list(away), 6)}: no answer; at most {waits} until its ranks have ended by themselves")
@@ -183,7 +182,7 @@ class Retries:
         found = dict[str, KeptCheckpoint]()
         for plan in reversed(self._plans if self._asked.request.training else ()):
             nodes = [self._asked.cluster.node(node.name) for node in plan.nodes if node.name in names]
-            looked = self._connections.each(nodes, partial(kept_by, plan), deadline_s=control.ASK_S)
+            looked = self._connections.each(nodes, partial(kept_by, plan), deadline_s=launch.ASK_S)
             for node, kept in values(looked).items():
                 if kept and (node not in found or kept.updates > found[node].updates):
                     found[node] = kept

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import resources
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-
-from orchestrator.transport.bytecode import bytecode
+from typing import Any
 
 PACKAGE = "orch_remote"
 _STARTED = {"prepare": ("keeper", "launch", "rank", "gpus", "step_hooks")}
@@ -47,7 +47,7 @@ def _imported(text: str) -> tuple[str, ...]:
     """The modules beside it that this module imports, also within its functions."""
     names: list[str] = []
     for module, listed in _IMPORT.findall(text):
-        names += [module] if module else [name.strip() for name in listed.split(",")]
+        names += [module] if module else [name.split()[0] for name in listed.split(",")]
     return tuple(names)
 
 
@@ -78,3 +78,37 @@ def _bytecode(name: str, text: str) -> bytes:
     """b"" for a text that is not the one of the file."""
     entry = resources.files("orchestrator.remote").joinpath(f"{name.partition('.')[2] or '__init__'}.py")
     return bytecode(entry) if isinstance(entry, Path) and shipped_sources()[name] == text else b""
+
+
+# The bytecode of a file as Python keeps it beside it, so that hosts need not compile what they are sent.
+#
+#     bytecode(Path("orchestrator/remote/control.py"))      # the content of a .pyc that belongs to no date
+#
+# It begins with the number of its format: a Python of another version sees that it is not its own, and compiles.
+
+_HEADER_BYTES = 16
+_UNCHECKED = (1).to_bytes(4, "little") + bytes(8)
+"""In place of the text's date and size: the bytecode is taken as it is (PEP 552)."""
+
+
+def bytecode(file: Path) -> bytes:
+    """b"" where there is none, and this Python was told to write none (PYTHONDONTWRITEBYTECODE)."""
+    keeper = _Keeper(file.stem, str(file))
+    keeper.get_code(file.stem)
+    kept = keeper.bytecode
+    return kept[:4] + _UNCHECKED + kept[_HEADER_BYTES:] if kept else b""
+
+
+class _Keeper(SourceFileLoader):
+    """Keeps the bytecode that is up to date: what it has read, or what it has made."""
+
+    bytecode = b""
+
+    def get_data(self, path: str) -> bytes:
+        data = super().get_data(path)
+        self.bytecode = b"" if path == self.path else data
+        return data
+
+    def set_data(self, path: str, data: Any, **more: Any) -> None:
+        self.bytecode = bytes(data)
+        super().set_data(path, data, **more)

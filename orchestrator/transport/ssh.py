@@ -23,9 +23,9 @@ from pathlib import Path
 import paramiko
 
 from orchestrator.errors import ConnectError, HostError, ProbeError
-from orchestrator.transport import MAX_OUTPUT_BYTES, CommandResult, heartbeat
+from orchestrator.transport import MAX_OUTPUT_BYTES, CommandResult, ssh_errors
+from orchestrator.transport.connection import Connection, Dialler
 from orchestrator.transport.deadline import Deadline, allow_more
-from orchestrator.transport.dial import Connection, Dialler
 from orchestrator.transport.hostkeys import HostKeys, OfferedKey, UnknownHostKeyError
 from orchestrator.transport.login import AskPassphrase, opens
 from orchestrator.transport.login import unlock as _unlock
@@ -171,7 +171,7 @@ class SshTransport:
         with self._translated("the host did not start the command"):
             for stream, data in running.pieces(lambda: float("inf")):
                 yield data if stream == STDOUT else b""
-            running.exit_code(lambda: heartbeat.USER_TIMEOUT_S)  # a link that broke leaves none
+            running.exit_code(lambda: ssh_errors.USER_TIMEOUT_S)  # a link that broke leaves none
 
     def _translated(self, late: str) -> contextlib.AbstractContextManager[None]:
         return translated(self._dialler.route[-1], late)

@@ -7,8 +7,12 @@ beside the page and other people's are seen.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
@@ -23,17 +27,17 @@ from orchestrator.controller import Controller, opened
 from orchestrator.errors import HostsError, NoJobError, OrchError, StateError, UsageError
 from orchestrator.jobs.copies import newest_copy
 from orchestrator.jobs.gauge import JobNow
-from orchestrator.jobs.record import ENDED
+from orchestrator.jobs.store import ENDED
 from orchestrator.paths import Home, RunFolder
+from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.results.compare import compare
-from orchestrator.ui import metrics, pages
-from orchestrator.ui.acts import ACTS, NEEDED, planned
-from orchestrator.ui.in_turn import InTurn
-from orchestrator.ui.log import log_lines
+from orchestrator.ui import pages
+from orchestrator.ui import pages as metrics
+from orchestrator.ui.pages import ACTS, NEEDED, planned
 from orchestrator.ui.watched import Watched
 from orchestrator.units import counted
 from orchestrator.views.charts import MOST_LINES
-from orchestrator.views.compare_page import render_comparison
+from orchestrator.views.compare import render_comparison
 from orchestrator.views.documents import cluster_json, top_json
 
 EVERY_S = 1.0
@@ -216,3 +220,85 @@ class _Site:
 
     def metrics(self, request: Request) -> Response:
         return Response(metrics.metrics_of(self._running(None)), media_type=metrics.CONTENT_TYPE)
+
+
+# Runs that were started on the page and wait for their GPUs, each in a thread of its own, as long as it is served.
+#
+# in_turn = InTurn(home)
+# in_turn.begin(plan, blob)           what to say of it
+# in_turn.failed                      why others did not start, in sentences
+
+MOST = 8
+
+
+class InTurn:
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self.failed = deque[str](maxlen=MOST)
+
+    def begin(self, plan: LaunchPlan, blob: bytes) -> str:
+        threading.Thread(target=self._wait, args=(plan, blob), daemon=True, name=f"turn-{plan.job}").start()
+        return f"{plan.job} starts when its GPUs are free, if this page is served until then"
+
+    def _wait(self, plan: LaunchPlan, blob: bytes) -> None:
+        try:
+            with opened(self._home) as controller:
+                controller.launch_in_turn(plan, blob)
+        except OrchError as error:
+            self.failed.append(f"{plan.job} was not started: {error}")
+        except Exception as error:  # a full disk, a mistake of ours: the page has promised a start
+            self.failed.append(f"{plan.job} was not started: {error.__class__.__name__}: {error}")
+
+
+# A job's log for a browser: it is followed in a thread of its own, which ends soon after the browser has left.
+#
+# A job may print nothing for hours, so neither a thread of the pool that answers requests nor the end of the page may
+# wait for its next line.
+
+LAST_LINES = 50
+"""Of each of a rank's logs, from before."""
+WAITING = 64
+"""Pieces that the browser has not taken yet; then the job's hosts wait, never the job."""
+LOOK_S = 1.0
+
+
+async def log_lines(home: Home, job: str, has_left: Callable[[], Awaitable[bool]]) -> AsyncIterator[str]:
+    pieces, left = asyncio.Queue[str | None](WAITING), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def say(piece: str | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the page has ended, and its loop
+            put = asyncio.run_coroutine_threadsafe(pieces.put(piece), loop)
+            while not left.is_set():
+                with contextlib.suppress(concurrent.futures.TimeoutError):
+                    put.result(LOOK_S)
+                    break
+
+    def hear() -> None:
+        try:
+            for piece in _followed(home, job, lambda: not left.is_set()):
+                say(piece)
+        except OrchError as error:
+            say(f"{error.message}\n")
+        finally:
+            say(None)
+
+    threading.Thread(target=hear, daemon=True, name=f"log-{job}").start()
+    try:
+        while not await has_left():
+            with contextlib.suppress(asyncio.TimeoutError):
+                piece = await asyncio.wait_for(pieces.get(), LOOK_S)
+                if piece is None:
+                    return
+                yield piece
+    finally:
+        left.set()
+
+
+def _followed(home: Home, job: str, wanted: Callable[[], bool]) -> Iterator[str]:
+    with opened(home) as controller:
+        found = controller.jobs.find(job)
+        goes_on, last = found.refresh().state not in ENDED, dict.fromkeys(range(found.plan.world_size), LAST_LINES)
+        for event in found.follow(until_end=goes_on, last_lines=last, wanted=wanted):
+            if isinstance(event, tuple):
+                yield "".join(f"[{line.node} {line.rank}] {line.text}\n" for line in event)

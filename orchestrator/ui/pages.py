@@ -5,24 +5,35 @@ root: how the address of the first page is written on the page that is made, as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, FileSystemLoader
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.openmetrics.exposition import generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
 
-from orchestrator.errors import OrchError
+from orchestrator.controller import Controller
+from orchestrator.errors import OrchError, UsageError
 from orchestrator.hosts.cluster import Cluster
+from orchestrator.hosts.inventory_file import keys_of_new_node, node_with_defaults
+from orchestrator.hosts.occupied import not_allowed
+from orchestrator.jobs.gauge import HostNow, JobNow
+from orchestrator.jobs.job_queue import Waiting
 from orchestrator.jobs.known import Jobs
-from orchestrator.jobs.record import ENDED, JobRecord
 from orchestrator.jobs.stall import standstill
-from orchestrator.jobs.waiting import Waiting
-from orchestrator.planning.job_spec import OPTIONS, PAGE_FIELDS, key_of
+from orchestrator.jobs.store import ENDED, JobRecord
+from orchestrator.planning.job_spec import FILE, OPTIONS, PAGE_FIELDS, checked, from_text, key_of
+from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.planning.request import parse_pairs
+from orchestrator.starting.retries import Asked
+from orchestrator.views.console import clock, local_minute
 from orchestrator.views.documents import cluster_json, waiting_json
-from orchestrator.views.figures import clock, local_minute
 from orchestrator.views.job_table import lasted
-from orchestrator.views.pages import environment
+from orchestrator.views.report import environment
 from trainer.shared.config import EXPERIMENTS
 
 OWN = Path(__file__).parent / "templates"
@@ -114,3 +125,154 @@ def error_page(error: OrchError, root: str, kept: str = "") -> str:
 
 def script() -> str:
     return (OWN / "live.js").read_text()
+
+
+# What a person does on the page, by the names of its forms: each is what a command does.
+#
+# acts.ACTS["release"](controller, cluster, {"node": "a2000"})        what came of it, in a sentence
+
+Form = Mapping[str, str]
+
+
+def add(controller: Controller, cluster: Cluster, form: Form) -> str:
+    """A host by the keys that the form has fields for, and more as KEY=VALUE words."""
+    given = {key: form[key].strip() for key in ("host", "gpu", "bandwidth", "note") if form.get(key, "").strip()}
+    pairs = {**given, **parse_pairs(_words(form, "more"), "KEY=VALUE")}
+    keys = keys_of_new_node(form.get("name", "").strip(), pairs)
+    new, _ = node_with_defaults(cluster, keys)
+    if not_allowed(controller.store.home, [new]):
+        raise UsageError(f"{new.name} would run commands on this machine", "add it by `orch node add`, which asks")
+    found = controller.clusters.add_node(cluster, keys, new)
+    return "; ".join([f"{new.name} was added", *found.warnings])
+
+
+def release(controller: Controller, cluster: Cluster, form: Form) -> str:
+    controller.clusters.release_node(cluster, form["node"], restore=False)
+    return f"{form['node']} is released: it gets no job until it is restored"
+
+
+def restore(controller: Controller, cluster: Cluster, form: Form) -> str:
+    controller.clusters.release_node(cluster, form["node"], restore=True)
+    return f"{form['node']} takes part again"
+
+
+def remove(controller: Controller, cluster: Cluster, form: Form) -> str:
+    controller.clusters.remove_node(cluster, form["node"])
+    return f"{form['node']} was taken out of the cluster; the inventory file stays as it is"
+
+
+def master(controller: Controller, cluster: Cluster, form: Form) -> str:
+    found = controller.clusters.pin_master(cluster, form["node"] or None)
+    return f"master: {found.master_reason}"
+
+
+def run(controller: Controller, cluster: Cluster, form: Form) -> str:
+    plan = controller.start(_asked(controller, cluster, form)).plan
+    return "; ".join([f"started {plan.job}", *plan.notes, *(f"{one.words}: {one.command}" for one in plan.faster)])
+
+
+def planned(controller: Controller, cluster: Cluster, form: Form) -> tuple[LaunchPlan, bytes]:
+    """The plan that `run` would start, and the files to ship."""
+    asked = _asked(controller, cluster, form)
+    return controller.plan(asked), asked.job.blob
+
+
+def _asked(controller: Controller, cluster: Cluster, form: Form) -> Asked:
+    """An experiment, or a script of this machine with its arguments."""
+    command = _words(form, "script")
+    values = {name: _value(name, form.get(key_of(name), "")) for name in ("exp", "settings", "nodes", *PAGE_FIELDS)}
+    program = {"script": command[0], "args": command[1:] or None} if command else {}
+    return controller.read(checked({"cluster": cluster.name, **values, **program}, FILE))
+
+
+def _value(name: str, text: str) -> Any:
+    try:
+        return from_text(name, text)
+    except ValueError as error:
+        raise UsageError(f"{key_of(name)}: {text}: {error}", "close each quote that is opened") from error
+
+
+def cancel(controller: Controller, cluster: Cluster, form: Form) -> str:
+    if waited := controller.queue.cancel(form["job"]):
+        return f"{waited} is out of the queue; nothing of it has run"
+    job = controller.jobs.find(form["job"])
+    _, stayed = job.cancel()
+    if stayed:
+        raise OrchError(f"{job.id} may still be running: {'; '.join(stayed)}", "`orch reap` lists what is left")
+    return f"{job.id} was ended on every host"
+
+
+def _words(form: Form, field: str) -> tuple[str, ...]:
+    """As a shell would cut what was typed there. Raises UsageError."""
+    try:
+        return tuple(shlex.split(form.get(field, "")))
+    except ValueError as error:
+        raise UsageError(f"{field}: {form[field]}: {error}", "close each quote that is opened") from error
+
+
+ACTS: dict[str, Callable[[Controller, Cluster, Form], str]] = {
+    act.__name__: act for act in (add, release, restore, remove, master, run, cancel)
+}
+NEEDED: dict[str, str] = {**dict.fromkeys(("release", "restore", "remove", "master"), "node"), "cancel": "job"}
+"""The field without which a form is none."""
+
+
+# What runs, as OpenMetrics: `metrics_of(jobs)` is what a Prometheus reads.
+
+CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+OF_HOST = {
+    "samples_per_second": ("samples_per_s", "Samples that the host takes a second"),
+    "loss": ("loss", "Mean training loss over the newest steps of the host"),
+    "wait_ratio": ("wait_share", "Part of its time in which the host waits for slower ones"),
+    "sync_ratio": ("sync_share", "Part of its time in which only the network holds the host up"),
+    "step": ("step", "Steps that the host has done"),
+}
+OF_GPU = {
+    "utilisation_ratio": ("utilisation", 0.01, "How busy the GPU is"),
+    "memory_bytes": ("memory_bytes", 1.0, "Memory in use on the GPU"),
+    "temperature_celsius": ("celsius", 1.0, "Temperature of the GPU"),
+    "power_watts": ("watts", 1.0, "Power that the GPU draws"),
+}
+
+
+LABELS = ("job", "cluster", "node")
+
+
+class JobsCollector(Collector):
+    def __init__(self, jobs: Sequence[JobNow]) -> None:
+        self._jobs = jobs
+
+    def collect(self) -> Iterator[Metric]:
+        heard = GaugeMetricFamily("orch_host_heard", "Whether the host of the job answers", labels=LABELS)
+        for labels, host in self._hosts():
+            heard.add_metric(labels, 0.0 if host.silent else 1.0)
+        yield heard
+        for name, (field, words) in OF_HOST.items():
+            family = GaugeMetricFamily(f"orch_host_{name}", words, labels=LABELS)
+            for labels, host in self._hosts():
+                _add(family, labels, getattr(host.row, field) if host.row else None)
+            yield family
+        for name, (field, factor, words) in OF_GPU.items():
+            family = GaugeMetricFamily(f"orch_gpu_{name}", words, labels=[*LABELS, "gpu"])
+            for labels, host in self._hosts():
+                for gpu in host.gpus:
+                    _add(family, [*labels, str(gpu.index)], getattr(gpu, field), factor)
+            yield family
+
+    def _hosts(self) -> Iterator[tuple[list[str], HostNow]]:
+        """Each host of each job, behind its labels."""
+        for job in self._jobs:
+            for host in job.hosts:
+                yield [job.record.id, job.record.cluster, host.node], host
+
+
+def _add(family: GaugeMetricFamily, labels: Sequence[str], value: float | None, factor: float = 1.0) -> None:
+    if value is not None:
+        family.add_metric(labels, factor * value)
+
+
+def metrics_of(jobs: Sequence[JobNow]) -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(JobsCollector(jobs))
+    text: bytes = generate_latest(registry)  # type: ignore[no-untyped-call]
+    return text

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 from orchestrator.results.compare import ComparedRun, Comparison
+from orchestrator.results.curves import Curves, Interval, placed
 from orchestrator.units import format_duration
 from orchestrator.views import console
-from orchestrator.views.figures import UNKNOWN, figure, percent, span
-from orchestrator.views.tables import print_table
+from orchestrator.views.charts import PALETTE, ChartLine, LineChart
+from orchestrator.views.console import UNKNOWN, figure, percent, print_table, span
+from orchestrator.views.report import environment, or_nothing
 
 
 def print_comparison(comparison: Comparison) -> None:
@@ -46,3 +50,76 @@ def _figures(run: ComparedRun, *, has_goal: bool) -> tuple[str, ...]:
     accuracy = percent(run.accuracy, 2) + (f", loss {run.not_finite.loss}" if run.not_finite else "")
     cells = (run.letter, figure(run.samples_per_s), span(run.speed), percent(run.of_combined), accuracy)
     return (*cells, UNKNOWN if run.seconds_to is None else format_duration(run.seconds_to)) if has_goal else cells
+
+
+# Several collected runs on one page: speeds with their ranges, how each learned, and what differs between them.
+# Pure.
+#
+# write_atomic(path, render_comparison(compare(folders)))
+
+
+def render_comparison(comparison: Comparison) -> str:
+    """The page's HTML. Of at most MOST_LINES runs."""
+    runs = comparison.runs
+    return (
+        environment(span=or_nothing(span))
+        .get_template("compare.html.j2")
+        .render(
+            comparison=comparison,
+            headline=headline(comparison),
+            most=_most(runs),
+            bars=[_bar(run.speed, _most(runs)) for run in runs],
+            has_accuracy=any(run.accuracy is not None for run in runs),
+            charts_by_clock=[
+                ("seconds", [*_charts(runs, "seconds", _seconds)]),
+                ("samples", [*_charts(runs, "samples", _samples)]),
+            ],
+        )
+    )
+
+
+def headline(comparison: Comparison) -> str:
+    """The one sentence to remember."""
+    known = [run for run in comparison.runs if run.samples_per_s is not None]
+    if len(known) < 2:
+        return f"{len(comparison.runs)} runs; of fewer than two the speed is known"
+    if len(comparison.runs) == 2:
+        return f"B: {comparison.runs[1].verdict}"
+    best = max(known, key=lambda run: run.samples_per_s or 0.0)
+    return f"{len(comparison.runs)} runs; {best.letter} was the fastest, {figure(best.samples_per_s)} samples/s"
+
+
+def _most(runs: tuple[ComparedRun, ...]) -> float | None:
+    return max((run.speed.high for run in runs if run.speed), default=None)
+
+
+def _bar(speed: Interval | None, most: float | None) -> Interval | None:
+    """In percent of the fastest."""
+    if speed is None or not most:
+        return None
+    return Interval(value=100 * speed.value / most, low=100 * speed.low / most, high=100 * speed.high / most)
+
+
+def _seconds(curves: Curves) -> list[float]:
+    return [moment.seconds for moment in curves.course]
+
+
+def _samples(curves: Curves) -> list[float]:
+    return [float(moment.samples) for moment in curves.course]
+
+
+def _charts(runs: tuple[ComparedRun, ...], over: str, along: Callable[[Curves], list[float]]) -> Iterator[LineChart]:
+    """Loss and accuracy, with a line for each run whose course is known."""
+    losses, accuracies = [], []
+    for run, colour in zip(runs, PALETTE, strict=False):
+        curves = run.curves
+        if len(curves.course) < 2:
+            continue
+        place = placed(curves.course, along(curves))
+        losses.append(ChartLine(run.letter, [(place(point.step), point.loss) for point in curves.loss], colour))
+        tested = [(place(each.step), each.accuracy) for each in curves.evaluations if each.accuracy is not None]
+        accuracies.append(ChartLine(run.letter, tested, colour, dots=True))
+    if any(len(line.points) > 1 for line in losses):
+        yield LineChart("training loss", over, tuple(losses), from_zero=True)
+    if any(len(line.points) > 1 for line in accuracies):
+        yield LineChart("test accuracy", over, tuple(accuracies), percent=True)

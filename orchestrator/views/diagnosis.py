@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from orchestrator.doctor.judge import Diagnosis, Finding
 from orchestrator.doctor.seen import Mesh, Pair
-from orchestrator.hosts.alike import host_set
+from orchestrator.doctor.table import Diagnosis, Finding
+from orchestrator.hosts.exec import host_set
 from orchestrator.units import counted, format_bandwidth
 from orchestrator.views import console
-from orchestrator.views.tables import table
+from orchestrator.views.console import table
 
 MOST_IN_MATRIX = 12
 _STYLES = {"block": "red", "warn": "yellow"}

@@ -13,22 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import ConnectError, HostError
 from orchestrator.units import format_bandwidth
-from orchestrator.views.figures import local_minute
+from orchestrator.views.console import local_minute
 
 if TYPE_CHECKING:  # `orch jobs` should not load what other documents are about
-    from orchestrator.doctor.judge import Diagnosis, Finding
     from orchestrator.doctor.seen import Pair, Seen
+    from orchestrator.doctor.table import Diagnosis, Finding
     from orchestrator.forecast.advice import Advice, Choice, WhatIf
     from orchestrator.forecast.pipeline.choice import PipelineChoice
-    from orchestrator.hosts.cluster import Cluster
+    from orchestrator.hosts.cluster import Cluster, Current, ListedCluster
     from orchestrator.hosts.facts import NodeFacts
-    from orchestrator.hosts.remembered import Current, ListedCluster
     from orchestrator.jobs.gauge import HostNow, JobNow
-    from orchestrator.jobs.listing import Output, OutputListing
+    from orchestrator.jobs.job_queue import Rival
     from orchestrator.jobs.looks import HostLook
-    from orchestrator.jobs.pull import Pulled
-    from orchestrator.jobs.queued import Rival
-    from orchestrator.jobs.record import JobRecord, Verdict
+    from orchestrator.jobs.pull import Output, OutputListing, Pulled
+    from orchestrator.jobs.store import JobRecord, Verdict
     from orchestrator.paths import RunFolder
     from orchestrator.planning.launch_plan import LaunchPlan
     from orchestrator.planning.profiles import RankProfile
@@ -205,7 +203,7 @@ def pulled_json(
     found: Mapping[str, Pulled | HostError],
 ) -> dict[str, Any]:
     """`orch pull --json`."""
-    from orchestrator.jobs.listing import is_here
+    from orchestrator.jobs.pull import is_here
 
     nodes: dict[str, Any] = {node: {"error": str(error)} for node, error in errors.items()}
     for node, files in chosen.items():
@@ -325,7 +323,7 @@ def doctor_json(cluster: str, found: Diagnosis) -> dict[str, Any]:
 
 
 def _way(pair: Pair, seen: Seen) -> dict[str, Any]:
-    from orchestrator.doctor.ways import declared_bps
+    from orchestrator.doctor.pairs import declared_bps
 
     return {**asdict(pair), "declared_bits_per_s": declared_bps(seen.host(pair.start), seen.host(pair.end))}
 
@@ -390,7 +388,7 @@ def _measured(study: Study, outcomes: Sequence[Outcome], outcome: Outcome) -> di
 
 def why_json(job: str, verdict: Verdict, outcomes: Mapping[str, HostLook | HostError]) -> dict[str, Any]:
     """The document of `orch why --json`."""
-    from orchestrator.jobs.standing import standings_of
+    from orchestrator.jobs.diagnosis import standings_of
 
     ranks = [
         {"node": one.node, "at": one.at, "moves": one.moves, "place": one.place, **one.look.model_dump(mode="json")}

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
+from rich.console import Console
 from rich.text import Text
 
 from orchestrator.errors import HostError
-from orchestrator.hosts.alike import host_set, reasons
-from orchestrator.jobs.queued import Rival
-from orchestrator.jobs.record import FirstFailure, JobRecord
+from orchestrator.hosts.exec import MOST_BYTES, Ran, host_set, reasons
+from orchestrator.jobs.diagnosis import Standing, standings_of
+from orchestrator.jobs.job_queue import Rival
+from orchestrator.jobs.looks import HostLook, ProcessLook, StackFrame
 from orchestrator.jobs.stall import alarm_words
-from orchestrator.text import one_line
+from orchestrator.jobs.store import FirstFailure, JobRecord, Verdict
+from orchestrator.text import clean_lines, one_line
+from orchestrator.units import format_bytes, format_duration
 from orchestrator.views import console
-from orchestrator.views.figures import clock, local_minute
-from orchestrator.views.tables import has_room, table
+from orchestrator.views.console import clock, has_room, local_minute, table
 
 COLUMNS = ("job", "state", "cluster", "started", "took", "exit", "nodes", "exp", "attempt", "note", "first failure")
 DISPENSABLE = ("note", "attempt", "first failure", "exit", "took", "cluster")
@@ -139,3 +142,103 @@ def print_end(job: JobRecord) -> None:
 def failure_words(failure: FirstFailure) -> str:
     log = f"\n  its log says: {one_line(failure.log_line)}" if failure.log_line else ""
     return f"first cause: {one_line(failure.node)}: {one_line(failure.reason)}{log}"
+
+
+# What a command printed on many hosts: each different answer once, under the hosts that gave it.
+
+
+def print_ran(found: Mapping[str, Ran], timeout_s: float) -> None:
+    """Standard outputs with their exit codes as the result, standard errors beside it."""
+    for (text, _, said), names in _folded(found, lambda ran: (ran.stdout, ran.exit_code, bool(ran.stderr))).items():
+        nothing = "no standard output" if said else "no output"
+        _put(console.out, names, _ended(found[names[0]], timeout_s), text, nothing)
+    for text, names in _folded(found, lambda ran: ran.stderr).items():
+        if text:
+            _put(console.err, names, ", standard error", text)
+    for stream in ("stdout", "stderr"):
+        cut = {name: count for name, ran in found.items() if (count := getattr(ran, f"{stream}_cut_bytes"))}
+        if cut:
+            more = f"cut after {format_bytes(MOST_BYTES)}; up to {format_bytes(max(cut.values()))} more"
+            console.warn(f"{host_set(list(cut))}: {stream} is {more}")
+
+
+def _folded(found: Mapping[str, Ran], key: Callable[[Ran], Any]) -> dict[Any, list[str]]:
+    """By answer the hosts that gave it, in the order in which each answer first came."""
+    groups = dict[Any, list[str]]()
+    for name, ran in found.items():
+        groups.setdefault(key(ran), []).append(name)
+    return groups
+
+
+def _ended(ran: Ran, timeout_s: float) -> str:
+    """What is to be said of its exit code."""
+    if ran.exit_code is None:
+        return f", ended after {timeout_s:g} s"
+    return f", exit code {ran.exit_code}" if ran.exit_code else ""
+
+
+def _put(to: Console, names: list[str], what: str, text: str, nothing: str = "") -> None:
+    """nothing: what to say in place of an empty text."""
+    head = f"{host_set(names)} ({len(names)}){what}:"
+    to.print(console.plain(head if text else f"{head} {nothing}", "bold"))
+    if text:
+        print(clean_lines(text).removesuffix("\n"), file=to.file)  # the console would make blanks of tabs
+
+
+# What `orch why` shows: the verdict, then each rank on a line, then all frames where they are wanted.
+
+WHY_COLUMNS = ("node", "rank", "does", "at", "step", "wrote", "stands")
+DROP = ("wrote", "step", "at")
+DOES = {"waits": "waits", "busy": "uses the CPU", "disk": "waits for a disk", "stopped": "stopped"}
+
+
+def print_why(verdict: Verdict, outcomes: Mapping[str, HostLook | HostError], *, all_frames: bool) -> None:
+    colour = "red" if verdict.is_alarm else "green"
+    console.out.print(Text.assemble((verdict.kind.replace("-", " "), colour), ": ", console.plain(verdict.reason)))
+    if verdict.place:
+        console.put(f"  {verdict.place}{f': {verdict.line}' if verdict.line else ''}")
+    if verdict.remedy:
+        console.out.print(Text.assemble("  ", ("try:", "bold"), " ", console.plain(verdict.remedy)))
+    standings = standings_of(outcomes)
+    if standings:
+        rows = [_cells(standing) for standing in standings]
+        console.out.print(table(None, WHY_COLUMNS, rows, drop=DROP, text=("stands",)))
+    for standing in standings if all_frames else ():
+        host = outcomes[standing.node]
+        if isinstance(host, HostLook):
+            _print_frames(host, standing)
+
+
+def _cells(one: Standing) -> tuple[Any, ...]:
+    look = one.look
+    if not one.is_live:
+        how = look.signal or ("" if look.exit_code is None else f"exit code {look.exit_code}")
+        return (one.node, str(one.rank), "has ended" if look.ended else "has not begun", "", "", "", how)
+    step = "" if look.step is None else str(look.step)
+    wrote = f"{format_duration(look.quiet_s)} ago"
+    return (one.node, str(one.rank), DOES[look.does], one.at, step, wrote, one.place or _program(look.script))
+
+
+def _program(process: ProcessLook | None) -> str:
+    """What is known of a process that is no Python of ours."""
+    if process is None:
+        return ""
+    return f"({process.name}, state {process.state}{f', {process.wchan}' if process.wchan else ''})"
+
+
+def _print_frames(host: HostLook, one: Standing) -> None:
+    for process in one.look.processes:
+        console.put(f"\n{one.name}, pid {process.pid} {_program(process)}")
+        for thread in process.threads or ():
+            console.put("  main thread" if thread.main else "  another thread")
+            for frame in thread.frames:
+                console.put(f"    {_frame(frame, host.src)}")
+    if one.look.more:
+        console.put(f"  and {one.look.more} more processes")
+    for way in one.look.connections:
+        waits = f"{way.unsent:,} bytes not confirmed, {way.unread:,} not read, sent again {way.retransmits} times"
+        console.put(f"  to {way.to} port {way.port}: {waits}")
+
+
+def _frame(frame: StackFrame, src: str) -> str:
+    return f"{frame.place(src)}{f': {frame.text}' if frame.text else ''}"

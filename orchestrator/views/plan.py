@@ -14,12 +14,11 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from orchestrator.forecast.advice import FIDELITIES, GAIN, Advice, Choice, Scene, WhatIf, advise, changed
-from orchestrator.forecast.asked import allowed, kept, memory_words
 from orchestrator.forecast.cut import pipeline_for
 from orchestrator.forecast.faster import MOST_CUTS, faster_ways
 from orchestrator.forecast.gpus import ERROR, HOST_DAYS, RESTART_S, FailureCosts, failures
 from orchestrator.forecast.imagined import HostGroup, imagine
-from orchestrator.forecast.inputs import ForecastInputs
+from orchestrator.forecast.inputs import ForecastInputs, allowed, kept, memory_words
 from orchestrator.forecast.layers import gradient_bytes, layers_in, network_of
 from orchestrator.forecast.links import GOODPUT
 from orchestrator.forecast.pipeline.choice import PipelineChoice
@@ -28,8 +27,8 @@ from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import LIMITS, Faster, LaunchPlan
 from orchestrator.planning.profiles import GPU_SETTINGS
 from orchestrator.units import counted, format_bandwidth, format_duration
-from orchestrator.views.figures import figure, percent
-from trainer.shared.fields import declared
+from orchestrator.views.console import figure, percent
+from trainer.shared.setting_fields import declared
 from trainer.shared.settings import Settings
 from trainer.shared.shares import WORDS
 

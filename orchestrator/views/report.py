@@ -13,27 +13,26 @@ from __future__ import annotations
 import base64
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from orchestrator.files import write_atomic
-from orchestrator.jobs.record import FirstFailure
-from orchestrator.jobs.redraw import Drawing
+from orchestrator.jobs.lines import Drawing
+from orchestrator.jobs.store import FirstFailure
 from orchestrator.paths import RunFolder
-from orchestrator.results.collectives import Collectives, CollectiveTime, LinksCarried, link_matrix
+from orchestrator.results.network import Collectives, CollectiveTime, LinksCarried, link_matrix
 from orchestrator.results.summary import NodeSummary, RankEnd, Summary
 from orchestrator.results.timeline import load_timeline
 from orchestrator.studies.study import published_for
-from orchestrator.text import clean, one_line
-from orchestrator.units import counted, format_bytes
-from orchestrator.views.charts import draw_throughput
-from orchestrator.views.figures import figure, percent
-from orchestrator.views.pages import environment
+from orchestrator.text import clean, clean_lines, one_line
+from orchestrator.units import counted, format_bandwidth, format_bytes, format_duration
+from orchestrator.views.charts import MARKED, PALETTE, draw_throughput, svg
+from orchestrator.views.console import figure, percent
 from orchestrator.views.run_charts import GpuCharts, by_clock, curve_charts, gpu_charts, read_course, speed_chart
 from orchestrator.views.timeline import TimelineDrawing, draw_timeline
 from trainer.shared.config import EXPERIMENTS
@@ -283,3 +282,48 @@ def _how(end: RankEnd) -> str:
 @cache
 def _environment() -> Environment:
     return environment(how=_how, part_shares=_part_shares, times_by_size=_times_by_size, link_matrix=link_matrix)
+
+
+# What all our pages have alike: one HTML file with its style within itself, no script and no reference to anywhere.
+# Pure but for its own templates.
+#
+#     environment(how=_how).get_template("report.html.j2").render(run=summary)
+#
+# Names and log lines of hosts are untrusted: Jinja2 escapes every value, and each page's own policy lets nothing be
+# fetched or run.
+
+NOTHING = "–"
+
+
+def environment(**filters: Callable[..., Any]) -> Environment:
+    """filters: a page's own, beside those of all pages."""
+    made = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: clean_lines(value) if type(value) is str else value,  # a Markup is ours
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {
+        "figure": or_nothing(figure),
+        "percent": or_nothing(percent),
+        "size": or_nothing(format_bytes),
+        "bandwidth": or_nothing(format_bandwidth),
+        "duration": or_nothing(format_duration),
+        "known": or_nothing(str),
+        "moment": _moment,
+        "svg": svg,
+        "line": lambda value: one_line(str(value)),
+        **filters,
+    }
+    made.globals |= {"palette": PALETTE, "marked": MARKED}
+    return made
+
+
+def or_nothing(show: Callable[..., str]) -> Callable[..., str]:
+    return lambda value, *more: NOTHING if value is None else show(value, *more)
+
+
+def _moment(text: str | None) -> str:
+    return NOTHING if not text else one_line(text, 40).replace("T", " ").replace("Z", " UTC")

@@ -14,10 +14,9 @@ from itertools import groupby
 from pathlib import Path
 
 from orchestrator.jobs.gpu_reading import Reading
-from orchestrator.results.curves import Curves, Place, placed
-from orchestrator.results.gpu_use import readings
+from orchestrator.results.curves import Curves, HostCourse, Place, placed
 from orchestrator.results.slowed import is_slowed
-from orchestrator.results.speed_course import HostCourse
+from orchestrator.results.straggler import readings
 from orchestrator.results.summary import Summary
 from orchestrator.views.charts import MOST_LINES, PALETTE, ChartLine, LineChart, Upright
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from orchestrator.studies.figures import FIGURES
 from orchestrator.studies.ledger import Outcome, Spread, speed_up, within_noise
-from orchestrator.studies.study import Study
-from orchestrator.views import console, tables
-from orchestrator.views.figures import UNKNOWN
+from orchestrator.studies.study import FIGURES, Study
+from orchestrator.views import console
+from orchestrator.views import console as tables
+from orchestrator.views.console import UNKNOWN
 
 SPEED_UP = "speed-up"
 

@@ -17,9 +17,9 @@ from orchestrator.jobs.gpu_reading import Reading
 from orchestrator.jobs.stall import standstill
 from orchestrator.text import one_line
 from orchestrator.units import format_bytes
-from orchestrator.views.figures import UNKNOWN, clock, figure, percent
+from orchestrator.views.console import UNKNOWN, clock, figure, percent
+from orchestrator.views.following import time_words
 from orchestrator.views.job_table import STATE_COLOURS
-from orchestrator.views.progress import time_words
 
 BARS = "▁▂▃▄▅▆▇█"
 LEAST_SPARK, HEADING_SPARK, MOST_SPARK = 8, 24, 60

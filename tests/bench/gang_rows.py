@@ -26,10 +26,8 @@ sys.path.insert(0, os.getcwd())  # the shipped folder, with the trainer in it
 import torch
 import torch.distributed as dist
 
-from trainer.paced.anatomy import dissect
-from trainer.paced.part import PacedPart
-from trainer.paced.standin import StandIn
-from trainer.ranks import interrupt
+from trainer.paced.standin import PacedPart, StandIn, dissect
+from trainer.ranks import ending
 from trainer.ranks.process_group import join, leave
 from trainer.ranks.rank_info import RankInfo, read_rank_info
 from trainer.session.session import Session
@@ -37,7 +35,7 @@ from trainer.setup import assemble, network, tensor
 from trainer.setup.assemble import set_up
 from trainer.shared.config import parse_settings
 from trainer.shared.metrics import MetricsWriter
-from trainer.strategies.parameter_average import ParameterAverage
+from trainer.strategies.averaging import ParameterAverage
 from trainer.train import train_epoch
 from trainer.training.progress import Progress
 from trainer.training.run import Run
@@ -67,7 +65,7 @@ def main() -> None:
                 facts = {"row": name, "block": block, "block_s": block_s, "busy": busy, "late_s": late_s(run)[on_time:]}
                 tell({**facts, "counts_from": counts_from(run, asked["warmup"])}, run, lines_from(file, begin))
     leave()
-    interrupt.leave(0)
+    ending.leave(0)
 
 
 def prepared(asked: dict[str, Any], settings: dict[str, Any], info: RankInfo, group: Any, file: Path | None) -> Run:

@@ -4,7 +4,7 @@
 
 Four hosts with two GPUs each, time in minutes, no network. The rows:
 
-- in the queue's order: by the hosts' own rule (`remote/tickets.py`): a job passes those ahead of it only if it needs
+- in the queue's order: by the hosts' own rule (`remote/gpu_queue.py`): a job passes those ahead of it only if it needs
   none of their GPUs
 - first fit: a job that finds its GPUs free takes them; large jobs may starve. The difference is the price of fairness
 - planned anew: no queue, but one who may let everybody wait as it likes. Like a queue it does not know which jobs will
@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from orchestrator.remote.tickets import Ticket, ahead
+from orchestrator.remote.gpu_queue import Ticket, ahead
 
 GPUS = tuple(f"{host}{index}" for host in "abcd" for index in (0, 1))
 WARMEST, COLDEST = 8.0, 0.05

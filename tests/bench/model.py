@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.forecast.advice import Scene
-from orchestrator.forecast.asked import forecast_in, way_of
-from orchestrator.forecast.cluster_links import read_network
-from orchestrator.forecast.inputs import inputs_of
+from orchestrator.forecast.inputs import forecast_in, inputs_of, way_of
+from orchestrator.forecast.links import read_network
 from orchestrator.forecast.pipeline.choice import as_set, choose
 from orchestrator.forecast.step import Forecast, HostSpeed, Way
 from orchestrator.planning.launch_plan import LaunchPlan

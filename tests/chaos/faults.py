@@ -26,8 +26,8 @@ from orchestrator.errors import HostError, OrchError
 from orchestrator.hosts import belongings
 from orchestrator.hosts.belongings import Who
 from orchestrator.hosts.connections import Connections
-from orchestrator.jobs import control
-from orchestrator.jobs.why import looks
+from orchestrator.jobs import launch
+from orchestrator.jobs.running import looks
 from orchestrator.paths import Home
 from orchestrator.planning.build import RENDEZVOUS_PORT
 from orchestrator.record import Owner
@@ -368,7 +368,7 @@ def controller_killed_launching(r: Round) -> Generator[bool, None, Expected]:
     r.tell("controller killed")
     with contextlib.suppress(OrchError):
         r.launch()
-    control.cancel(r.plan, r.cell.connect(), fence=True)
+    launch.cancel(r.plan, r.cell.connect(), fence=True)
     return Expected(state="cancelled|lost", logs_whole=False, detected_s=60.0)
 
 
@@ -457,11 +457,11 @@ def queued_behind(r: Round) -> Generator[bool, None, Expected]:
     host, waits = r.cell.connect()[r.victim], f"behind-{r.rng.getrandbits(32):08x}"
     words = {"workdir": r.workdir[r.victim], "node": r.victim, "job": waits, "owner": US.owner.id, "gpus": [waits]}
     for action in ("take", "renew", "look"):
-        answer = ask.ask(host, "waiting", {**words, "action": action, "number": 1}, timeout_s=30)
+        answer = ask.ask(host, "gpu_queue", {**words, "action": action, "number": 1}, timeout_s=30)
     if [ticket["job"] for ticket in answer["tickets"]] != [waits]:
         raise RuntimeError(f"{waits} waits, and the queue is {answer}")
     if r.rng.random() < 0.5:
-        ask.ask(host, "waiting", {**words, "action": "leave"}, timeout_s=30)
+        ask.ask(host, "gpu_queue", {**words, "action": "leave"}, timeout_s=30)
     return Expected(state="succeeded", survives=True)
 
 

@@ -18,11 +18,11 @@ from typing import Any
 
 from orchestrator.errors import OrchError
 from orchestrator.hosts.belongings import Who
-from orchestrator.jobs import control
+from orchestrator.jobs import launch as control
 from orchestrator.jobs.collect import Collected, claimed, collect
 from orchestrator.jobs.launch import launch
-from orchestrator.jobs.record import JobRecord
 from orchestrator.jobs.state import combine
+from orchestrator.jobs.store import JobRecord
 from orchestrator.paths import RunFolder
 from orchestrator.planning.build import RENDEZVOUS_PORT, torchrun_arguments
 from orchestrator.planning.bundle import pack_folder

@@ -21,7 +21,7 @@ from orchestrator.hosts.inventory import Node
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from orchestrator.units import format_age
-from orchestrator.views import cluster_table, console, documents
+from orchestrator.views import console, documents, host_tables
 from tests.support.probed_hosts import facts, gpu
 
 
@@ -91,7 +91,7 @@ def test_the_table_of_status_has_the_age_of_what_it_shows(tmp_path: Path, capsys
     cluster = remembered(tmp_path, node("a", note="old"), node("b"))
     silent = {"a": ConnectError("a", "no answer within 2 s", "look"), "b": AuthError("b", "login refused", "key")}
     with console.out.capture() as shown:
-        cluster_table.print_status(cluster, silent)
+        host_tables.print_status(cluster, silent)
     lines = shown.get().splitlines()
     assert lines[1].split()[-1] == "probed"
     assert [" ".join(line.split()).rpartition("127.0.0.1 ")[2] for line in lines[2:4]] == [

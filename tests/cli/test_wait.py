@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.remote import gpu_claim, tickets
+from orchestrator.remote import gpu_claim, gpu_queue
 from tests.support.forks import Forked
 from tests.support.gpu_rack import UNTIL_TOLD, GpuRack, Person, gpu_rack
 from tests.support.sshd import needs_sshd
@@ -147,7 +147,7 @@ def test_ctrl_c_and_cancel_leave_the_queue_and_a_lost_ticket_is_taken_anew(rack)
         assert "was cancelled while it waited" in gone.ends(1)
         assert queue(alice) == [(robbed.job, 1)]
         owner = alice_id(alice)
-        assert tickets.send(robbed.job, "a", {"do": "leave", "owner": owner})
+        assert gpu_queue.send(robbed.job, "a", {"do": "leave", "owner": owner})
         robbed.until("a lost its ticket for this job; it is at the end of the queue again")
         table = alice.types("jobs").stdout
         assert re.search(rf"{robbed.job} +waiting +1", table) and re.search(rf"{first.job} +running", table)

@@ -22,7 +22,7 @@ import torch
 
 from trainer.__main__ import main
 from trainer.compute import graphs
-from trainer.ranks import interrupt
+from trainer.ranks import ending
 from trainer.shared.metrics import MetricsWriter
 
 _LIBRARY = ctypes.CDLL(None)  # preloaded
@@ -62,7 +62,7 @@ def be(
     os.environ.update({**environment, **{name: str(value) for name, value in shape["knobs"].items()}})
     if environment["DEVICE"] == "cuda":
         _use_virtual_time()
-    interrupt.leave = _leave
+    ending.leave = _leave
     if shape["prelude"]:
         module, _, name = shape["prelude"].partition(":")
         getattr(importlib.import_module(module), name)()

@@ -16,7 +16,7 @@ def scales_that_differ() -> None:
     import torch
 
     from trainer.checkpoints.checkpoint import CheckpointKeeper
-    from trainer.compute.precision import Fp16
+    from trainer.compute.arithmetic import Fp16
 
     resume = CheckpointKeeper.resume
 

@@ -25,11 +25,11 @@ def rank_1_stays_away() -> None:
     """Rank 0 waits inside NCCL for a communicator that will not come about."""
     import os
 
-    from trainer.ranks import nccl
+    from trainer.ranks import process_group
 
-    nccl.FIRST_SUM_S = 2.0
+    process_group.FIRST_SUM_S = 2.0
     if os.environ["RANK"] == "1":
-        nccl.first_sum = lambda *_: True
+        process_group.first_sum = lambda *_: True
 
 
 @pytest.mark.parametrize(

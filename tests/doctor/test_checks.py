@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.doctor.judge import judge
 from orchestrator.doctor.seen import Collective, Mesh, Seen
-from orchestrator.doctor.table import CHECKS
+from orchestrator.doctor.table import CHECKS, judge
 from orchestrator.errors import AuthError, ConnectError, HostKeyError, ProbeError
 from orchestrator.hosts.facts import Interface, Occupant
 from orchestrator.hosts.health import Disk, Limit, NetworkCard

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from orchestrator.doctor.halving import guilty
+from orchestrator.doctor.look import guilty
 
 NAMES = "abcdefghi"
 

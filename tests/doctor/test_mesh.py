@@ -7,8 +7,8 @@ from itertools import permutations
 
 import pytest
 
-from orchestrator.doctor import mesh
-from orchestrator.doctor.mesh import Conductor, slots
+from orchestrator.doctor import pairs
+from orchestrator.doctor.pairs import Conductor, slots
 from orchestrator.doctor.seen import Pair
 from tests.support.examined_hosts import NAMES, host
 
@@ -88,7 +88,7 @@ def test_what_was_measured_stands_beside_the_way_and_then_it_is_over():
     stage.listen()
     stage.reach()
     for name, other in (("a2000", "v100"), ("v100", "a2000")):
-        assert stage.told(name)[-1] == {"send": other, "seconds": mesh.TRANSFER_S}
+        assert stage.told(name)[-1] == {"send": other, "seconds": pairs.TRANSFER_S}
         stage.conductor.take(name, sent(other, 2e9 if name == "a2000" else None))
     assert [stage.told(name)[-2:] for name in ("a2000", "v100")] == [[{"over": 1}, None]] * 2
     assert stage.conductor.found().pairs == (
@@ -103,7 +103,7 @@ def test_a_way_that_seems_slow_is_measured_again_alone_and_the_best_counts():
     stage.reach()
     stage.conductor.take("a2000", sent("v100", 0.3e9, 0.0005))
     stage.conductor.take("v100", sent("a2000", 2e9, 0.002))
-    assert stage.told("a2000")[-1] == {"send": "v100", "seconds": mesh.TRANSFER_S}
+    assert stage.told("a2000")[-1] == {"send": "v100", "seconds": pairs.TRANSFER_S}
     stage.conductor.take("a2000", sent("v100", 2.1e9, 0.004))
     assert stage.told("v100")[-2:] == [{"over": 1}, None]
     assert [(pair.round_trip_s, pair.bits_per_s) for pair in stage.conductor.found().pairs] == [
@@ -125,7 +125,7 @@ def test_over_a_way_that_is_not_open_nothing_is_sent():
     stage = Stage(("a2000", "v100"))
     stage.listen()
     stage.reach(a2000_v100={"kind": "refused", "words": "connection refused", "opens": "sudo ufw"})
-    assert stage.told("v100")[-1] == {"send": "a2000", "seconds": mesh.TRANSFER_S}
+    assert stage.told("v100")[-1] == {"send": "a2000", "seconds": pairs.TRANSFER_S}
     stage.conductor.take("v100", sent("a2000", 2e9))
     assert [stage.told("a2000")[-2:]] == [[{"over": 1}, None]]
     assert stage.conductor.found().pairs[0] == Pair("a2000", "v100", "refused", "connection refused", "sudo ufw")
@@ -144,7 +144,7 @@ def test_who_leaves_is_waited_for_no_more():
 
 
 def test_who_is_late_is_left_out(monkeypatch):
-    monkeypatch.setattr(mesh, "LISTEN_S", 0.0)
+    monkeypatch.setattr(pairs, "LISTEN_S", 0.0)
     stage = Stage()
     stage.listen("a2000", "v100")
     stage.conductor.take("a2000", {})  # time passes
@@ -155,7 +155,7 @@ def test_who_is_late_is_left_out(monkeypatch):
 def test_who_listened_and_is_late_to_connect_is_sent_nothing(monkeypatch):
     stage = Stage()
     stage.listen("a2000", "v100")
-    monkeypatch.setattr(mesh, "REACH_S", 0.0)
+    monkeypatch.setattr(pairs, "REACH_S", 0.0)
     stage.conductor.take("a16", {"port": 4002, "firewall": "ufw"})
     stage.reach("a2000", "v100")
     stage.conductor.take("a2000", {})  # time passes

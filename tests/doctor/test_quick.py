@@ -7,17 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestrator.doctor.judge import judge
 from orchestrator.doctor.seen import Host, Seen
 from orchestrator.doctor.start import StartChecks
-from orchestrator.doctor.table import checks_at
+from orchestrator.doctor.table import checks_at, judge
 from orchestrator.errors import ProbeError
 from orchestrator.hosts.answers import as_of_now
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.health import Health, NetworkCard
 from orchestrator.jobs.launch import Prepared
 from orchestrator.paths import Home
-from orchestrator.remote.now import now
+from orchestrator.remote.health import now
 from orchestrator.store import Store
 from tests.support.examined_hosts import gpu_health
 from tests.support.plans import study_node

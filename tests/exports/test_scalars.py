@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.exports.scalars import began_at, scalars, settings_words, whole_run
+from orchestrator.exports.exporters import began_at, scalars, settings_words, whole_run
 from orchestrator.results.analyse import analyse
 from orchestrator.results.summary import Summary
 from tests.support.run_folders import steady_run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.forecast.best_hosts import by_memory, by_speed
+from orchestrator.forecast.predicted_plan import by_memory, by_speed
 from orchestrator.hosts.election import elect
 from orchestrator.hosts.inventory import Paced
 from orchestrator.planning.host_choice import ranked

@@ -15,7 +15,7 @@ from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
 from orchestrator.results.analyse import analyse
 from orchestrator.results.faster import WORTH, measured
-from orchestrator.views import comparison, console
+from orchestrator.views import console, host_tables
 from orchestrator.views.report import render_report
 from tests.support.plan_command import dry_run, orch, planned
 from tests.support.plans import a2000_v100
@@ -152,7 +152,7 @@ def test_a_run_that_its_fastest_host_would_have_beaten_says_so_with_the_line(tmp
     assert found.words in render_report(summary)
     assert found.command in render_report(summary)
     console.out.file = None
-    comparison.print_summary(summary)
+    host_tables.print_summary(summary)
     assert f"{found.words}\n  try: {found.command}\n" in capsys.readouterr().out
 
 

@@ -10,7 +10,7 @@ from orchestrator.errors import UsageError
 from orchestrator.forecast.gpus import activation_bytes, estimate_speed, failures
 from orchestrator.forecast.imagined import imagine, is_imagined, parse_groups
 from orchestrator.forecast.layers import Layer, layers_of
-from orchestrator.hosts.cards import CARDS, find_card
+from orchestrator.hosts.election import CARDS, find_card
 
 RESNET = layers_of("resnet152", (3, 32, 32), 10)
 
@@ -59,7 +59,7 @@ def test_a_network_of_resnet50s_work_runs_at_the_rule():
 
 
 def test_what_a_sample_takes_in_memory_is_about_what_torch_keeps():
-    """3,931,904 bytes by `trainer.paced.anatomy.dissect`."""
+    """3,931,904 bytes by `trainer.paced.standin.dissect`."""
     assert activation_bytes(RESNET) == pytest.approx(3_931_904, rel=0.1)
 
 

@@ -10,15 +10,13 @@ from orchestrator.forecast.advice import Scene
 from orchestrator.forecast.inputs import inputs_of
 from orchestrator.forecast.layers import layers_of
 from orchestrator.forecast.links import GLOO, LinkCosts, Site
-from orchestrator.forecast.pipeline.chain import chain_of
+from orchestrator.forecast.pipeline.chain import StageHost, chain_of, times_of
 from orchestrator.forecast.pipeline.choice import choose, stage_hosts
 from orchestrator.forecast.pipeline.clock import update_seconds
 from orchestrator.forecast.pipeline.course import Course
 from orchestrator.forecast.pipeline.solve import solve
-from orchestrator.forecast.pipeline.stage_host import StageHost, times_of
 from orchestrator.forecast.step import HostSpeed, Workload
-from orchestrator.planning.measurement import BlockTimes
-from orchestrator.planning.profiles import Profile, kinds_of
+from orchestrator.planning.profiles import BlockTimes, Profile, kinds_of
 from orchestrator.planning.request import RunRequest
 from tests.support.plans import pair, plan
 from trainer.shared.config import parse_settings

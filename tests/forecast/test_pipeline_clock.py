@@ -9,13 +9,12 @@ import pytest
 from orchestrator.forecast.gpus import estimate_speed
 from orchestrator.forecast.layers import gradient_bytes, layers_of
 from orchestrator.forecast.links import GLOO, LinkCosts, Site
-from orchestrator.forecast.pipeline.chain import Chain, ChainBlock, chain_of
+from orchestrator.forecast.pipeline.chain import Chain, ChainBlock, StageHost, chain_of
+from orchestrator.forecast.pipeline.choice import time_update
 from orchestrator.forecast.pipeline.clock import update_seconds
 from orchestrator.forecast.pipeline.course import Course, stages_setting
 from orchestrator.forecast.pipeline.solve import Space, solve
-from orchestrator.forecast.pipeline.stage_host import StageHost
-from orchestrator.forecast.pipeline.timing import time_update
-from orchestrator.hosts.cards import find_card
+from orchestrator.hosts.election import find_card
 from trainer.shared.stages import check_stages, parse_stages
 
 CIFAR = ("resnet152", (3, 32, 32), 10)

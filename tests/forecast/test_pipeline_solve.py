@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from orchestrator.forecast.links import GLOO, LinkCosts, Site
 from orchestrator.forecast.pipeline.averages import Averages, joined_s
 from orchestrator.forecast.pipeline.bound import Family
-from orchestrator.forecast.pipeline.chain import Chain, ChainBlock
+from orchestrator.forecast.pipeline.chain import Chain, ChainBlock, StageHost
+from orchestrator.forecast.pipeline.choice import solve_all, solve_replicas
 from orchestrator.forecast.pipeline.clock import update_seconds
 from orchestrator.forecast.pipeline.course import Course
-from orchestrator.forecast.pipeline.replicas import solve_all, solve_replicas
 from orchestrator.forecast.pipeline.solve import Space, orders_of, solve
-from orchestrator.forecast.pipeline.stage_host import StageHost
-from orchestrator.planning.measurement import BlockTimes
+from orchestrator.planning.profiles import BlockTimes
 
 COUNTS = (1, 2, 4)
 BATCH = 16

@@ -10,9 +10,8 @@ from math import prod
 import pytest
 
 from orchestrator.forecast.advice import Scene, WhatIf
-from orchestrator.forecast.cluster_links import network_from, read_network, runs_measuring
 from orchestrator.forecast.inputs import inputs_of
-from orchestrator.forecast.links import GLOO, LinkCosts, Site
+from orchestrator.forecast.links import GLOO, LinkCosts, Site, network_from, read_network, runs_measuring
 from orchestrator.forecast.outlook import prediction_of
 from orchestrator.forecast.step import HostSpeed, Workload
 from orchestrator.planning.profiles import Profile, kinds_of

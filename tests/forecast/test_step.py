@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.forecast.advice import Kept, Scene, advise, choices, fewer, ways
+from orchestrator.forecast.inputs import fewest_steps
 from orchestrator.forecast.layers import Layer, gradient_bytes, layers_of
 from orchestrator.forecast.links import GLOO, GOODPUT, NCCL, LinkCosts, Site, measured
-from orchestrator.forecast.rounds import fewest_steps
 from orchestrator.forecast.step import (
     PREDICTED,
     HostSpeed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from orchestrator.doctor.judge import judge
+from orchestrator.doctor.table import judge
 from orchestrator.errors import ConnectError
 from orchestrator.hosts.inventory import Node
 from orchestrator.jobs.diagnosis import diagnose

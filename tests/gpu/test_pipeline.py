@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.cut_in_two import SHAPES, Case, assert_alike, gradients
-from trainer.compute.precision import Bf16, Full
+from trainer.compute.arithmetic import Bf16, Full
 
 pytestmark = pytest.mark.computes
 

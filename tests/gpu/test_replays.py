@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from trainer.compute.fused_batch_norm import NOTHING
+from trainer.compute.batch_norm import NOTHING
 from trainer.compute.graphs import WARM, replayable, why_not
 from trainer.compute.models import build_model
 from trainer.strategies.batch_norm import SynchronisedBatchNorm

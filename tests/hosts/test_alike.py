@@ -5,8 +5,8 @@ import errno
 import pytest
 
 from orchestrator.errors import AuthError, ConnectError, HostError, HostsError, StateError, UsageError
-from orchestrator.hosts.alike import host_set, together
 from orchestrator.hosts.cluster import Problem
+from orchestrator.hosts.exec import host_set, together
 from orchestrator.text import place
 from orchestrator.transport import ssh_errors
 from orchestrator.transport.deadline import Deadline

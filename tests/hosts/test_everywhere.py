@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ProbeError
-from orchestrator.hosts import everywhere
-from orchestrator.hosts.everywhere import MOST_BYTES, line_of
+from orchestrator.hosts import exec
+from orchestrator.hosts.exec import MOST_BYTES, line_of
 from orchestrator.transport.ask import ConnectedHost, exchange
 from orchestrator.transport.local import LocalTransport
 from tests.support.ssh_rack import ssh_rack
@@ -176,10 +176,10 @@ def test_a_host_that_answers_anything_else_is_that_hosts_error(word, monkeypatch
         def __exit__(self, *_):
             pass
 
-    monkeypatch.setattr(everywhere, "exchange", lambda *_: Said())
+    monkeypatch.setattr(exec, "exchange", lambda *_: Said())
     host = ConnectedHost(LocalTransport("here"), sys.executable, None, "/nowhere")
     with pytest.raises(ProbeError, match="here: its answer"):
-        everywhere._run(host, "ls", 1.0)
+        exec._run(host, "ls", 1.0)
 
 
 def test_a_command_is_needed(rack):

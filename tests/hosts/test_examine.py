@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import ProbeError
 from orchestrator.hosts.answers import read_health
-from orchestrator.hosts.examine import examine, outlived
 from orchestrator.hosts.health import Health
-from orchestrator.remote import cgroups, gpu_health, health, outlives, probe
+from orchestrator.hosts.probe import examine, outlived
+from orchestrator.remote import cgroups, health, outlives, probe
 from orchestrator.remote import examine as program
+from orchestrator.remote import health as gpu_health
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.local import LocalTransport
 from tests.support.fuzz import strings
@@ -155,7 +156,7 @@ torch.ones = ones
 
 def test_each_gpu_is_given_something_to_compute(tool, tmp_path, monkeypatch):
     """No GPU is here: torch's words for one are stood in for."""
-    from orchestrator.remote.probe_programs import TORCH
+    from orchestrator.remote.probe import TORCH
 
     python = quick_python(tmp_path / "quick")
     monkeypatch.setattr(probe, "TORCH", TORCH.replace("import torch\n", f"import torch\n{COMPUTES}", 1))

@@ -9,7 +9,8 @@ import pytest
 from orchestrator.hosts import belongings
 from orchestrator.hosts.belongings import Who
 from orchestrator.record import Owner
-from orchestrator.remote import layout, mending, processes
+from orchestrator.remote import belongings as mending
+from orchestrator.remote import layout, processes
 from orchestrator.remote.claim import claimed
 from tests.hosts.test_ownership import here
 

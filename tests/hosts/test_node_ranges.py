@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import InventoryError
 from orchestrator.hosts.grammar import MOST_HOSTS
-from orchestrator.hosts.inventory_file import load_inventory, node_from_keys
-from orchestrator.hosts.node_ranges import with_ranges
+from orchestrator.hosts.inventory_file import load_inventory, node_from_keys, with_ranges
 from orchestrator.hosts.yamlfile import read_yaml
 
 

@@ -26,7 +26,7 @@ from orchestrator.hosts.belongings import Who
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import Inventory, Node
 from orchestrator.hosts.probe import probe
-from orchestrator.jobs import control
+from orchestrator.jobs import launch
 from orchestrator.owner import read_owner
 from orchestrator.paths import Home
 from orchestrator.provision import venvs
@@ -235,7 +235,7 @@ def test_nobody_cancels_a_job_that_is_anothers(undisturbed):
 def test_files_that_somebody_removed_by_hand_make_a_job_lost_and_not_starting(homes, two_jobs):
     ada, _ = homes
     mine, _ = two_jobs
-    control.cancel(mine.plan, mine.hosts)
+    launch.cancel(mine.plan, mine.hosts)
     mine.wait()
     for node in "ab":
         shutil.rmtree(mine.folder(node))

@@ -18,7 +18,7 @@ from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import Node
 from orchestrator.hosts.probe import probe as probe_host
 from orchestrator.paths import Home
-from orchestrator.remote import commands, hardware, interfaces, probe
+from orchestrator.remote import commands, health, probe
 from orchestrator.transport.ask import ConnectedHost, ask
 from orchestrator.transport.fanout import for_each, values
 from orchestrator.transport.local import LocalTransport
@@ -184,7 +184,7 @@ def test_interfaces_are_those_that_ip_shows():
         return link["ifname"], link["mtu"], {"UP", "LOWER_UP"} <= set(link["flags"]), sorted(addresses)
 
     shown = json.loads(subprocess.run(["/sbin/ip", "-j", "addr"], capture_output=True, check=True).stdout)
-    found = [(link["name"], link["mtu"], link["up"], sorted(link["addresses"])) for link in interfaces.interfaces()]
+    found = [(link["name"], link["mtu"], link["up"], sorted(link["addresses"])) for link in health.interfaces()]
     assert sorted(found) == sorted(by_ip(link) for link in shown if link)
     assert found
 
@@ -198,7 +198,7 @@ exec "$@"
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a network of its own")
 def test_each_of_several_addresses_has_its_own_prefix_length():
-    program = "import json; from orchestrator.remote.interfaces import interfaces; print(json.dumps(interfaces()))"
+    program = "import json; from orchestrator.remote.health import interfaces; print(json.dumps(interfaces()))"
     words = ["unshare", "-n", "sh", "-c", SEVERAL_ADDRESSES, "sh", sys.executable, "-c", program]
     shown = subprocess.run(words, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]).stdout
     found = {link["name"]: link for link in json.loads(shown)}
@@ -211,8 +211,8 @@ def test_each_of_several_addresses_has_its_own_prefix_length():
 def test_the_speed_of_an_interface_is_what_the_kernel_writes(tmp_path, text, speed_bps):
     (tmp_path / "eno1").mkdir()
     (tmp_path / "eno1" / "speed").write_text(text)
-    assert interfaces.speed_bps("eno1", str(tmp_path)) == speed_bps
-    assert interfaces.speed_bps("gone", str(tmp_path)) is None
+    assert health.speed_bps("eno1", str(tmp_path)) == speed_bps
+    assert health.speed_bps("gone", str(tmp_path)) is None
 
 
 def test_ipv6_addresses_are_read_from_the_kernels_hex_and_global_ones_come_first():
@@ -220,7 +220,7 @@ def test_ipv6_addresses_are_read_from_the_kernels_hex_and_global_ones_come_first
 fe80000000000000d25f64fffe112233 02 40 20 80     eno1
 20010db8000700000000000000000041 02 40 00 80     eno1
 """
-    found = [*interfaces._ipv6(text)]
+    found = [*health._ipv6(text)]
     assert found == [("eno1", "2001:db8:7::41/64"), ("lo", "::1/128"), ("eno1", "fe80::d25f:64ff:fe11:2233/64")]
 
 
@@ -341,15 +341,15 @@ def test_active_ports_of_devices_that_we_may_open_are_reported(tmp_path):
         if is_open:
             (tmp_path / f"dev/uverbs{number}").touch()
     (tmp_path / "sys/infiniband_verbs/abi_version").write_text("6\n")
-    assert hardware.rdma_ports(f"{tmp_path}/sys", f"{tmp_path}/dev") == [{"device": "mlx5_0", "link_layer": "Ethernet"}]
-    assert hardware.rdma_ports(f"{tmp_path}/none") == []
+    assert health.rdma_ports(f"{tmp_path}/sys", f"{tmp_path}/dev") == [{"device": "mlx5_0", "link_layer": "Ethernet"}]
+    assert health.rdma_ports(f"{tmp_path}/none") == []
 
 
 def test_the_maker_of_the_cpu_is_reported_as_the_kernel_has_it():
     said = [
         line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "vendor_id" in line
     ]
-    assert hardware.cpu_vendor() == (said[0] if said else None)
+    assert health.cpu_vendor() == (said[0] if said else None)
 
 
 def test_a_torch_that_loads_slowly_is_given_more_time_and_never_called_absent(tmp_path, monkeypatch):

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import ConnectError, HostError, ProbeError
-from orchestrator.jobs.frame_stream import MAX_LINE_BYTES, read_frames
-from orchestrator.jobs.frames import HEAD_BYTES, Agent, Beat, End, FilePiece, Held
+from orchestrator.jobs.frames import HEAD_BYTES, MAX_LINE_BYTES, Agent, Beat, End, FilePiece, Held, read_frames
 from orchestrator.remote import reader
 from orchestrator.remote.layout import WorkFolder
 

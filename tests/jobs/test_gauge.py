@@ -20,7 +20,7 @@ from orchestrator.jobs.frames import Agent, FilePiece
 from orchestrator.jobs.gauge import FRESH_S, Gauge, HostNow, JobNow, held_up_by
 from orchestrator.jobs.gauging import GaugedJob
 from orchestrator.jobs.live import HostRow
-from orchestrator.jobs.record import JobRecord
+from orchestrator.jobs.store import JobRecord
 from orchestrator.views import documents, top
 from tests.jobs.test_live import plan_of
 

@@ -1,8 +1,8 @@
 """Whose last word counts while a job is followed: pure, with times given."""
 
 from orchestrator.errors import ConnectError, HostError
+from orchestrator.jobs.follow import SILENT_S, Heard
 from orchestrator.jobs.frames import Agent, Beat
-from orchestrator.jobs.heard import SILENT_S, Heard
 from orchestrator.jobs.state import combine
 from tests.support.job_states import GONE, PLAN, alive, known, over
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.jobs.frames import FilePiece
-from orchestrator.jobs.lines import MAX_LINE_CHARS, Splitter
+from orchestrator.jobs.lines import MAX_ROW_CHARS as MAX_LINE_CHARS
+from orchestrator.jobs.lines import Splitter
 from orchestrator.text import clean, clean_lines, message, one_line
 
 

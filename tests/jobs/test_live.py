@@ -29,7 +29,8 @@ from orchestrator.jobs.frames import Beat, FilePiece
 from orchestrator.jobs.lines import Bars, LogLine
 from orchestrator.jobs.live import KEPT_STEPS, HostRow, LiveView, Notice, RunProgress, Silence, Standstill
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
-from orchestrator.views import console, following, progress
+from orchestrator.views import console, following
+from orchestrator.views import following as progress
 from tests.support import forks
 from tests.support.quick_python import quick_python
 from trainer.shared.metrics import LINE_LIMIT

@@ -13,20 +13,19 @@ import pytest
 
 from orchestrator.errors import HostError, OrchError, ProbeError
 from orchestrator.files import write_atomic
-from orchestrator.jobs import listing
+from orchestrator.jobs import pull
 from orchestrator.jobs import pull as pulling
-from orchestrator.jobs.frame_stream import read_files, read_frames
-from orchestrator.jobs.frames import Left, Whole
-from orchestrator.jobs.listing import (
+from orchestrator.jobs.frames import Left, Whole, read_files, read_frames
+from orchestrator.jobs.pull import (
     Output,
     OutputListing,
+    Pulled,
     checkpoint_globs,
     is_here,
     list_outputs,
     matching,
     without_copies,
 )
-from orchestrator.jobs.pull import Pulled
 from orchestrator.paths import RunFolder
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.sources import shipped_sources
@@ -347,7 +346,7 @@ def test_nor_one_with_impossible_figures(numbers):
 
 
 def test_nor_one_that_never_ends(monkeypatch):
-    monkeypatch.setattr(listing, "MAX_FILES", 100)
+    monkeypatch.setattr(pull, "MAX_FILES", 100)
     rows = json.dumps({"job": "j", "files": [[f"src/{i}", 1, 1, 1] for i in range(101)]}).encode()
     assert "makes no sense" in str(list_outputs({"a": lies(b"MARKER" + rows + b"MARKER")}, {"a": ["j"]})["a"])
 

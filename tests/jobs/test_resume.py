@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from orchestrator.errors import ProbeError, UsageError
-from orchestrator.jobs.resume import last_checkpoint, settings_of
+from orchestrator.jobs.retry_policy import last_checkpoint, settings_of
 from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
 from orchestrator.planning.request import parse_job, request_of

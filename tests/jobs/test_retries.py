@@ -15,14 +15,14 @@ import pytest
 
 from orchestrator.controller import opened
 from orchestrator.errors import ConnectError, HostError, OrchError, RefusedError, TooFewError
-from orchestrator.jobs import control
-from orchestrator.jobs.record import FirstFailure
+from orchestrator.jobs import launch
+from orchestrator.jobs.store import FirstFailure
 from orchestrator.paths import Home
 from orchestrator.planning.host_choice import HostRange
 from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.launch_plan import Attempt, Earlier, LaunchPlan
 from orchestrator.planning.request import ParsedJob, RunRequest, parse_job
-from orchestrator.remote import coordinator, lease
+from orchestrator.remote import coordinator, membership
 from orchestrator.starting import retries
 from orchestrator.starting.retries import Asked, Retries
 from tests.support.forks import Forked
@@ -181,9 +181,9 @@ class Bench:
         self._says, attempt = says, Attempt(number=1, most=3, **options)
         monkeypatch.setattr(retries, "time", self)
         monkeypatch.setattr(
-            control, "agents", lambda plan, hosts: {name: self._says(self.now_s)[name] for name in hosts}
+            launch, "agents", lambda plan, hosts: {name: self._says(self.now_s)[name] for name in hosts}
         )
-        monkeypatch.setattr(control, "cancel", self._cancelled)
+        monkeypatch.setattr(launch, "cancel", self._cancelled)
         self._plan = PLAN.model_copy(update={"attempt": attempt})
         asked = Asked(None, ParsedJob(RunRequest("script", "train.py", ()), CODE, b""))  # type: ignore[arg-type]
         self.retries = Retries(None, None, self._start, self.said.append, asked)  # type: ignore[arg-type]
@@ -223,7 +223,7 @@ ENDED = {"a": over("failed"), "b": over("failed"), "c": over("failed")}
 
 def test_the_constants_are_those_of_the_supervisors() -> None:
     ladder_s = coordinator.HEARSAY_S + 2 * coordinator.KILL_S
-    assert (lease.LEASE_S, ladder_s) == (retries.LEASE_S, retries.LADDER_S)
+    assert (membership.LEASE_S, ladder_s) == (retries.LEASE_S, retries.LADDER_S)
 
 
 def test_where_all_hosts_answer_the_next_attempt_waits_for_its_pause_alone(monkeypatch: pytest.MonkeyPatch) -> None:

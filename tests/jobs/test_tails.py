@@ -20,11 +20,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.jobs.copies import last_of
+from orchestrator.jobs.copies import last_of, tails
 from orchestrator.jobs.frames import FilePiece, parse_frame, rank_of_log
 from orchestrator.jobs.lines import LogLine, Splitter
 from orchestrator.jobs.live import Notice
-from orchestrator.jobs.tails import tails
 from orchestrator.jobs.watch import watch
 from orchestrator.remote.line_times import LineTimes
 from orchestrator.remote.print_times import PrintTimes

@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.live import LiveView
-from orchestrator.jobs.waits import wait_and_sync
+from orchestrator.jobs.metric_lines import wait_and_sync
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.results.events import MetricsFile
 from orchestrator.results.measure import measure

@@ -13,10 +13,10 @@ import pytest
 from orchestrator.errors import HostError
 from orchestrator.jobs.diagnosis import diagnose
 from orchestrator.jobs.looks import HostLook
-from orchestrator.jobs.record import Verdict
-from orchestrator.jobs.why import looks
+from orchestrator.jobs.running import looks
+from orchestrator.jobs.store import Verdict
 from orchestrator.remote.layout import JobFolder
-from orchestrator.remote.seen import see
+from orchestrator.remote.why import see
 from tests.support.disks import disk_that_freezes
 from tests.support.local_job import Gang, gang
 

@@ -5,14 +5,13 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.hosts.election import elect
-from orchestrator.planning.arguments import trainer_arguments
-from orchestrator.planning.draft import Draft
+from orchestrator.planning.build import Draft, trainer_arguments
 from orchestrator.planning.nccl import choose_carrier
 from orchestrator.planning.placement import place
-from orchestrator.planning.split import split_batch_of
+from orchestrator.planning.profiles import split_batch_of
 from tests.support.plans import CODE, by_hand, pair
 from trainer.shared.config import settings_from
-from trainer.shared.fields import SettingsError
+from trainer.shared.setting_fields import SettingsError
 
 
 def draft(**chosen):

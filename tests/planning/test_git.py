@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.planning import git
-from orchestrator.planning.bundle import pack_folder
-from orchestrator.planning.git import commit_of
+from orchestrator.planning import bundle
+from orchestrator.planning.bundle import commit_of, pack_folder
 
 WHO = {"GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "a@b"}
 
@@ -68,7 +67,7 @@ def test_what_is_no_part_of_a_commit_has_none(project: Path, tmp_path: Path, mon
     ask(empty, "init", "-q")
     assert commit_of(empty) is None  # without a commit
     assert commit_of(tmp_path / "not there") is None
-    monkeypatch.setattr(git, "_GIT", ("no-such-git",))
+    monkeypatch.setattr(bundle, "_GIT", ("no-such-git",))
     assert commit_of(project) is None
 
 

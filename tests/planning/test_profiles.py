@@ -13,14 +13,13 @@ from orchestrator.cli import main
 from orchestrator.controller import Controller
 from orchestrator.errors import UsageError
 from orchestrator.hosts.connections import Connections
-from orchestrator.jobs.resume import settings_of
+from orchestrator.jobs.retry_policy import settings_of
 from orchestrator.measuring.profiling import Profiling
 from orchestrator.paths import Home, RunFolder
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
-from orchestrator.planning.measurement import BlockTimes
-from orchestrator.planning.profiles import Kind, Profile, kinds_of, tf32_of
+from orchestrator.planning.profiles import BlockTimes, Kind, Profile, kinds_of, tf32_of
 from orchestrator.planning.request import parse_job
 from orchestrator.results.analyse import analyse
 from orchestrator.store import Store

@@ -6,7 +6,7 @@ import typing
 
 import pytest
 
-from orchestrator.planning.recorded_settings import RecordedSettings, read_settings
+from orchestrator.planning.launch_plan import RecordedSettings, read_settings
 from trainer.shared.settings import Settings
 
 

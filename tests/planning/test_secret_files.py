@@ -11,12 +11,12 @@ import tarfile
 import pytest
 
 from orchestrator.errors import UsageError
-from orchestrator.planning import git as git_asked
-from orchestrator.planning import secret_files, wanted
+from orchestrator.planning import bundle, secret_files
+from orchestrator.planning import bundle as git_asked
 from orchestrator.planning.bundle import pack_folder
 from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.request import parse_job
-from orchestrator.provision.manifest import read_manifest
+from orchestrator.provision.push import read_manifest
 from tests.support.files import fill
 
 KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n"
@@ -123,13 +123,13 @@ def test_they_hold_without_git_too_and_it_is_said(repository, why, monkeypatch):
         monkeypatch.setattr(git_asked, "_GIT", ("no-such-git",))
     else:
         monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
-        real = wanted.git
+        real = bundle.git
 
         def as_another(folder, *words, **options):
             done = real(folder, *words, **options)
             return subprocess.CompletedProcess(done.args, 128, b"", b"fatal: detected dubious ownership in repository")
 
-        monkeypatch.setattr(wanted, "git", as_another)
+        monkeypatch.setattr(bundle, "git", as_another)
     assert shipped(repository / "scripts") == TAKEN
     assert why in pack_folder(repository / "scripts")[0].notes[0]
 

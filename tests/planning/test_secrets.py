@@ -19,8 +19,7 @@ import yaml
 from orchestrator.cli import main
 from orchestrator.errors import UsageError
 from orchestrator.hosts.masking import masked_env
-from orchestrator.jobs.control import agents, cancel
-from orchestrator.jobs.launch import node_request
+from orchestrator.jobs.launch import agents, cancel, node_request
 from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.request import parse_job
 from orchestrator.transport import shell, ssh

@@ -15,8 +15,7 @@ import pytest
 
 from orchestrator.errors import ConnectError, HostError, ProbeError, UsageError
 from orchestrator.provision import push as datapush
-from orchestrator.provision.manifest import read_manifest
-from orchestrator.provision.push import Pushed
+from orchestrator.provision.push import Pushed, read_manifest
 from orchestrator.provision.service import DATA_FOLDER, data_folder
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.local import LocalTransport

@@ -21,8 +21,7 @@ from orchestrator.errors import HostError, UsageError
 from orchestrator.hosts.cluster import Cluster, Venv
 from orchestrator.hosts.wheels import RELEASES
 from orchestrator.provision import venvs
-from orchestrator.provision.requirements import Requirements
-from orchestrator.provision.venvs import Made, WantedVersions, choose
+from orchestrator.provision.venvs import Made, Requirements, WantedVersions, choose
 from orchestrator.record import Owner
 from orchestrator.remote import environment
 from orchestrator.transport.ask import ConnectedHost

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.remote import door
-from orchestrator.remote.door import listen_at
-from orchestrator.remote.hub import Hub
-from orchestrator.remote.link import join_hub
+from orchestrator.remote import link as door
+from orchestrator.remote.coordinator import Hub
+from orchestrator.remote.link import join_hub, listen_at
 from tests.support.local_job import gang
 
 TOKEN = b"t" * 32

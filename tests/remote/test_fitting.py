@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from orchestrator.remote.door import MAX_LINE
 from orchestrator.remote.fitting import fitted
 from orchestrator.remote.host_state import MOST_REPORTED, HostState
 from orchestrator.remote.layout import RECORD_BYTES, RESERVE_BYTES, WorkFolder, write_last_word
+from orchestrator.remote.link import MAX_LINE
 from orchestrator.remote.messages import failure
 
 LONG = "\U0001f642" * 500

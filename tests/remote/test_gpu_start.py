@@ -18,7 +18,7 @@ from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.facts import Occupant
 from orchestrator.hosts.inventory import Node
-from orchestrator.jobs import waiting
+from orchestrator.jobs import job_queue
 from orchestrator.paths import Home
 from orchestrator.remote import occupants, probe
 from orchestrator.store import Store
@@ -135,7 +135,7 @@ def test_a_job_without_room_beside_somebody_leaves_no_trace(smi, somebody, tmp_p
 
 
 def test_a_run_that_waits_starts_when_somebody_has_made_room(smi, somebody, tmp_path, monkeypatch):
-    monkeypatch.setattr(waiting, "OCCUPIED_S", 0.1)
+    monkeypatch.setattr(job_queue, "OCCUPIED_S", 0.1)
     smi(16000, [f"GPU-a, {somebody}, 16000, python3"])
     with gang(tmp_path, SLEEPS, ranks=(1,)) as job:
         started, said = Started(job, Home(tmp_path / "home")), []

@@ -16,7 +16,7 @@ from orchestrator.hosts import belongings
 from orchestrator.hosts.belongings import Who
 from orchestrator.hosts.probe import probe
 from orchestrator.record import Owner
-from orchestrator.remote import memory, processes, trouble
+from orchestrator.remote import answer, memory, processes
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.local import LocalTransport
 from tests.support.disks import small_disk
@@ -147,8 +147,8 @@ def test_a_rank_that_may_start_no_process_or_thread_says_so(tmp_path, limit):
 )
 def test_an_error_of_a_hosts_system_gets_the_remedy_of_its_own_cause(number, says, try_this):
     error = OSError(number, os.strerror(number))
-    assert trouble.words(error, "/data").startswith(says)
-    assert trouble.remedy(error, "/data", "move").startswith(try_this) or try_this in trouble.remedy(error)
+    assert answer.words(error, "/data").startswith(says)
+    assert answer.remedy(error, "/data", "move").startswith(try_this) or try_this in answer.remedy(error)
 
 
 def test_what_nobody_expected_in_a_supervisor_is_reported_by_that_host(tmp_path):

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from orchestrator.remote import lease
 from orchestrator.remote import link as wire
-from orchestrator.remote.hub import Hub
+from orchestrator.remote import membership
+from orchestrator.remote.coordinator import Hub
 from orchestrator.remote.link import join_hub
 from orchestrator.remote.membership import Membership
 
@@ -19,10 +19,10 @@ SOON_S = 10.0
 
 @pytest.fixture(autouse=True)
 def _short_times(monkeypatch):
-    monkeypatch.setattr(lease, "BEAT_S", 0.05)
-    monkeypatch.setattr(lease, "LEASE_S", 1.0)
-    monkeypatch.setattr(lease, "QUIET_S", 0.2)
-    monkeypatch.setattr(lease, "BROKEN_S", 0.6)
+    monkeypatch.setattr(membership, "BEAT_S", 0.05)
+    monkeypatch.setattr(membership, "LEASE_S", 1.0)
+    monkeypatch.setattr(membership, "QUIET_S", 0.2)
+    monkeypatch.setattr(membership, "BROKEN_S", 0.6)
 
 
 class Wire:
@@ -213,7 +213,7 @@ async def test_a_member_that_dials_again_at_once_is_not_lost(wired):
         first._writer.transport.abort()
         while member.it._link in (None, first):
             await asyncio.sleep(0.01)
-    await asyncio.sleep(2 * lease.BROKEN_S)  # the deadline that must not strike
+    await asyncio.sleep(2 * membership.BROKEN_S)  # the deadline that must not strike
     assert (wired.hub.lost, wired.hub.connected, member.gone) == ({}, 1, [])
     await member.leave()
 
@@ -225,7 +225,7 @@ async def test_a_member_that_has_ended_may_leave(wired):
     await wired.until(lambda hub: "b" in hub.statuses)
     link.close()
     await wired.until(lambda hub: hub.connected == 0)
-    await asyncio.sleep(2 * lease.BROKEN_S)  # the deadline that must not strike
+    await asyncio.sleep(2 * membership.BROKEN_S)  # the deadline that must not strike
     assert wired.hub.lost == {}
 
 
@@ -267,7 +267,7 @@ async def test_a_member_whose_connection_falls_silent_dials_again_before_its_lea
             first = member.it._link
             while member.it._link in (None, first):
                 await asyncio.sleep(0.01)
-        await asyncio.sleep(2 * lease.LEASE_S)  # the deadline that must not strike
+        await asyncio.sleep(2 * membership.LEASE_S)  # the deadline that must not strike
         assert (wired.hub.lost, wired.hub.connected, member.gone) == ({}, 1, [])
         await member.leave()
 
@@ -286,7 +286,7 @@ async def test_a_member_cut_off_for_good_is_lost_on_both_sides_when_the_lease_is
 
 @on_a_hub
 async def test_a_hub_that_refuses_connections_is_gone_before_the_lease_is_over(wired):
-    lease.LEASE_S = 100.0  # only the refusal is left to show it; the fixture puts it back
+    membership.LEASE_S = 100.0  # only the refusal is left to show it; the fixture puts it back
     member = Member(wired)
     await wired.until(lambda hub: "b" in hub.statuses)
     wired.hub.close()
@@ -301,7 +301,7 @@ def test_a_hub_that_hears_none_of_several_hosts_takes_itself_for_the_one_that_is
         found = []
         links = {node: await join_hub("127.0.0.1", port, node, TOKEN) for node in "bc"}
         for speakers in ("bc", "b", ""):
-            deadline = time.monotonic() + lease.LEASE_S
+            deadline = time.monotonic() + membership.LEASE_S
             while time.monotonic() < deadline:
                 for node in speakers:
                     links[node].send({"phase": "running"})
@@ -317,13 +317,13 @@ def test_a_hub_that_hears_none_of_several_hosts_takes_itself_for_the_one_that_is
 
 def test_who_stood_still_knows_it_before_and_after_its_next_beat():
     async def run():
-        pulse = lease.Pulse()
+        pulse = membership.Pulse()
         beats = asyncio.create_task(pulse.beat())
-        await asyncio.sleep(3 * lease.BEAT_S)
+        await asyncio.sleep(3 * membership.BEAT_S)
         calm_s = pulse.longest_s
         time.sleep(1.0)  # the whole loop stands still
         before_s = pulse.longest_s
-        await asyncio.sleep(3 * lease.BEAT_S)
+        await asyncio.sleep(3 * membership.BEAT_S)
         beats.cancel()
         return calm_s, before_s, pulse.longest_s
 

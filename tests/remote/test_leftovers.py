@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.remote import leftovers, processes
+from orchestrator.remote import belongings, processes
 from orchestrator.remote.layout import WorkFolder, write_json
 from orchestrator.transport import ask as call
 from orchestrator.transport import shell
@@ -132,12 +132,12 @@ def test_reap_finds_what_is_stuck_and_nothing_that_is_at_work(tmp_path, monkeypa
     ):
         assert at_work.stdout.read(4) == b"MARK"
         both = {stuck.pid, at_work.pid, *children(stuck.pid), *children(at_work.pid)}
-        wait_for(lambda: len(both & {one.pid for one in leftovers._programs()}) == 2)
+        wait_for(lambda: len(both & {one.pid for one in belongings._programs()}) == 2)
         wait_for(lambda: any(waits_for_input(pid) for pid in {stuck.pid, *children(stuck.pid)}))  # it has begun
-        found = leftovers.forgotten(old_s=0.0)
+        found = belongings.forgotten(old_s=0.0)
         ours = {one.pid for one in found} & both
         assert ours and ours <= {stuck.pid, *children(stuck.pid)}
-        assert both.isdisjoint({one.pid for one in leftovers.forgotten()})  # too young
+        assert both.isdisjoint({one.pid for one in belongings.forgotten()})  # too young
         processes.end_all([one for one in found if one.pid in ours], signal.SIGKILL)
         stuck.wait(60)
         assert at_work.poll() is None and foreign.poll() is None

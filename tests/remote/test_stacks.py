@@ -15,9 +15,9 @@ import pytest
 
 from orchestrator import remote
 from orchestrator.remote.layout import JobFolder
-from orchestrator.remote.seen import full_pipes, see, state_of
 from orchestrator.remote.stacks import ASKS, Thread, asking, frames_of
 from orchestrator.remote.watched import watched
+from orchestrator.remote.why import full_pipes, see, state_of
 
 BEGINS = "import os, signal, sys, threading, time\ndef say(word): print(word, flush=True)\n"
 SLEEPS = "def inner():\n    say('up')\n    time.sleep(600)\ninner()\n"

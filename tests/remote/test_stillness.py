@@ -20,14 +20,13 @@ import pytest
 from pydantic import ValidationError
 
 from orchestrator.hosts.connections import Connections
-from orchestrator.jobs import control
-from orchestrator.jobs.asker import Asker
+from orchestrator.jobs import launch
 from orchestrator.jobs.known import KnownJobs
 from orchestrator.jobs.live import Notice, Standstill
-from orchestrator.jobs.record import JobRecord, Stall, StillRank, Verdict
 from orchestrator.jobs.running import RunningJob
-from orchestrator.jobs.stall import News, answered, is_due, stall_of, stall_words, standstill
+from orchestrator.jobs.stall import Asker, News, answered, is_due, stall_of, stall_words, standstill
 from orchestrator.jobs.state import combine
+from orchestrator.jobs.store import JobRecord, Stall, StillRank, Verdict
 from orchestrator.paths import Home, RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.remote import stillness
@@ -147,7 +146,7 @@ def test_a_hung_job_is_reported_by_its_hosts_and_not_ended_for_it(tmp_path: Path
         assert record.state == "running"
         assert record.stall is not None
         assert {rank.rank: rank.does for rank in record.stall.ranks} == {0: "waits", 1: "ended", 2: "waits"}
-        control.cancel(job.plan, job.hosts)
+        launch.cancel(job.plan, job.hosts)
         ended = job.wait()
     assert ended.state == "cancelled"
     assert ended.stall is not None and {rank.does for rank in ended.stall.ranks} == {"waits", "ended"}

@@ -14,7 +14,7 @@ from itertools import permutations
 import pytest
 
 from orchestrator.errors import HostsError
-from orchestrator.jobs import control
+from orchestrator.jobs import launch
 from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.watch import watch
 from orchestrator.remote import processes
@@ -171,7 +171,7 @@ time.sleep(120)
         deadline_s = time.monotonic() + 30
         while len(strays) < 4 and time.monotonic() < deadline_s:  # `setsid -f` comes back before its child is a sleep
             strays = [pid for pid in all_below(supervisors) if command(pid).startswith("sleep\x00100")]
-        control.cancel(job.plan, job.hosts)
+        launch.cancel(job.plan, job.hosts)
         record = job.wait()
     assert len(strays) == 4
     assert record.state == "cancelled"
@@ -194,7 +194,7 @@ time.sleep(120)
     with gang(tmp_path, script, grace_s=5.0) as job:
         job.launch()
         wait_for_files(job, "ready")
-        control.cancel(job.plan, job.hosts)
+        launch.cancel(job.plan, job.hosts)
         record = job.wait()
         printed = [(job.folder(node) / f"rank-{rank}" / name).read_text()
                    for rank, node in enumerate("ab") for name in ("stdout.log", "stderr.log")]  # fmt: skip
@@ -373,7 +373,7 @@ def test_a_cancel_during_prepare_is_a_cancel(tmp_path):
         nodes = tuple(node.model_copy(update={"prepare": "touch begun; sleep 1000"}) for node in job.plan.nodes)
         job.plan = job.plan.model_copy(update={"nodes": nodes})
         job.launch()
-        control.cancel(job.plan, job.hosts)
+        launch.cancel(job.plan, job.hosts)
         record = job.wait()
         assert (record.state, record.first_failure) == ("cancelled", None)
         assert outputs(job) == []

@@ -16,10 +16,10 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from orchestrator.errors import HostsError
-from orchestrator.remote import tickets, waiting
+from orchestrator.remote import gpu_queue
 from orchestrator.remote.answer import Refused
+from orchestrator.remote.gpu_queue import Ticket
 from orchestrator.remote.layout import WorkFolder
-from orchestrator.remote.tickets import Ticket
 from tests.support.local_job import gang
 
 NOBODY = 65534
@@ -40,7 +40,7 @@ def taken(job: str, number: int, *gpus: str, uid: int = os.getuid()):
     if not child:
         try:
             os.setuid(uid)
-            tickets.take(Ticket(job, number, gpus), "a", OWNER)
+            gpu_queue.take(Ticket(job, number, gpus), "a", OWNER)
         finally:
             os._exit(0)
     os.waitpid(child, 0)
@@ -55,7 +55,7 @@ def taken(job: str, number: int, *gpus: str, uid: int = os.getuid()):
 
 
 def bound_names(job: str) -> set[str]:
-    return {*tickets._names_of(job, "a", OWNER)} & {*tickets._all_names()}
+    return {*gpu_queue._names_of(job, "a", OWNER)} & {*gpu_queue._all_names()}
 
 
 def ask_as(uid: int, job: str, do: str) -> bool:
@@ -63,19 +63,19 @@ def ask_as(uid: int, job: str, do: str) -> bool:
     child = os.fork()
     if not child:
         os.setuid(uid)
-        os._exit(0 if tickets.send(job, "a", {"do": do, "owner": OWNER}) else 1)
+        os._exit(0 if gpu_queue.send(job, "a", {"do": do, "owner": OWNER}) else 1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def those_for(gpu: str) -> list[Ticket]:
-    return [ticket for ticket in tickets.all_tickets()[0] if gpu in ticket.gpus]
+    return [ticket for ticket in gpu_queue.all_tickets()[0] if gpu in ticket.gpus]
 
 
 @pytest.mark.parametrize("uid", [os.getuid(), pytest.param(NOBODY, marks=needs_root)])
 def test_whoever_waits_is_seen_with_the_login_that_the_kernel_knows(gpu, uid):
     with taken("second", 2, gpu), taken("first", 1, gpu, uid=uid):
         first, second = those_for(gpu)
-        assert (first.job, first.number, first.user) == ("first", 1, tickets.user_name(uid))
+        assert (first.job, first.number, first.user) == ("first", 1, gpu_queue.user_name(uid))
         assert (second.job, second.user) == ("second", getpass.getuser())
     assert those_for(gpu) == []
 
@@ -94,13 +94,13 @@ def test_another_login_or_another_home_can_neither_renew_nor_cancel_a_ticket(gpu
         assert not ask_as(NOBODY, "mine", "leave")
         with stranger(leave_by_hand):
             pass
-        assert tickets.send("mine", "a", {"do": "leave", "owner": "another"}) is None
+        assert gpu_queue.send("mine", "a", {"do": "leave", "owner": "another"}) is None
         assert [ticket.job for ticket in those_for(gpu)] == ["mine"]
     assert those_for(gpu) == []
 
 
 def test_a_ticket_that_nobody_renews_is_gone(gpu, monkeypatch):
-    monkeypatch.setattr(tickets, "LEASE_S", 1.0)
+    monkeypatch.setattr(gpu_queue, "LEASE_S", 1.0)
     with taken("dead", 1, gpu):
         began = time.monotonic()
         while those_for(gpu):
@@ -109,10 +109,10 @@ def test_a_ticket_that_nobody_renews_is_gone(gpu, monkeypatch):
 
 
 def test_a_renewed_ticket_stays_where_it_is(gpu, monkeypatch):
-    monkeypatch.setattr(tickets, "LEASE_S", 1.0)
+    monkeypatch.setattr(gpu_queue, "LEASE_S", 1.0)
     with taken("kept", 1, gpu), taken("dead", 2, gpu):
-        assert tickets.send("kept", "a", {"do": "renew", "owner": OWNER, "lease_s": 600})
-        assert tickets.send("other", "a", {"do": "renew", "owner": OWNER}) is None
+        assert gpu_queue.send("kept", "a", {"do": "renew", "owner": OWNER, "lease_s": 600})
+        assert gpu_queue.send("other", "a", {"do": "renew", "owner": OWNER}) is None
         while len(found := those_for(gpu)) == 2:
             time.sleep(0.05)
         assert [ticket.job for ticket in found] == ["kept"]
@@ -120,17 +120,17 @@ def test_a_renewed_ticket_stays_where_it_is(gpu, monkeypatch):
 
 def test_a_second_ticket_of_a_job_is_refused(gpu):
     with taken("once", 1, gpu), pytest.raises(Refused, match="once waits already"):
-        tickets.take(Ticket("once", 2, (gpu,)), "a", OWNER)
+        gpu_queue.take(Ticket("once", 2, (gpu,)), "a", OWNER)
 
 
 def test_a_ticket_that_is_asked_for_again_is_the_same_one(gpu):
     """Its first answer was lost on the way."""
     asked = {"action": "take", "workdir": "/nowhere", "node": "a", "job": "again", "owner": OWNER, "gpus": [gpu]}
     with taken("again", 3, gpu):
-        answer = waiting.act({**asked, "number": 3})
+        answer = gpu_queue.act({**asked, "number": 3})
         assert [row["number"] for row in answer["tickets"]] == [3] and answer["ahead"] == answer["held"] == []
         with pytest.raises(Refused):
-            waiting.act({**asked, "number": 4})
+            gpu_queue.act({**asked, "number": 4})
 
 
 def test_what_answers_nonsense_under_a_tickets_name_is_no_ticket():
@@ -144,16 +144,16 @@ def test_what_answers_nonsense_under_a_tickets_name_is_no_ticket():
                 talk.recv(100)
                 talk.sendall(said)
                 os._exit(0)
-            found, _ = tickets.all_tickets()
+            found, _ = gpu_queue.all_tickets()
             os.waitpid(child, 0)
         assert [ticket for ticket in found if ticket.job == "x"] == []
 
 
 def test_a_cancelled_ticket_is_in_nobodys_way_and_its_controller_hears_of_it(gpu):
     with taken("given-up", 1, gpu):
-        tickets.send("given-up", "a", {"do": "cancel", "owner": OWNER})
+        gpu_queue.send("given-up", "a", {"do": "cancel", "owner": OWNER})
         assert those_for(gpu) == []
-        answer = tickets.send("given-up", "a", {"do": "renew", "owner": OWNER})
+        answer = gpu_queue.send("given-up", "a", {"do": "renew", "owner": OWNER})
         assert answer and answer["cancelled"] is True
 
 
@@ -162,9 +162,9 @@ def test_a_host_reports_which_job_has_a_gpu_and_for_how_long(tmp_path, gpu):
         nodes = tuple(node.model_copy(update={"gpu_uuids": (gpu,)}) for node in job.plan.nodes)
         job.plan = job.plan.model_copy(update={"nodes": nodes})
         job.launch()
-        (holder,) = waiting.held(WorkFolder(tmp_path / "none"), "other", [gpu])
+        (holder,) = gpu_queue.held(WorkFolder(tmp_path / "none"), "other", [gpu])
         assert (holder["job"], holder["user"]) == (job.plan.job, getpass.getuser()) and 0 <= holder["since_s"] < 600
-        assert waiting.held(WorkFolder(tmp_path / "none"), job.plan.job, [gpu]) == []
+        assert gpu_queue.held(WorkFolder(tmp_path / "none"), job.plan.job, [gpu]) == []
 
 
 def test_a_host_refuses_the_start_that_is_not_its_turn(tmp_path, gpu):
@@ -277,8 +277,8 @@ def test_no_socket_of_another_login_delays_or_stops_a_start(tmp_path, gpu, ill):
         began = time.monotonic()
         assert [ticket.job for ticket in those_for(gpu)] == ["own"]
         with pytest.raises(Refused, match="own, which waits for it"):
-            tickets.refuse_before_turn("other", [gpu])
-        assert time.monotonic() < began + 2 * tickets.ANSWER_S + 1
+            gpu_queue.refuse_before_turn("other", [gpu])
+        assert time.monotonic() < began + 2 * gpu_queue.ANSWER_S + 1
     with stranger(ILL[ill]), gang(tmp_path, "print('ran')", ranks=(1,)) as job:
         nodes = tuple(node.model_copy(update={"gpu_uuids": (gpu,)}) for node in job.plan.nodes)
         job.plan = job.plan.model_copy(update={"nodes": nodes})
@@ -290,16 +290,16 @@ def test_no_socket_of_another_login_delays_or_stops_a_start(tmp_path, gpu, ill):
 def test_a_login_whose_socket_says_nothing_is_named(gpu, capfd):
     with stranger(lambda: bound(any_name())):
         asked = {"action": "look", "workdir": "/nowhere", "node": "a", "job": "j", "owner": OWNER, "gpus": [gpu]}
-        assert waiting.act(asked)["silent"] == [tickets.user_name(NOBODY)]
-        tickets.refuse_before_turn("j", [gpu])
-    assert tickets.user_name(NOBODY) in capfd.readouterr().err
+        assert gpu_queue.act(asked)["silent"] == [gpu_queue.user_name(NOBODY)]
+        gpu_queue.refuse_before_turn("j", [gpu])
+    assert gpu_queue.user_name(NOBODY) in capfd.readouterr().err
 
 
 def connected(job: str, count: int) -> list[socket.socket]:
     """Connections to every ticket there is, without a word."""
     found = []
     for _ in range(count):
-        for name in tickets._all_names():
+        for name in gpu_queue._all_names():
             one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             one.setblocking(False)
             with suppress(OSError):
@@ -313,34 +313,34 @@ def test_connections_of_another_login_do_not_keep_a_controller_from_its_ticket(g
     with taken("mine", 1, gpu), stranger(lambda: connected("mine", 600)):
         for _ in range(5):
             began = time.monotonic()
-            assert tickets.send("mine", "a", {"do": "renew", "owner": OWNER})
+            assert gpu_queue.send("mine", "a", {"do": "renew", "owner": OWNER})
             assert time.monotonic() < began + 1
         assert [ticket.job for ticket in those_for(gpu)] == ["mine"]
         asked = {"action": "take", "workdir": "/nowhere", "node": "a", "job": "mine", "owner": OWNER, "gpus": [gpu]}
-        assert [row["job"] for row in waiting.act({**asked, "number": 1})["tickets"]] == ["mine"]
+        assert [row["job"] for row in gpu_queue.act({**asked, "number": 1})["tickets"]] == ["mine"]
 
 
 @needs_root
 @pytest.mark.parametrize("squat", [bound, lambda name: bound(name, None), full, None])
 def test_another_login_with_the_name_of_a_ticket_is_not_believed(gpu, squat):
     lies = json.dumps({"accepted": True, "cancelled": True, "job": "mine", "number": 1, "gpus": [gpu], "since_s": 0})
-    (name, *_) = tickets._names_of("mine", "a", OWNER)
+    (name, *_) = gpu_queue._names_of("mine", "a", OWNER)
     squats = (lambda: squat(name)) if squat else answers_with(name, lies.encode(), b"", 0.01)
     with stranger(squats):
         if squat is full:  # nobody can see whose it is
             with pytest.raises(Refused, match="gives no answer"):
-                tickets.send("mine", "a", {"do": "renew", "owner": OWNER})
+                gpu_queue.send("mine", "a", {"do": "renew", "owner": OWNER})
         else:
-            assert tickets.send("mine", "a", {"do": "renew", "owner": OWNER}) is None
+            assert gpu_queue.send("mine", "a", {"do": "renew", "owner": OWNER}) is None
         with taken("mine", 1, gpu):
-            heard = tickets.send("mine", "a", {"do": "renew", "owner": OWNER})
+            heard = gpu_queue.send("mine", "a", {"do": "renew", "owner": OWNER})
             assert heard and heard["cancelled"] is False
 
 
 @needs_root
 def test_a_login_that_has_all_names_of_a_ticket_is_named(gpu):
     job = f"mine-{gpu[-12:]}"  # its names are of this test: a holder of the one before may still be at its end
-    taken_names = tickets._names_of(job, "a", OWNER)
-    named = pytest.raises(Refused, match=f"{tickets.user_name(NOBODY)} took the names of {job}'s tickets")
+    taken_names = gpu_queue._names_of(job, "a", OWNER)
+    named = pytest.raises(Refused, match=f"{gpu_queue.user_name(NOBODY)} took the names of {job}'s tickets")
     with stranger(lambda: [bound(name) for name in taken_names]), named:
-        tickets.take(Ticket(job, 1, (gpu,)), "a", OWNER)
+        gpu_queue.take(Ticket(job, 1, (gpu,)), "a", OWNER)

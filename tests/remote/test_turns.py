@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.remote.tickets import Ticket, ahead
+from orchestrator.remote.gpu_queue import Ticket, ahead
 
 HOSTS = "abcd"
 GPUS = tuple(f"{host}{index}" for host in HOSTS for index in (0, 1))

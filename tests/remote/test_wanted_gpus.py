@@ -15,7 +15,7 @@ from orchestrator.errors import ConnectError, OrchError, RefusedError, TooFewErr
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import Node
-from orchestrator.jobs import waiting
+from orchestrator.jobs import job_queue
 from orchestrator.jobs.running import RunningJob
 from orchestrator.paths import Home
 from orchestrator.planning.host_choice import HostRange
@@ -24,7 +24,7 @@ from orchestrator.planning.request import parse_job
 from orchestrator.starting.retries import Asked
 from orchestrator.store import Store
 from orchestrator.transport import ask
-from orchestrator.ui import acts
+from orchestrator.ui import pages
 from tests.support.probed_hosts import facts, gpu
 from tests.support.quick_python import quick_python
 
@@ -88,7 +88,7 @@ class Somebody:
 
     def starts_on_the_page(self) -> RunningJob:
         self.asked(None)
-        acts.run(self.controller, self.cluster, {"script": str(self.folder / "code" / "train.py")})
+        pages.run(self.controller, self.cluster, {"script": str(self.folder / "code" / "train.py")})
         self.job = self.controller.jobs.find("latest")
         return self.job
 
@@ -214,8 +214,8 @@ def test_of_two_who_refuse_each_other_crosswise_one_starts(people, start, monkey
         return answer
 
     monkeypatch.setattr(ask, "ask", asked)
-    monkeypatch.setattr(waiting, "POLL_S", 0.1)
-    monkeypatch.setattr(waiting, "CROSSED_S", 2.0)
+    monkeypatch.setattr(job_queue, "POLL_S", 0.1)
+    monkeypatch.setattr(job_queue, "CROSSED_S", 2.0)
     ended = both(people, start)
     (job,), (error,) = ([one for one in ended if isinstance(one, kind)] for kind in (RunningJob, RefusedError))
     assert names(job) == {"a", "b", "c"} and "is in use by" in str(error)
@@ -225,7 +225,7 @@ def test_of_two_who_refuse_each_other_crosswise_one_starts(people, start, monkey
 def test_who_is_refused_for_a_job_that_runs_for_long_does_not_wait(people, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = people
     one.starts(1, 1, ["b"])
-    monkeypatch.setattr(waiting, "CROSSED_S", 0.0)
+    monkeypatch.setattr(job_queue, "CROSSED_S", 0.0)
     monkeypatch.setattr(two.controller, "launch_in_turn", lambda *_: pytest.fail("it waits"))
     with pytest.raises(RefusedError, match="is in use by"):
         two.starts_on_all()

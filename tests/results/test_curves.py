@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.results.analyse import analyse
-from orchestrator.results.curves import POINTS, Curves, Epoch, EvaluationPoint, LossPoint, Moment, placed
-from orchestrator.results.speed_course import SpeedCourse
+from orchestrator.results.curves import POINTS, Curves, Epoch, EvaluationPoint, LossPoint, Moment, SpeedCourse, placed
 from orchestrator.results.summary import Summary
-from orchestrator.views import comparison
+from orchestrator.views import host_tables
 from orchestrator.views.charts import INK, PALETTE, ChartLine, LineChart, line_figure, svg
 from orchestrator.views.report import render_report
 from orchestrator.views.run_charts import by_clock
@@ -196,7 +195,7 @@ def test_ticks_are_round_and_distinct(values: tuple[float, ...], texts: list[str
 def test_the_terminal_shows_accuracy_by_class_and_the_time_of_an_epoch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    comparison.print_summary(learned(tmp_path))
+    host_tables.print_summary(learned(tmp_path))
     printed = capsys.readouterr().out
     assert "by class, %: 0 90.0, 1 95.0\n" in printed
     assert "epochs: 2, 12 s each (11 to 13 s)\n" in printed
@@ -204,8 +203,8 @@ def test_the_terminal_shows_accuracy_by_class_and_the_time_of_an_epoch(
 
 @given(st.dictionaries(st.text(min_size=1, max_size=90), st.floats(0, 1), min_size=1, max_size=60))
 def test_accuracies_by_class_fit_into_80_columns(accuracies: dict[str, float]) -> None:
-    lines = comparison.class_lines(accuracies)
+    lines = host_tables.class_lines(accuracies)
     assert all(len(line) <= 80 for line in lines)
-    if len(accuracies) > comparison.CLASSES_SHOWN:
+    if len(accuracies) > host_tables.CLASSES_SHOWN:
         assert lines[0].startswith(f"  worst of {len(accuracies)} classes, %: ")
         assert f"{100 * min(accuracies.values()):.1f}" in " ".join(lines)

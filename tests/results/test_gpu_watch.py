@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.files import write_json
-from orchestrator.jobs import control
+from orchestrator.jobs import launch
 from orchestrator.jobs.collect import collect
 from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.watch import watch
@@ -118,7 +118,7 @@ def test_a_cancelled_job_takes_a_hanging_nvidia_smi_along(tmp_path, monkeypatch)
         job.launch()
         found = watching(job)
         began = time.monotonic()
-        control.cancel(job.plan, job.hosts)
+        launch.cancel(job.plan, job.hosts)
         assert job.wait().state == "cancelled"
         assert time.monotonic() - began < 15
         assert [process for process in found if process.is_alive()] == []

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator.forecast.cluster_links import network_from
+from orchestrator.forecast.links import network_from
 from orchestrator.paths import RunFolder
 from orchestrator.results.analyse import analyse
 from orchestrator.results.summary import Summary
-from orchestrator.views import comparison
+from orchestrator.views import host_tables
 from orchestrator.views.report import headline, write_report
 from tests.support.pages import PNG, Page, assert_self_contained
 from tests.support.run_folders import Host, end, start, write_run
@@ -139,7 +139,7 @@ def test_the_page_shows_the_network_and_no_training(tmp_path: Path) -> None:
 
 
 def test_the_terminal_shows_a_line_an_operation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    comparison.print_summary(analyse(run_of_two(tmp_path / "run")))
+    host_tables.print_summary(analyse(run_of_two(tmp_path / "run")))
     printed = capsys.readouterr()
     assert printed.err == ""
     title, head, *lines, repeat = printed.out.splitlines()
@@ -175,7 +175,7 @@ def test_paths_between_hosts_are_shown_by_name_each_way(tmp_path: Path, capsys: 
     summary = analyse(run)
     found = [(link.source, link.target, round(link.gbps, 3)) for link in summary.collectives.links]  # type: ignore[union-attr]
     assert found == [("a2000", "v100", 2.0), ("v100", "a2000", 0.5)]
-    comparison.print_summary(summary)
+    host_tables.print_summary(summary)
     *_, head, first, second, _repeat = capsys.readouterr().out.splitlines()
     assert head.split() == ["from", "/", "to", "a2000", "v100"]
     assert (first.split(), second.split()) == (["a2000", "-", "2.00"], ["v100", "0.5", "-"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from orchestrator.results.analyse import analyse
-from orchestrator.results.speed_course import POINTS
+from orchestrator.results.curves import SPEED_POINTS as POINTS
 from orchestrator.results.summary import Summary
 from orchestrator.views.report import render_report
 from orchestrator.views.run_charts import speed_chart

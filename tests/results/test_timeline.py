@@ -7,10 +7,8 @@ import pytest
 
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.results.analyse import analyse
-from orchestrator.results.clocks import align
-from orchestrator.results.stages import read_places
-from orchestrator.results.timeline import load_timeline, timeline
-from orchestrator.views.comparison import print_summary
+from orchestrator.results.timeline import align, load_timeline, read_places, timeline
+from orchestrator.views.host_tables import print_summary
 from orchestrator.views.report import write_report
 from tests.support.run_folders import Host, end, start, step, write_run
 from trainer.shared.metrics import LARGEST, MOST_TASKS

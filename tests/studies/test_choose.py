@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.studies.choose import choose_nodes
+from orchestrator.studies.ledger import choose_nodes
 from orchestrator.studies.study import StudyRow, load_study
 from tests.support.plans import study_node as node
 

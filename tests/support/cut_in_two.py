@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from trainer.compute.arithmetic import Full
 from trainer.compute.models import build_model, stages_of
-from trainer.compute.precision import Full
 from trainer.pipeline.part import part_of
 from trainer.pipeline.stage import StageWork
 from trainer.shared.stages import Stage, parse_stages

@@ -29,9 +29,8 @@ from typing import Any
 
 from rich.console import Console
 
-from orchestrator.doctor.judge import judge
 from orchestrator.doctor.seen import Host, Seen
-from orchestrator.doctor.table import checks_at
+from orchestrator.doctor.table import checks_at, judge
 from orchestrator.errors import InventoryError, OrchError
 from orchestrator.hosts import checks
 from orchestrator.hosts.answers import read_facts
@@ -40,12 +39,11 @@ from orchestrator.hosts.health import Health
 from orchestrator.hosts.inventory import Inventory, Node
 from orchestrator.hosts.inventory_file import parse_inventory
 from orchestrator.hosts.yamlfile import read_yaml
-from orchestrator.jobs.frame_stream import read_frames
-from orchestrator.jobs.frames import Agent, FilePiece
+from orchestrator.jobs.frames import Agent, FilePiece, read_frames
 from orchestrator.jobs.lines import Splitter
 from orchestrator.jobs.live import LiveView, Notice
-from orchestrator.jobs.record import JobRecord
 from orchestrator.jobs.state import combine
+from orchestrator.jobs.store import JobRecord
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
 from orchestrator.remote import probe as remote_probe
 from orchestrator.remote.gpu_facts import gpu_facts

@@ -7,13 +7,12 @@ from orchestrator.hosts.election import elect
 from orchestrator.hosts.facts import Interface, Route
 from orchestrator.hosts.inventory import Node
 from orchestrator.hosts.inventory_file import load_inventory
-from orchestrator.planning.build import build_plan
-from orchestrator.planning.draft import Draft
+from orchestrator.planning.build import Draft, build_plan
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
 from orchestrator.planning.nccl import choose_carrier
 from orchestrator.planning.placement import place
+from orchestrator.planning.profiles import split_equally
 from orchestrator.planning.request import RunRequest
-from orchestrator.planning.split import split_equally
 from tests.support.probed_hosts import facts, gpu
 from trainer.shared.config import parse_settings
 

@@ -18,7 +18,7 @@ from trainer.compute.timer import CpuTimer
 from trainer.data.sample_stream import SampleStream
 from trainer.shared.config import parse_settings
 from trainer.shared.strategy_table import AFTER_BACKWARD
-from trainer.strategies import after_backward, build_strategy, ddp, fsdp, horovod, local_loss
+from trainer.strategies import after_backward, build_strategy, fsdp, horovod, local_loss, single
 from trainer.strategies.without_samples import without_effect
 
 NEWEST_FSDP = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
@@ -145,7 +145,7 @@ def weight_of_one(samples: int, world_size: int) -> Iterator[None]:
     """m_j/n becomes 1/W: each rank's mean loss counts alike."""
     with contextlib.ExitStack() as stack:
         alike = max(1, samples) * world_size
-        for module in (after_backward, ddp, fsdp, horovod):
+        for module in (after_backward, single, fsdp, horovod):
             stack.enter_context(patch.object(module, "weighted", lambda loss_sum, _: loss_sum / alike))
         yield
 

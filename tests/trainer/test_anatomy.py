@@ -12,7 +12,7 @@ import torch
 
 from orchestrator.forecast.pipeline.chain import chain_of
 from trainer.compute.models import build_model
-from trainer.paced.anatomy import Anatomy, dissect
+from trainer.paced.standin import Anatomy, dissect
 from trainer.pipeline.chain import survey
 
 NETWORKS = {"lenet": (1, 28, 28), "resnet152": (3, 32, 32)}

@@ -12,13 +12,20 @@ from torch import nn
 from tests.support.gloo_ranks import Gang, group_of
 from tests.support.sums import UNAVAILABLE
 from trainer.compute import arithmetic
-from trainer.compute.arithmetic import Devices, choose_arithmetic, has_fused_sgd, use_arithmetic
-from trainer.compute.precision import Fp16, Full, build_precision
+from trainer.compute.arithmetic import (
+    Devices,
+    Fp16,
+    Full,
+    build_precision,
+    choose_arithmetic,
+    has_fused_sgd,
+    use_arithmetic,
+)
 from trainer.compute.timer import CpuTimer
-from trainer.setup.optimizer import build_optimizer
+from trainer.setup.weights import build_optimizer
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
-from trainer.shared.fields import SettingsError
+from trainer.shared.setting_fields import SettingsError
 from trainer.shared.strategy_table import STRATEGIES
 from trainer.strategies import build_strategy, local_loss
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torchvision.models.resnet import BasicBlock, ResNet
 
+from trainer.compute.arithmetic import Full
 from trainer.compute.models import stages_of
-from trainer.compute.precision import Full
 from trainer.compute.timer import CpuTimer
 from trainer.measure.block_times import Lap, micro_batches, stretches, time_blocks
 from trainer.measure.passes import Passes

@@ -34,7 +34,7 @@ from tests.support.checkpoint_driver import run_rank
 from tests.support.quick_python import quick_python
 from trainer.checkpoints.copies import keeper_of
 from trainer.checkpoints.file import Checkpoint, name_of, newest, open_folder, parse, read_file, write_file
-from trainer.checkpoints.own_state import for_other_ranks
+from trainer.checkpoints.kept_state import for_other_ranks
 from trainer.shared.errors import TrainError
 
 SMALL = ["--exp", "mnist_lenet", "--data", "synthetic", "--device", "cpu", "--num_workers", "0"]

@@ -12,7 +12,7 @@ import pytest
 from trainer.ranks.rank_info import read_rank_info
 from trainer.shared.config import EXPERIMENTS, fields_of, help_text, parse_arguments, parse_settings
 from trainer.shared.errors import TrainError
-from trainer.shared.fields import SettingsError, declared
+from trainer.shared.setting_fields import SettingsError, declared
 
 ROOT = Path(__file__).parents[2]
 

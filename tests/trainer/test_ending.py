@@ -88,7 +88,7 @@ def test_an_epoch_that_was_left_is_not_gone_on_from(tmp_path: Path, then: str) -
 
 def test_a_failure_at_the_very_end_is_one(tmp_path: Path) -> None:
     fails = """
-from trainer.session import ending
+from trainer.session import session as ending
 def fail():
     raise trainer.TrainError("the other ranks have left")
 ending.let_others_rest = fail

@@ -32,10 +32,10 @@ from tests.support.sums import (
 from trainer.compute.timer import CpuTimer
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
-from trainer.shared.fields import SettingsError
-from trainer.strategies import build_strategy, compressed, local_loss
+from trainer.shared.setting_fields import SettingsError
+from trainer.strategies import averaging, build_strategy, local_loss
+from trainer.strategies.averaging import ParameterAverage
 from trainer.strategies.gradient_sum import GradientSum, fitted_bucket_bytes
-from trainer.strategies.parameter_average import ParameterAverage
 from trainer.strategies.power_sgd import PowerSgd
 
 SHAPES = ((6, 8), (5,), (6, 2, 4), (40, 30), (30, 10, 4))
@@ -223,7 +223,7 @@ def left_of_ddp(rank: int, _: None) -> tuple[bool, float]:
     strategy = build_strategy(parse_settings("mnist_lenet", asked), model, group_of(RANKS), CpuTimer())
     gone = [weakref.ref(strategy.exact), weakref.ref(strategy.model)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    usual, compressed.TOGETHER = compressed.TOGETHER, 2
+    usual, averaging.TOGETHER = averaging.TOGETHER, 2
     for update in range(4):
         optimizer.zero_grad()
         labels = torch.tensor([rank, update])
@@ -233,7 +233,7 @@ def left_of_ddp(rank: int, _: None) -> tuple[bool, float]:
             with torch.no_grad():
                 model[1].bias += rank
         strategy.after_update()
-    compressed.TOGETHER = usual
+    averaging.TOGETHER = usual
     gc.collect()
     first = model[1].bias.detach().clone()
     dist.broadcast(first, src=0, group=strategy.later.sums.group)

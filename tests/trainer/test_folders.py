@@ -14,9 +14,8 @@ from torchvision.transforms import functional
 
 from tests.support.trainer_ranks import of_event, trained
 from trainer.data import loading
-from trainer.data.folders import list_folder
 from trainer.data.sample_stream import RankBatches, SampleStream
-from trainer.data.sets import find_facts, open_data, whole
+from trainer.data.sets import find_facts, list_folder, open_data, whole
 from trainer.ranks.process_group import join
 from trainer.ranks.rank_info import read_rank_info
 from trainer.shared.config import parse_settings

@@ -43,9 +43,9 @@ from tests.support.gloo_ranks import Gang, Leaves, Raised, script_met
 from trainer.ranks.rank_info import RankInfo
 from trainer.session.session import Session
 from trainer.setup import assemble
-from trainer.setup.own import Own
+from trainer.setup.material import Own
 from trainer.shared.errors import TrainError
-from trainer.shared.fields import SettingsError
+from trainer.shared.setting_fields import SettingsError
 
 MANY = bool(os.environ.get("THOROUGH") or os.environ.get("ORCH_LONG"))
 SEED = int(os.environ.get("GENERATED_SEED", "1"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.compute.gradients import drop_gradients
+from trainer.compute.buffers import drop_gradients
 
 
 class Counting(torch.optim.SGD):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.integrations.batches import Batches
 from trainer.integrations.names import ACCURACY, LOSS, TRAINING_LOSS, found
-from trainer.integrations.records import Records, finite
+from trainer.integrations.records import Batches, Records, finite
 
 
 @pytest.mark.parametrize(

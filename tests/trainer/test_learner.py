@@ -11,18 +11,15 @@ from torch.nn.functional import cross_entropy
 
 from tests.support.trainer_ranks import of_event, started, trained
 from tests.trainer.test_standin import TestsOwnClock
+from trainer.compute.arithmetic import Full
 from trainer.compute.models import build_model
-from trainer.compute.precision import Full
-from trainer.paced.anatomy import dissect
-from trainer.paced.learner import Learner, LearnerExecutor, LearnerOptimizer
-from trainer.paced.part import LearningPart
-from trainer.paced.stage_clock import StageClock
-from trainer.paced.stopwatch import Stopwatch
+from trainer.paced.standin import Learner, LearnerExecutor, LearnerOptimizer, LearningPart, dissect
+from trainer.paced.stopwatch import StageClock, Stopwatch
 from trainer.pipeline.chain import survey
 from trainer.pipeline.layout import Layout
 from trainer.pipeline.paced import LearningStage
 from trainer.pipeline.part import part_of
-from trainer.setup.learning import chain_like, learning_cut
+from trainer.setup.pipeline import chain_like, learning_cut
 from trainer.shared.errors import TrainError
 from trainer.shared.gpu_work import Work
 from trainer.shared.pace import BACKWARD, FORWARD, OPTIMISER, Pace, read_pace

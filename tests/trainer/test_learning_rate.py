@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from trainer.data.sample_stream import SampleStream
 from trainer.shared.config import parse_settings
-from trainer.shared.fields import SettingsError
 from trainer.shared.learning_rate import LR_SCHEDULES, Schedule, parse_lr_steps
+from trainer.shared.setting_fields import SettingsError
 from trainer.training.progress import Progress
 from trainer.training.rates import Rates, middle_of_update, rates_of, samples_before
 

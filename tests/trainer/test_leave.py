@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 WITH_LOADERS = """
 import io, multiprocessing, signal, sys
-from trainer.ranks.interrupt import leave
+from trainer.ranks.ending import leave
 
 def torchs(signum, frame):
     raise RuntimeError("DataLoader worker is killed")

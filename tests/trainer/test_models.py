@@ -19,13 +19,13 @@ from tests.support.trainer_ranks import of_event, started, trained
 from trainer.checkpoints.file import read_file
 from trainer.compute.models import build_model, has_batch_norm, skeleton_of, stages_of
 from trainer.measure.visited import blocks_on_paper
-from trainer.paced.anatomy import dissect
+from trainer.paced.standin import dissect
 from trainer.pipeline.chain import survey
 from trainer.setup.weights import fitting
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
-from trainer.shared.fields import SettingsError
 from trainer.shared.networks import MODEL_CHANNELS
+from trainer.shared.setting_fields import SettingsError
 
 CIFAR = (3, 32, 32)
 FAMILIES = ("convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "mnasnet0_5", "mobilenet_v3_small")

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from trainer.ranks.own_gpu import VISIBLE, own_gpu_first
+from trainer.ranks.devices import VISIBLE, own_gpu_first
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from trainer.data.sample_stream import SampleStream
 from trainer.ranks.rank_info import RankInfo
 from trainer.session.session import Session
 from trainer.setup import assemble
-from trainer.setup.own import Own
+from trainer.setup.material import Own
 from trainer.shared.errors import TrainError
 from trainer.training.shared_network import shared_network
 

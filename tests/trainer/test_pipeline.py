@@ -17,11 +17,10 @@ from torchvision.models.resnet import BasicBlock, ResNet
 
 from tests.support.gloo_ranks import Gang, group_of
 from tests.support.pipeline_update import updated
-from trainer.checkpoints import parts
-from trainer.compute.brake import NO_BRAKE
+from trainer.checkpoints import kept_state
+from trainer.compute.arithmetic import Full
 from trainer.compute.models import stages_of
-from trainer.compute.precision import Full
-from trainer.compute.timer import CpuTimer
+from trainer.compute.timer import NO_BRAKE, CpuTimer
 from trainer.pipeline.cuts import Cuts
 from trainer.pipeline.layout import Layout
 from trainer.pipeline.part import part_of
@@ -224,7 +223,7 @@ def test_a_part_takes_its_state_out_of_a_whole_networks() -> None:
     torch.manual_seed(4)
     for stage in (Stage("a", 0, 2), Stage("b", 3, 6)):
         part = part_of(Small().double(), stage)
-        parts.take(part, whole.state_dict())
+        kept_state.take(part, whole.state_dict())
         taken = part.state_dict()
         assert any("running_mean" in name for name in taken)
         assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in taken.items())

@@ -15,20 +15,19 @@ from torch.nn.functional import cross_entropy
 from tests.support.gloo_ranks import Gang, group_of
 from tests.support.pipeline_update import updated
 from tests.trainer.test_pipeline import BLOCKS, network, optimiser, samples, shapes
-from trainer.compute.brake import NO_BRAKE
-from trainer.compute.precision import Full
-from trainer.compute.running_statistics import estimate_running_statistics
-from trainer.compute.timer import CpuTimer
+from trainer.compute.arithmetic import Full
+from trainer.compute.batch_norm import estimate_running_statistics
+from trainer.compute.timer import NO_BRAKE, CpuTimer
 from trainer.pipeline.cuts import Cuts
 from trainer.pipeline.layout import Layout
 from trainer.pipeline.part import part_of
 from trainer.pipeline.stage import StageWork
 from trainer.pipeline.strategy import Pipeline
 from trainer.shared.config import parse_settings
-from trainer.shared.fields import SettingsError
+from trainer.shared.setting_fields import SettingsError
 from trainer.shared.stages import parse_stages
+from trainer.strategies.averaging import ParameterAverage
 from trainer.strategies.gradient_sum import GradientSum
-from trainer.strategies.parameter_average import ParameterAverage
 
 UPDATES = 7
 

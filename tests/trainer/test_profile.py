@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from orchestrator.planning.measurement import Measurement
+from orchestrator.planning.profiles import Measurement
 from tests.support.trainer_ranks import ROOT, trained
-from trainer.compute.precision import Full
+from trainer.compute.arithmetic import Full
 from trainer.compute.timer import CpuTimer
 from trainer.measure.ladder import Ladder, again, climb, made, record_of
 from trainer.measure.profiling import at_rest

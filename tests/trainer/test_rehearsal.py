@@ -14,14 +14,13 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from orchestrator.planning.measurement import Measurement
+from orchestrator.planning.profiles import Measurement
 from tests.support.gloo_ranks import RANKS, group_of
 from trainer.compute.meta_pass import work_of
 from trainer.measure.visited import Visited
 from trainer.ranks.rank_info import RankInfo
-from trainer.session import rehearsal
-from trainer.session.join import Ranks
-from trainer.session.rehearsal import Rehearsal, fits
+from trainer.session import join
+from trainer.session.join import Ranks, Rehearsal, fits
 from trainer.setup import assemble
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
@@ -56,7 +55,7 @@ def rehearsed(rank: int, case: tuple[str, str]) -> tuple[list[int], str, bool]:
     sizes, goes_on = list[int](), False
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(assemble, "join", lambda *_: group_of(RANKS)))
-        stack.enter_context(patch.object(rehearsal, "leave", lambda: None))
+        stack.enter_context(patch.object(join, "leave", lambda: None))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         met = assemble.meet(settings, info, MetricsWriter(Path(folder, str(rank))))
         model = network()

@@ -27,10 +27,10 @@ from trainer.ranks.rank_info import RankInfo
 from trainer.session.join import ASKED, Ranks, asked_for, join
 from trainer.session.session import Session
 from trainer.setup import assemble
-from trainer.setup.own import Own
+from trainer.setup.material import Own
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
-from trainer.shared.fields import SettingsError
+from trainer.shared.setting_fields import SettingsError
 from trainer.training.loss_sum import is_mean
 
 SAMPLES, TESTS, BATCH, EPOCHS = 88, 37, 16, 2

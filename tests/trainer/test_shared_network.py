@@ -21,8 +21,8 @@ from tests.support.checkpoint_driver import small_network
 from tests.support.gloo_ranks import RANKS, Gang, group_of
 from trainer import train as training
 from trainer.checkpoints.file import read_file
+from trainer.compute.batch_norm import estimate_running_statistics
 from trainer.compute.models import running_statistics
-from trainer.compute.running_statistics import estimate_running_statistics
 from trainer.ranks.rank_info import RankInfo
 from trainer.session import session
 from trainer.setup import assemble, material
@@ -30,7 +30,7 @@ from trainer.shared import experiments
 from trainer.shared.config import parse_settings
 from trainer.shared.metrics import MetricsWriter
 from trainer.training import shared_network as shared
-from trainer.training.evaluate import Evaluation
+from trainer.training.ema import Evaluation
 from trainer.training.progress import Progress
 from trainer.training.run import Run
 from trainer.training.shared_network import shared_network

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.compute.models import build_model
-from trainer.paced.anatomy import dissect
-from trainer.paced.stage_clock import StageClock
+from trainer.paced.standin import dissect
+from trainer.paced.stopwatch import StageClock
 from trainer.pipeline.chain import balanced, survey
 from trainer.pipeline.layout import Layout
 from trainer.pipeline.part import part_of

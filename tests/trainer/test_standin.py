@@ -19,12 +19,9 @@ import torch.multiprocessing as mp
 
 from trainer.compute.models import build_model
 from trainer.compute.timer import CpuTimer
-from trainer.data.blank import BlankBatches
+from trainer.data.loading import BlankBatches
 from trainer.data.sample_stream import RankBatches, SampleStream
-from trainer.paced.anatomy import Anatomy, dissect
-from trainer.paced.executor import StandInExecutor
-from trainer.paced.memory import memory_needed
-from trainer.paced.standin import StandIn, StandInOptimizer
+from trainer.paced.standin import Anatomy, StandIn, StandInExecutor, StandInOptimizer, dissect, memory_needed
 from trainer.paced.stopwatch import Stopwatch
 from trainer.ranks.process_group import join, leave
 from trainer.ranks.rank_info import RankInfo

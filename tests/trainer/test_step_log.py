@@ -19,8 +19,7 @@ from trainer.shared.turns import Task
 from trainer.strategies import Exchange
 from trainer.training import step_log
 from trainer.training.progress import Progress
-from trainer.training.stage_times import has_marks, stage_times, task_rows
-from trainer.training.step_log import Step, StepLog
+from trainer.training.step_log import Step, StepLog, has_marks, stage_times, task_rows
 
 
 class Device(CpuTimer):

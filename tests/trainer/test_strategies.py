@@ -40,15 +40,14 @@ from tests.support.sums import (
     worst,
 )
 from tests.support.trainer_ranks import of_event, trained
-from trainer.compute import precision
-from trainer.compute.brake import Brake
+from trainer.compute import arithmetic
+from trainer.compute.arithmetic import build_precision
 from trainer.compute.models import build_model, gradient_bytes
-from trainer.compute.precision import build_precision
-from trainer.compute.timer import CpuTimer
+from trainer.compute.timer import Brake, CpuTimer
 from trainer.setup.batch_norm import check_batch_norm
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
-from trainer.shared.fields import SettingsError
+from trainer.shared.setting_fields import SettingsError
 from trainer.shared.slow import Slow
 from trainer.strategies import build_strategy, fsdp, local_loss
 from trainer.strategies.batch_norm import synchronise_batch_norm, whole_batch_statistics
@@ -253,7 +252,7 @@ def test_an_update_that_overflows_on_one_rank_is_left_out_on_all(gang: Gang) -> 
 
 
 def test_16_bits_are_refused_where_torch_only_warns() -> None:
-    with patch.object(precision, "_computes_in", return_value=False), pytest.raises(TrainError) as refused:
+    with patch.object(arithmetic, "_computes_in", return_value=False), pytest.raises(TrainError) as refused:
         build_precision("fp16", CPU, dist.group.WORLD)
     assert str(refused.value) == f"amp fp16: torch {torch.__version__} cannot compute so on cpu; use amp=none or a GPU"
 

@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainer.compute.running_statistics import average_running_statistics
+from trainer.compute.batch_norm import average_running_statistics
 from trainer.compute.timer import CpuTimer
 from trainer.ranks.agreement import together
 from trainer.ranks.process_group import join, leave
@@ -38,7 +38,7 @@ from trainer.shared.strategy_table import STRATEGIES
 from trainer.strategies import build_strategy, local_loss, weighted
 from trainer.strategies.without_samples import no_loss, without_effect
 from trainer.train import train_epoch
-from trainer.training.evaluate import judged
+from trainer.training.ema import judged
 from trainer.training.run import Run
 
 WORLD_SIZE = 3

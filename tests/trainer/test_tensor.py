@@ -13,18 +13,13 @@ from torch.nn.functional import cross_entropy
 from torchvision.models.resnet import Bottleneck, ResNet
 
 from tests.support.gloo_ranks import Gang, group_of
-from trainer.checkpoints import parts
-from trainer.compute.brake import NO_BRAKE
+from trainer.checkpoints import kept_state
 from trainer.compute.models import build_model
-from trainer.compute.timer import CpuTimer
+from trainer.compute.timer import NO_BRAKE, CpuTimer
 from trainer.strategies.base import local_loss
 from trainer.strategies.gradient_sum import GradientSum
-from trainer.tensor.cut import cut
-from trainer.tensor.layers import Sliced
-from trainer.tensor.meeting import Meeting
-from trainer.tensor.slices import cut_channels
 from trainer.tensor.strategy import SlicedParts, TensorParallel
-from trainer.tensor.survey import layers_of, survey
+from trainer.tensor.tensor import Meeting, Sliced, cut, cut_channels, layers_of, survey
 
 CLASSES = 3
 SIDE = 13
@@ -172,12 +167,12 @@ def test_a_whole_networks_state_is_joined_out_of_what_ranks_keep() -> None:
     updates = {name: torch.tensor(float(number)) for number, name in enumerate(momentum)}
     kept = [
         of_ranks.kept(rank, state, skeleton)
-        | {parts.remembered("avg", name): one for name, one in of_ranks.kept(rank, momentum, skeleton).items()}
-        | {parts.remembered("step", name): one for name, one in of_ranks.kept(rank, updates, skeleton).items()}
+        | {kept_state.remembered("avg", name): one for name, one in of_ranks.kept(rank, momentum, skeleton).items()}
+        | {kept_state.remembered("step", name): one for name, one in of_ranks.kept(rank, updates, skeleton).items()}
         for rank in range(3)
     ]
     assert "bn1.running_mean" in kept[0] and "bn1.running_mean" not in kept[1]
-    joined, moved = parts.joined(kept, of_ranks, skeleton)
+    joined, moved = kept_state.joined(kept, of_ranks, skeleton)
     assert all(torch.equal(joined[name], tensor) for name, tensor in state.items())
     assert all(torch.equal(one, wanted) for one, wanted in zip(moved["avg"], momentum.values(), strict=True))
     assert [one.item() for one in moved["step"]] == [one.item() for one in updates.values()]

@@ -17,7 +17,7 @@ from tests.support.run_folders import Host, write_run
 from tests.support.trainer_ranks import of_event, records, started, trained
 from trainer.checkpoints.file import read_file
 from trainer.shared.config import parse_settings
-from trainer.shared.fields import SettingsError
+from trainer.shared.setting_fields import SettingsError
 
 SHORT = ["--exp", "mnist_lenet", "--data", "synthetic", "--device", "cpu", "--samples", "176", "--batch", "32"]
 SHORT += ["--epochs", "1", "--augment", "none"]  # 6 updates, the last one of 16

@@ -8,9 +8,8 @@ pytest.importorskip("torch")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.compute import brake as brakes
-from trainer.compute.brake import Brake
-from trainer.compute.timer import CpuTimer, covered_ms
+from trainer.compute import timer as brakes
+from trainer.compute.timer import Brake, CpuTimer, covered_ms
 from trainer.shared.slow import Slow
 
 

@@ -26,10 +26,10 @@ from trainer.data.sample_stream import SampleStream
 from trainer.ranks.process_group import BY_ANOTHER
 from trainer.session.session import Session
 from trainer.setup import assemble
-from trainer.setup.own import Own
+from trainer.setup.material import Own
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
-from trainer.shared.fields import SettingsError
+from trainer.shared.setting_fields import SettingsError
 from trainer.shared.strategy_table import AFTER_BACKWARD
 
 EXCHANGING = ("ddp", "parameter_average", *AFTER_BACKWARD, *(("fsdp",) if NEWEST_FSDP else ()))

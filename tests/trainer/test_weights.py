@@ -17,7 +17,7 @@ from tests.trainer.test_session import LR, Points, in_the_gang, network
 from trainer.data.sample_stream import SampleStream
 from trainer.session.session import Session
 from trainer.setup import assemble
-from trainer.setup.own import Own
+from trainer.setup.material import Own
 from trainer.shared.errors import TrainError
 
 SAMPLES, BATCH, EPOCHS = 81, 16, 2

@@ -22,7 +22,7 @@ from tests.trainer.test_session import in_the_gang
 from trainer.data.sample_stream import SampleStream
 from trainer.session.session import Session
 from trainer.setup import assemble
-from trainer.setup.own import Own
+from trainer.setup.material import Own
 from trainer.shared.errors import TrainError
 
 SAMPLES, BATCH, EPOCHS = 97, 12, 2

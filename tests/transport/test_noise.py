@@ -10,12 +10,10 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.errors import ConnectError, ProbeError
-from orchestrator.jobs.frame_stream import read_frames
-from orchestrator.jobs.frames import Agent, Beat, FilePiece
+from orchestrator.jobs.frames import Agent, Beat, FilePiece, read_frames
 from orchestrator.transport import ask as call
-from orchestrator.transport.ask import ConnectedHost, ask, exchange, new_marker, open_stream
+from orchestrator.transport.ask import MAX_NOISE_BYTES, ConnectedHost, ask, exchange, new_marker, open_stream
 from orchestrator.transport.local import LocalTransport
-from orchestrator.transport.noise import MAX_NOISE_BYTES
 from tests.support.lab import lab
 from tests.support.terminal import Person
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from orchestrator.errors import AuthError, ConnectError, HostError, HostKeyError, ProbeError, UsageError
-from orchestrator.transport import heartbeat, login_slots, ssh
+from orchestrator.transport import connection, ssh, ssh_errors
 from orchestrator.transport.deadline import Deadline
 from orchestrator.transport.fanout import errors, for_each, values
 from orchestrator.transport.hostkeys import HostKeys
@@ -547,7 +547,7 @@ class AllQueued(threading.Semaphore):
     """Nobody's turn comes before all stand in the queue, however late a busy machine starts their threads."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(login_slots.HANDSHAKES_PER_SERVER)
+        super().__init__(connection.HANDSHAKES_PER_SERVER)
         self._all = threading.Barrier(number)
 
     def acquire(self, *args: Any, **options: Any) -> bool:
@@ -559,9 +559,9 @@ def test_a_dead_jump_host_is_not_dialled_for_each_host_behind_it(
     mute: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = mute.getsockname()[1]
-    gate, server = f"me@127.0.0.1:{port}", login_slots._Server()
+    gate, server = f"me@127.0.0.1:{port}", connection._Server()
     server.slots = AllQueued(100)
-    monkeypatch.setitem(login_slots._servers, ("127.0.0.1", port), server)
+    monkeypatch.setitem(connection._servers, ("127.0.0.1", port), server)
     behind = {f"n{n}": Target(f"n{n}", f"10.0.0.{n}", 22, "me", proxy_jump=gate) for n in range(1, 101)}
     keys = HostKeys(tmp_path / "recorded")
     outcomes = for_each(behind, lambda target: connect(target, host_keys=keys, timeout_s=1), deadline_s=30)
@@ -574,7 +574,7 @@ def test_a_dead_jump_host_is_not_dialled_for_each_host_behind_it(
         while True:
             mute.accept()[0].close()
             dialled += 1
-    assert 1 <= dialled <= login_slots.HANDSHAKES_PER_SERVER
+    assert 1 <= dialled <= connection.HANDSHAKES_PER_SERVER
 
 
 def test_servers_that_never_greet_take_no_turns_from_one_that_does(
@@ -604,8 +604,8 @@ def test_servers_that_never_greet_take_no_turns_from_one_that_does(
 def test_a_link_that_goes_silent_behind_a_jump_host_is_noticed(
     server: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeat, "USER_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(heartbeat, "_HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(ssh_errors, "USER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(ssh_errors, "_HEARTBEAT_S", 0.1)
     with running_sshd(tmp_path / "gate", key=server.key) as gate, running_sshd(tmp_path / "far", key=server.key) as far:
         known = tmp_path / "known"
         known.write_text(gate.known_hosts_line() + far.known_hosts_line())
@@ -638,9 +638,9 @@ class SilentAndCutOff:
 def test_a_jump_host_that_goes_away_while_a_silent_link_is_closed_is_no_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(heartbeat, "USER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(ssh_errors, "USER_TIMEOUT_S", 0.01)
     lost = SilentAndCutOff()
-    heartbeat.beat(lost)
+    ssh_errors.beat(lost)
     assert not lost.active
 
 

@@ -25,7 +25,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from orchestrator.errors import ConnectError, UsageError
 from orchestrator.paths import Home, RunFolder
 from orchestrator.planning.job_spec import JobSpec
-from orchestrator.ui import acts
+from orchestrator.ui import pages
 from orchestrator.ui.access import kept_token
 from orchestrator.ui.app import _Kept, _Site, application
 from orchestrator.ui.watched import Watched
@@ -252,7 +252,7 @@ def test_the_form_has_the_fields_of_a_job() -> None:
     form = {"script": "train.py --lr 0.1", "nodes": "a,b", "settings": "seed=1", "batch": "8", "share": "1"}
     form |= {"env": "A='two words' B", "time_limit": "30m", "note": "a wide net", "hosts": " "}
     controller = SimpleNamespace(read=lambda spec: SimpleNamespace(job=SimpleNamespace(blob=spec)), plan=lambda _: None)
-    _, spec = acts.planned(controller, SimpleNamespace(name="rack"), form)  # type: ignore[arg-type]
+    _, spec = pages.planned(controller, SimpleNamespace(name="rack"), form)  # type: ignore[arg-type]
     assert spec == JobSpec(
         script="train.py",
         args=["--lr", "0.1"],
@@ -266,7 +266,7 @@ def test_the_form_has_the_fields_of_a_job() -> None:
         cluster="rack",
     )
     with pytest.raises(UsageError, match="`batch`: must be a whole number"):
-        acts.planned(controller, SimpleNamespace(name="rack"), {"script": "x", "batch": "many"})  # type: ignore[arg-type]
+        pages.planned(controller, SimpleNamespace(name="rack"), {"script": "x", "batch": "many"})  # type: ignore[arg-type]
 
 
 # ---- what it tells ---------------------------------------------------------------------------------------------

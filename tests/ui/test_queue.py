@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from orchestrator.errors import TurnError
+from orchestrator.jobs.job_queue import Rival, Waiting
 from orchestrator.jobs.known import Jobs
-from orchestrator.jobs.queued import Rival
-from orchestrator.jobs.waiting import Waiting
 from orchestrator.paths import Home
-from orchestrator.ui import in_turn, pages
-from orchestrator.ui.in_turn import InTurn
+from orchestrator.ui import app, pages
+from orchestrator.ui.app import InTurn
 from tests.support.remembered import cluster
 
 
@@ -44,7 +43,7 @@ def test_why_a_run_of_the_page_did_not_come_to_its_turn_is_kept(error, said, tmp
         raise error
 
     controller = SimpleNamespace(launch_in_turn=launch_in_turn)
-    monkeypatch.setattr(in_turn, "opened", lambda home: contextlib.nullcontext(controller))
+    monkeypatch.setattr(app, "opened", lambda home: contextlib.nullcontext(controller))
     turns, plan = InTurn(Home(tmp_path)), SimpleNamespace(job="late-1")
     assert "late-1 starts when" in turns.begin(plan, b"code")
     for thread in threading.enumerate():

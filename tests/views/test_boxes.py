@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.results.analyse import analyse
 from orchestrator.results.compare import compare
-from orchestrator.views.compare_page import render_comparison
+from orchestrator.views.compare import render_comparison
 from orchestrator.views.report import write_report
 from tests.results.test_timeline import ranks, run_of
 from tests.support.browser import chromium

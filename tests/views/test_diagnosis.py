@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from orchestrator.doctor.judge import judge
 from orchestrator.doctor.seen import Mesh, Pair
+from orchestrator.doctor.table import judge
 from orchestrator.views import console, diagnosis
 from tests.support.examined_hosts import NAMES, host, pairs, seen
 

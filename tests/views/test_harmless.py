@@ -17,11 +17,11 @@ from orchestrator.hosts.cluster import Cluster
 from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.lines import Splitter
 from orchestrator.jobs.live import HostRow, Notice, RunProgress, Standstill
-from orchestrator.jobs.record import JobRecord
+from orchestrator.jobs.store import JobRecord
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.results.analyse import analyse
 from orchestrator.results.summary import Summary
-from orchestrator.views import cluster_table, comparison, console, following, job_table, launch_plan
+from orchestrator.views import console, following, host_tables, job_table, launch_plan
 from orchestrator.views.report import LogEnd, render_report
 from tests.support.run_folders import two_hosts
 
@@ -106,7 +106,7 @@ def test_plans_and_clusters(run, text):
     plan = LaunchPlan.model_validate({**everywhere(json.loads(run.plan.read_text()), text), "notes": [text]})
     assert_harmless(shown_by(lambda: launch_plan.print_plan(plan)))
     cluster = Cluster(schema=1, name=text, file=text, nodes=(), master=text, master_reason=text)
-    assert_harmless(shown_by(lambda: cluster_table.print_cluster(cluster)))
+    assert_harmless(shown_by(lambda: host_tables.print_cluster(cluster)))
 
 
 @quickly
@@ -114,7 +114,7 @@ def test_plans_and_clusters(run, text):
 def test_summaries_and_pages(run, text):
     document = everywhere(json.loads(run.summary.read_text()), text) | {"warnings": [text], "missing": [text]}
     summary = Summary.model_validate(document)
-    assert_harmless(shown_by(lambda: comparison.print_summary(summary)))
+    assert_harmless(shown_by(lambda: host_tables.print_summary(summary)))
     assert_harmless(render_report(summary, None, (LogEnd(text, (text, text)),)))
 
 

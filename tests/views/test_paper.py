@@ -13,7 +13,7 @@ import pytest
 from orchestrator.paths import RunFolder
 from orchestrator.results.analyse import analyse
 from orchestrator.results.summary import Summary
-from orchestrator.views.paper import write_figures
+from orchestrator.views.charts import write_figures
 from tests.support.run_folders import Host, end, start, step, two_hosts, write_run
 
 

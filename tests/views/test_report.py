@@ -11,7 +11,7 @@ from rich.table import Table
 from orchestrator.paths import RunFolder
 from orchestrator.results.analyse import analyse
 from orchestrator.results.summary import Summary
-from orchestrator.views import comparison
+from orchestrator.views import host_tables
 from orchestrator.views.charts import draw_throughput
 from orchestrator.views.report import efficiency_words, headline, render_report, write_report
 from tests.support.browser import CHROMIUM
@@ -61,10 +61,10 @@ def test_the_page_says_who_did_what_and_who_made_the_others_wait(tmp_path: Path)
 
 def test_the_footnote_of_a_star_stands_only_where_a_star_does(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     summary = analyse(two_hosts(tmp_path / "run"))
-    comparison.print_summary(summary)
+    host_tables.print_summary(summary)
     assert "* estimated" in capsys.readouterr().out
-    monkeypatch.setattr(comparison, "table", lambda *words, **more: Table("node"))
-    comparison.print_summary(summary.model_copy(update={"efficiency": None}))
+    monkeypatch.setattr(host_tables, "table", lambda *words, **more: Table("node"))
+    host_tables.print_summary(summary.model_copy(update={"efficiency": None}))
     assert "*" not in capsys.readouterr().out
 
 

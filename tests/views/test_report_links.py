@@ -26,7 +26,7 @@ def measure(
 ) -> None:
     """A collected run that measured both directions of the link, or the first one alone: its time was over."""
     from orchestrator.files import write_atomic
-    from orchestrator.results.collectives import Collectives, CollectiveTime, LinkSpeed
+    from orchestrator.results.network import Collectives, CollectiveTime, LinkSpeed
     from orchestrator.results.summary import NodeSummary, Summary
 
     times = [

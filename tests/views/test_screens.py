@@ -5,15 +5,16 @@ import re
 
 import pytest
 
-from orchestrator.jobs.record import FirstFailure
+from orchestrator.jobs.store import FirstFailure
 from orchestrator.paths import Home
 from orchestrator.results.analyse import analyse
 from orchestrator.store import Store
 from orchestrator.studies import study_names
-from orchestrator.studies.figures import FIGURES
 from orchestrator.studies.ledger import Done, Outcome, RowRun
-from orchestrator.studies.study import load_study
-from orchestrator.views import comparison, console, figures, job_table, network, tables
+from orchestrator.studies.study import FIGURES, load_study
+from orchestrator.views import console, host_tables, job_table
+from orchestrator.views import console as figures
+from orchestrator.views import console as tables
 from orchestrator.views.study_table import cells, dispensable, titles
 from tests.support.plan_command import RESNET, lab_home, orch
 from tests.support.remembered import cluster, job
@@ -103,7 +104,7 @@ def test_a_plan_on_a_narrow_screen_drops_columns_and_no_digit(tmp_path, monkeypa
 
 def test_the_comparison_of_hosts_fits_sixty_columns(screen, tmp_path):
     summary = analyse(two_hosts(tmp_path / "run"))
-    _, row, _ = screen(60, lambda: comparison.print_hosts(summary), "node|a2000|v100")
+    _, row, _ = screen(60, lambda: host_tables.print_hosts(summary), "node|a2000|v100")
     node = summary.nodes[0]
     measured = [node.samples_per_s, node.step_ms.p50, node.compute_ms, node.sync_ms, node.wait_ms]
     assert {figures.figure(value) for value in measured} <= set(row.split())
@@ -137,11 +138,11 @@ def a_matrix(hosts):
 
 def test_links_of_many_hosts_stand_in_tables_beneath_each_other(screen):
     names, gbps = a_matrix(20)
-    lines = screen(80, lambda: network.print_links(names, gbps), rows=r"from / to|host-")
+    lines = screen(80, lambda: host_tables.print_links(names, gbps), rows=r"from / to|host-")
     headers = [line.split()[3:] for line in lines if line.startswith("from / to")]
     assert [name for header in headers for name in header] == names and len(headers) == 3
     assert sum(line.count("2.35") for line in lines) == 20 * 19
-    assert len(screen(200, lambda: network.print_links(names, gbps), rows="from / to")) == 1
+    assert len(screen(200, lambda: host_tables.print_links(names, gbps), rows="from / to")) == 1
 
 
 @pytest.mark.parametrize("study", study_names())

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.results.analyse import analyse
-from orchestrator.results.gpu_use import read_gpu_use
-from orchestrator.views import comparison
+from orchestrator.results.straggler import read_gpu_use
+from orchestrator.views import host_tables
 from orchestrator.views.charts import MARKED, PALETTE
 from orchestrator.views.charts import MOST_LINES as HOSTS
 from orchestrator.views.report import write_report
@@ -194,7 +194,7 @@ def test_report_and_terminal_name_slowed_gpus_the_stragglers_beside_it(tmp_path,
     drawings = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     assert len(drawings) == 7  # and the loss, over updates, seconds and samples
     assert MARKED in drawings[1] and PALETTE[1] in drawings[1]
-    comparison.print_summary(summary)
+    host_tables.print_summary(summary)
     said = capsys.readouterr().out
     assert said.index("straggler: a2000") < said.index(SLOW) < said.index(HOT)
 

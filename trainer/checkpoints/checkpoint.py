@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.checkpoints import parts
+from trainer.checkpoints import kept_state
 from trainer.checkpoints.between_ranks import apart, broadcast, describe, described_as, flat_bytes, gather
 from trainer.checkpoints.copies import Copies
 from trainer.checkpoints.file import (
@@ -40,26 +41,36 @@ from trainer.checkpoints.file import (
     Checkpoint,
     forget_older,
     name_of,
+    newest,
     open_folder,
     parse,
     read_file,
     reason,
     write_file,
 )
-from trainer.checkpoints.kept_state import Kept
-from trainer.checkpoints.optimizer_state import State, mistake_of, restore, state_of
-from trainer.checkpoints.own_state import by_others, fill, for_other_ranks, numbered
-from trainer.checkpoints.places import check_kind, folder_of, source_of
+from trainer.checkpoints.kept_state import (
+    Kept,
+    State,
+    by_others,
+    fill,
+    for_other_ranks,
+    kinds_of,
+    mistake_of,
+    numbered,
+    restore,
+    state_of,
+)
 from trainer.compute.models import running_statistics
 from trainer.ranks.agreement import gather_lines, together
 from trainer.shared.config import names_of
 from trainer.shared.errors import TrainError
-from trainer.training.progress import Progress
-from trainer.training.random_state import RandomState, random_state
+from trainer.shared.settings import Settings
+from trainer.training.progress import Progress, RandomState, random_state
 from trainer.training.shared_network import shared_network, trained_network
 
 if TYPE_CHECKING:
     from trainer.training.run import Run
+
 
 _SAME = names_of(lambda each: each.resumes_same)
 
@@ -112,7 +123,7 @@ class CheckpointKeeper:
 
     def _not_finite(self, content: Checkpoint) -> str | None:
         """Why this is no checkpoint to resume from; it would take the place of a good one."""
-        network = parts.skeleton(self.run) if self.run.strategy.parts else self.run.model
+        network = kept_state.skeleton(self.run) if self.run.strategy.parts else self.run.model
         for name in (_plain(name) for name, _ in network.named_parameters()):
             if not content.model[name].isfinite().all():
                 return f"{name} holds NaN or infinity; the last finite one is kept"
@@ -169,12 +180,12 @@ class CheckpointKeeper:
         if of_ranks is None:
             seen = network.state_dict() if self.run.info.rank == 0 else {}
             return {_plain(name): tensor.detach().cpu().clone() for name, tensor in seen.items()}, state
-        whole = parts.skeleton(self.run)
-        own = parts.to_be_kept(self.run, network, of_ranks, whole, state)
+        whole = kept_state.skeleton(self.run)
+        own = kept_state.to_be_kept(self.run, network, of_ranks, whole, state)
         kept = self._gathered(own)
         if self.run.info.rank:
             return {}, {}
-        model, remembered = parts.joined(kept, of_ranks, whole)
+        model, remembered = kept_state.joined(kept, of_ranks, whole)
         return {_plain(name): tensor for name, tensor in model.items()}, remembered
 
     def _gathered(self, own: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -220,7 +231,7 @@ class CheckpointKeeper:
         kept: dict[str, str] = json.loads(broadcast(json.dumps(digests).encode() if run.info.rank == 0 else b""))
         if of_ranks := run.strategy.parts:
             named = {name.removeprefix(BUFFERS): one for name, one in own.items()}
-            of_rank = of_ranks.kept(run.info.rank, named, parts.skeleton(run))
+            of_rank = of_ranks.kept(run.info.rank, named, kept_state.skeleton(run))
             kept |= {name: digests[name] for name in own if name.removeprefix(BUFFERS) in of_rank}
         return {name: one for name, one in own.items() if kept.get(name) != digests[name]}
 
@@ -264,9 +275,9 @@ class CheckpointKeeper:
         run, rank, optimizer = self.run, self.run.info.rank, self.run.optimizer
         assert isinstance(optimizer, torch.optim.Optimizer)  # noqa: S101 - `check_kind` has seen to it
         if of_ranks := run.strategy.parts:
-            whole = parts.skeleton(run)
-            parts.take(run.model, of_ranks.held(rank, _named_as(whole, saved.model), whole))
-            restore(optimizer, run.model, parts.own_state(run, of_ranks, saved.optimizer))
+            whole = kept_state.skeleton(run)
+            kept_state.take(run.model, of_ranks.held(rank, _named_as(whole, saved.model), whole))
+            restore(optimizer, run.model, kept_state.own_state(run, of_ranks, saved.optimizer))
         else:
             run.model.load_state_dict(_named_as(run.model, saved.model))
             restore(optimizer, run.model, saved.optimizer)
@@ -320,7 +331,7 @@ class CheckpointKeeper:
             raise TrainError(
                 f"the checkpoint is at update {updates}, this run ends at {self.run.last_step}: raise epochs or steps"
             )
-        network = parts.skeleton(self.run) if self.run.strategy.parts else self.run.model
+        network = kept_state.skeleton(self.run) if self.run.strategy.parts else self.run.model
         wanted = _shapes(network.state_dict())
         if wanted != _shapes(saved.model) or (saved.ema and wanted != _shapes(saved.ema)):
             raise TrainError(f"the checkpoint holds another network than {now['model']}: start again without it")
@@ -359,3 +370,33 @@ def _name(run: Run) -> str:
 def _scaler(run: Run) -> Any:
     """torch's gradient scaler, None where nothing is scaled."""
     return getattr(run.precision, "scaler", None)
+
+
+# Where checkpoints are, and whether there may be any.
+
+
+def folder_of(settings: Settings) -> Path:
+    """The person's word, else the job's own folder, else one beside the person."""
+    named = settings.checkpoint_dir or os.environ.get("ORCH_CHECKPOINTS") or "checkpoints"
+    return Path(named).expanduser().absolute()
+
+
+def source_of(settings: Settings) -> Path | None:
+    """What to go on from: what the person names, and after a restart by torchrun the newest of this very job."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts.isdecimal() and int(restarts) > 0 and settings.checkpoint_every and newest(folder_of(settings)):
+        return folder_of(settings)
+    return Path(settings.resume).expanduser().absolute() if settings.resume else None
+
+
+def check_kind(run: Run) -> None:
+    """Raises TrainError where this kind of run can have no checkpoints."""
+    if run.settings.strategy == "fsdp":
+        raise TrainError("checkpoint_every, resume: fsdp keeps the optimiser in pieces; use another strategy for these")
+    if not run.learns or run.info.pace:
+        raise TrainError("checkpoint_every, resume: a run with paced ranks learns nothing that could be kept")
+    if kinds_of(run.optimizer) is None:
+        raise TrainError(
+            "checkpoint_every, resume: they keep what SGD, Adam and AdamW remember, and would lose that of "
+            f"{type(run.optimizer).__name__}; leave them out, or use one of these three"
+        )

@@ -55,7 +55,7 @@ class Checkpoint:
     step: int
     model: dict[str, Tensor]
     optimizer: dict[str, list[Tensor | None]]
-    """As in `optimizer_state`, of the whole network."""
+    """As in `kept_state`, of the whole network."""
     scaler: dict[str, Any]
     sums: list[list[float]]
     """As in `Progress`."""

@@ -9,14 +9,18 @@ generators = kept.unpack(packed)
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from trainer.checkpoints.file import read_plain, reason
+from trainer.checkpoints.file import BUFFERS, Checkpoint, read_plain, reason
 from trainer.shared.errors import TrainError
+from trainer.strategies.base import Parts
+
+if TYPE_CHECKING:
+    from trainer.training.run import Run
 
 
 class Stateful(Protocol):
@@ -99,3 +103,197 @@ def _restore(name: str, thing: Stateful, state: Any) -> None:
             group.update(kept)
     except Exception as error:  # the script's own code
         raise TrainError(f"run.keep({name}=...): the checkpoint's state does not fit it ({reason(error)})") from error
+
+
+# What each rank has for itself, beside the weights that all share, and what of it other ranks can begin with.
+
+_IN_THE_MEAN = {"statistics", "optimizer", "weights", "round", "travelling", "scale", "buffers"}
+"""What ranks have for themselves: other ranks begin with the mean of it, or with rank 0's loss scale and buffers."""
+
+
+def by_others(saved: Checkpoint) -> str:
+    shares = ",".join(map(str, saved.shares))
+    in_round = ", local updates with that of their weights" if "round.counts" in saved.own[0] else ""
+    return (
+        f"; they were made by {saved.world_size} ranks with shares {shares}: the samples stay the same, "
+        f"BatchNorm begins with the mean of the ranks' statistics{in_round}"
+    )
+
+
+def numbered(kind: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {f"{kind}.{number}": tensor for number, tensor in enumerate(tensors)}
+
+
+def fill(tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> str:
+    """Copies what has the same name and shape. Returns the words for what was not there, and for what was not used."""
+    fits = {name for name, tensor in tensors.items() if name in kept and kept[name].shape == tensor.shape}
+    for name in fits:
+        tensors[name].copy_(kept[name])
+    fresh, dropped = ({name.partition(".")[0] for name in {*of} - fits} - _IN_THE_MEAN for of in (tensors, kept))
+    words = f"; {', '.join(sorted(fresh))}: not in the checkpoint, started fresh" if fresh else ""
+    return words + (f"; {', '.join(sorted(dropped - fresh))}: left out" if dropped - fresh else "")
+
+
+def for_other_ranks(saved: Checkpoint, world_size: int) -> dict[str, Tensor]:
+    """What each of so many ranks begins with: of BatchNorm's statistics the mean by samples, of what compressing still
+    owes an equal part of the sum, of all else the mean; the mean of the weights stands in `model`.
+    """
+    if saved.settings.get("stages"):
+        return {}  # what each rank had belongs to a part of the network
+    samples = torch.tensor([of_rank[2] for of_rank in saved.sums], dtype=torch.float64)
+    parts = samples / samples.sum() if samples.sum() > 0 else torch.eye(saved.world_size)[0]
+    found = {}
+    for name in [name for name in saved.own[0] if not name.startswith(BUFFERS)]:  # they begin with those in `model`
+        of_ranks = torch.stack([own[name] for own in saved.own])
+        kind = name.partition(".")[0]
+        if kind in ("round", "travelling"):  # the same on all, or of no use to others
+            found[name] = of_ranks[0]
+        elif kind == "scale":  # the one with which none of them overflowed
+            found[name] = of_ranks.amin(0)
+        elif kind == "statistics":
+            counted = parts > 0  # not 0 times what others have: that may be infinite
+            found[name] = torch.tensordot(parts[counted].to(of_ranks.dtype), of_ranks[counted], dims=1)
+        elif kind != "weights":
+            found[name] = of_ranks.sum(0) / (world_size if kind == "memory" else saved.world_size)
+    return found
+
+
+# A whole network's state out of what ranks hold of it, and the other way round: checkpoints know nothing else.
+
+
+def skeleton(run: Run) -> nn.Module:
+    """The whole network without numbers."""
+    skeleton: nn.Module = run.material.skeleton()
+    return skeleton
+
+
+def to_be_kept(run: Run, network: nn.Module, parts: Parts, whole: nn.Module, state: State) -> dict[str, Tensor]:
+    """This rank's part of the network, and of what the optimiser remembers, less what a lower rank has as well.
+    network: what all that hold this part share of it.
+    """
+    wanted = parts.kept(run.info.rank, whole.state_dict(), whole)
+    names, own = [name for name, _ in run.model.named_parameters()], network.state_dict()
+    found = {name: own[name] for name in wanted}
+    for kind, tensors in state.items():
+        of_names = dict(zip(names, tensors, strict=True))
+        found |= {remembered(kind, name): one for name in wanted if (one := of_names.get(name)) is not None}
+    return found
+
+
+def joined(
+    of_ranks: Sequence[Mapping[str, Tensor]], parts: Parts, whole: nn.Module
+) -> tuple[dict[str, Tensor], dict[str, list[Tensor | None]]]:
+    """The whole network's state and its optimiser's. of_ranks: what each has kept."""
+    like = whole.state_dict()
+    weights = [name for name, _ in whole.named_parameters()]
+    kinds = dict.fromkeys(name.partition(" ")[0] for kept in of_ranks for name in kept if " " in name)
+    state = _assembled(of_ranks, parts, whole, {name: name for name in like})
+    of_optimizer: dict[str, list[Tensor | None]] = {}
+    for kind in kinds:
+        found = _assembled(of_ranks, parts, whole, {name: remembered(kind, name) for name in weights})
+        of_optimizer[kind] = [found.get(name) for name in weights]
+    return state, of_optimizer
+
+
+def _assembled(
+    of_ranks: Sequence[Mapping[str, Tensor]], parts: Parts, whole: nn.Module, called: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """called: what stands in `of_ranks` for each weight or buffer of the network, by its name."""
+    of_whole, found = whole.state_dict(), dict[str, Tensor]()
+    for name, key in called.items():
+        one = next((kept[key] for kept in of_ranks if key in kept), None)
+        if one is not None:
+            found[name] = torch.empty(of_whole[name].shape if one.dim() else (), dtype=one.dtype)
+    for rank, kept in enumerate(of_ranks):
+        for name, tensor in parts.kept(rank, found, whole).items():
+            tensor.copy_(kept[called[name]])
+    return found
+
+
+def remembered(kind: str, name: str) -> str:
+    """What an optimiser remembers of the weight of this name, among other tensors."""
+    return f"{kind} {name}"
+
+
+def take(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """state: what a rank holds, or more of it."""
+    for name, tensor in model.state_dict().items():  # load_state_dict would miss what a stage has taken away
+        tensor.copy_(state[name])
+
+
+def own_state(run: Run, parts: Parts, state: State) -> dict[str, list[Tensor | None]]:
+    """Of what a whole network's optimiser remembers that of this rank's weights."""
+    whole = skeleton(run)
+    names, own = [name for name, _ in whole.named_parameters()], [name for name, _ in run.model.named_parameters()]
+    found: dict[str, list[Tensor | None]] = {}
+    for kind, tensors in state.items():
+        known = {name: one for name, one in zip(names, tensors, strict=True) if one is not None}
+        held = parts.held(run.info.rank, known, whole)
+        found[kind] = [held.get(name) for name in own]
+    return found
+
+
+# What an optimiser remembers of each weight: `state = state_of(optimizer, model)`, `restore(optimizer, model, state)`.
+#
+# A state is by kind, as torch names them: `momentum_buffer` of SGD; `exp_avg`, `exp_avg_sq` and `step` of Adam and
+# AdamW.
+# Each has a tensor for every weight of the network, in the network's order; None where there is nothing to remember.
+
+State = Mapping[str, Sequence[Tensor | None]]
+
+STEP = "step"
+"""How many updates a weight has seen: a single number, of all kinds the one that is not of its weight's form."""
+_ADAM = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", STEP})
+_KINDS: dict[type[torch.optim.Optimizer], frozenset[str]] = {
+    torch.optim.SGD: frozenset({"momentum_buffer"}),
+    torch.optim.Adam: _ADAM,
+    torch.optim.AdamW: _ADAM,
+}
+"""Of optimisers whose whole state this is."""
+
+
+def kinds_of(optimizer: object) -> frozenset[str] | None:
+    """What it may remember; None where that is not known."""
+    return next((kinds for known, kinds in _KINDS.items() if isinstance(optimizer, known)), None)
+
+
+def state_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, list[Tensor | None]]:
+    """Its own tensors, no copies; without kinds that no weight has yet."""
+    weights = list(model.parameters())
+    of_weights = [optimizer.state.get(weight, {}) for weight in weights]
+    found = {
+        kind: [of_weight.get(kind) for of_weight in of_weights] for kind in sorted(kinds_of(optimizer) or frozenset())
+    }
+    return {kind: tensors for kind, tensors in found.items() if any(tensor is not None for tensor in tensors)}
+
+
+def restore(optimizer: torch.optim.Optimizer, model: nn.Module, state: State) -> None:
+    """Not by load_state_dict: that would bring the old learning rate back, and a person may have set another."""
+    on_device = {weight for group in optimizer.param_groups for weight in group["params"] if _counts_on_device(group)}
+    for kind, tensors in state.items():
+        for weight, kept in zip(model.parameters(), tensors, strict=True):
+            if kept is None:
+                continue
+            if kind == STEP:
+                own = torch.empty_like(kept, device=weight.device if weight in on_device else "cpu")
+            else:
+                own = torch.empty_like(weight, requires_grad=False)  # in the weight's order in memory
+            optimizer.state[weight][kind] = own.copy_(kept)
+
+
+def _counts_on_device(group: Mapping[str, object]) -> bool:
+    """torch's own rule (Optimizer.load_state_dict)."""
+    return bool(group.get("capturable") or group.get("fused"))
+
+
+def mistake_of(optimizer: torch.optim.Optimizer, state: State, shapes: Sequence[torch.Size]) -> str:
+    """Why this optimiser of a network with such weights cannot go on with the state; empty where it can."""
+    if foreign := sorted(set(state) - (kinds_of(optimizer) or frozenset())):
+        return f"is of another optimiser than {type(optimizer).__name__} (it has {', '.join(foreign)})"
+    for kind, tensors in state.items():
+        wanted = [torch.Size() if kind == STEP else shape for shape in shapes]
+        if len(tensors) != len(wanted) or any(
+            tensor is not None and tensor.shape != shape for tensor, shape in zip(tensors, wanted, strict=True)
+        ):
+            return f"does not fit its network ({kind})"
+    return ""

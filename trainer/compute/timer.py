@@ -9,10 +9,12 @@ slow: it would wait for the gradients that DDP is sending at that moment in a st
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from trainer.shared.slow import Slow
 
 Mark = Any
 """A moment on a device's time line: seconds of the host's clock, or an event of the GPU's."""
@@ -83,3 +85,36 @@ def covered_ms(timer: Timer, begin: Mark, spans: Sequence[tuple[Mark, Mark]]) ->
 
 def timer_for(device: torch.device) -> Timer:
     return CudaTimer() if device.type == "cuda" else CpuTimer()
+
+
+# The brake that holds a rank up where the setting `slow` says so.
+
+
+class Brake:
+    """Holds this rank up where the setting `slow` says so, and nowhere without it. postpone: called with the seconds by
+    which a stand-in's deadlines are due later; otherwise it would make up for the pause.
+    """
+
+    def __init__(
+        self,
+        slow: Slow | None = None,
+        rank: int = 0,
+        timer: Timer | None = None,
+        postpone: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self.slow = slow if slow and slow.rank == rank else None
+        self.timer = timer
+        self.postpone = postpone
+
+    def pause(self, where: str) -> float:
+        """The seconds for which this held the rank up; 0 where it should not."""
+        if not self.slow or self.slow.at != where:
+            return 0.0
+        if self.timer:
+            self.timer.wait()  # a GPU that still has work queued would not notice
+        time.sleep(self.slow.ms / 1000)
+        self.postpone(self.slow.ms / 1000)
+        return self.slow.ms / 1000
+
+
+NO_BRAKE = Brake()

@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.integrations import names
-from trainer.integrations.batches import Batches
-from trainer.integrations.records import Records
+from trainer.integrations.records import Batches, Records
 
 try:
     from lightning.pytorch import Callback

@@ -28,9 +28,9 @@ from trainer.ranks.process_group import join, leave
 from trainer.ranks.rank_info import RankInfo
 from trainer.setup.start_record import start_fields
 from trainer.shared.alpha_beta import algorithm_gbps, bus_factor, fit
-from trainer.shared.collective_settings import CollectiveSettings
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import MetricsWriter
+from trainer.shared.settings import CollectiveSettings
 
 LEAST_ITERATIONS = 3
 PATTERN = 4099

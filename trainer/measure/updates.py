@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from trainer.compute.gradients import drop_gradients
-from trainer.compute.precision import Full
+from trainer.compute.arithmetic import Full
+from trainer.compute.buffers import drop_gradients
 from trainer.compute.timer import Timer
 from trainer.paced.standin import StandIn, StandInOptimizer
 from trainer.shared.experiments import DataSet

@@ -15,15 +15,24 @@ alone, too: the numbers are left as they are.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainer.paced.anatomy import Anatomy
-from trainer.paced.part import PacedPart
-from trainer.paced.stopwatch import Stopwatch
-from trainer.shared.pace import BACKWARD, FORWARD
+from trainer.compute.buffers import bytes_of
+from trainer.compute.executor import Executor
+from trainer.compute.meta_pass import Visit, meta_pass
+from trainer.compute.models import skeleton_of, stages_of
+from trainer.paced.stopwatch import StageClock, Stopwatch
+from trainer.shared.errors import TrainError
+from trainer.shared.gpu_work import Work
+from trainer.shared.pace import BACKWARD, FORWARD, Pace
 
 
 class StandIn(nn.Module):
@@ -97,3 +106,249 @@ class StandInOptimizer:
 
     def step(self) -> None:
         self.model.stopwatch.optimise()
+
+
+# What a paced rank of a pipeline holds: weights of a stage that keeps a GPU's time, and perhaps a part that learns.
+
+
+class PacedPart(nn.Module):
+    """Weights like the stage's own."""
+
+    def __init__(self, like: Sequence[Tensor], stopwatch: StageClock) -> None:
+        super().__init__()
+        self.stopwatch = stopwatch
+        self.weights = nn.ParameterList(nn.Parameter(torch.empty(one.shape).normal_(std=1e-3)) for one in like)
+
+
+class LearningPart(PacedPart):
+    """Beside weights like a stage's own, which are zeros here and stay it, the part of a smaller network that learns.
+
+    What comes in and goes out are rows of numbers, as many as the stage's own would be: the network's, and zeros.
+    """
+
+    def __init__(
+        self,
+        like: Sequence[Tensor],
+        stopwatch: StageClock,
+        network: nn.Module,
+        before: tuple[int, ...] | None,
+        sent: int | None,
+    ) -> None:
+        """before: the shape of one sample that the network takes; None of images. sent: numbers of one sample that
+        leave; None of the last stage.
+        """
+        super().__init__(like, stopwatch)
+        with torch.no_grad():
+            for weight in self.weights:
+                weight.zero_()
+        self.network, self.before, self.sent = network, before, sent
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.before is not None:
+            inputs = inputs[:, : math.prod(self.before)].unflatten(1, self.before)
+        output: Tensor = self.network(inputs)
+        if self.sent is None:
+            return output
+        output = output.flatten(1)
+        return nn.functional.pad(output, (0, self.sent - output.shape[1]))
+
+
+# What a network is made of, without computing it: its layers' work, and what a sample takes in memory.
+#
+# >>> anatomy = dissect("lenet", (1, 28, 28), classes=10)
+# >>> anatomy.layers[0].parameters            # positions in the order of model.parameters()
+# (0, 1)
+# >>> anatomy.activation_bytes                # of one sample, kept from forward to backward
+# 48080
+
+_SAMPLES = 2  # BatchNorm refuses a single value a channel
+_LAYERS = 64
+"""Layers are joined until there are about this many: finer than any bucket, and few enough to cost nothing."""
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Neighbouring layers, taken as one."""
+
+    parameters: tuple[int, ...]
+    """Positions in the order of `model.parameters()`."""
+    work: float
+    """Its part of the forward pass, 0..1."""
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What a stand-in has to know of a network."""
+
+    model: nn.Module
+    """The network on the meta device."""
+    layers: tuple[LayerGroup, ...]
+    """In the order in which forward visits them."""
+    activation_bytes: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, their gradients, SGD's momentum, and the buffers."""
+        return 3 * bytes_of(*self.model.parameters()) + bytes_of(*self.model.buffers())
+
+
+def dissect(name: str, shape: tuple[int, int, int], classes: int) -> Anatomy:
+    """Raises TrainError for a network that is no chain of blocks: nobody knows when its layers' gradients are due."""
+    model, images = skeleton_of(name, shape, classes), torch.zeros(_SAMPLES, *shape, device="meta")
+    if not stages_of(model):
+        raise TrainError(f"paced: {name} is no chain of blocks whose time could be kept; use a ResNet, or leave it out")
+    taken = meta_pass(model, images)
+    kept_bytes = sum(tensor.untyped_storage().nbytes() for tensor in taken.kept.values())
+    return Anatomy(model, _joined(model, taken.visits), kept_bytes // _SAMPLES)
+
+
+def _joined(model: nn.Module, visits: Sequence[Visit]) -> tuple[LayerGroup, ...]:
+    position = {id(parameter): index for index, parameter in enumerate(model.parameters())}
+    total = sum(visit.work for visit in visits)
+    layers: list[LayerGroup] = []
+    parameters: tuple[int, ...] = ()
+    work = 0.0
+    for visit in visits:
+        parameters += tuple(position[id(parameter)] for parameter in visit.parameters)
+        work += visit.work / total
+        if work >= 1 / _LAYERS:
+            layers.append(LayerGroup(parameters, work))
+            parameters, work = (), 0.0
+    return (*layers, LayerGroup(parameters, work)) if parameters else tuple(layers)
+
+
+# Work on gradients that takes a GPU's time and changes no number.
+
+
+class StandInExecutor(Executor):
+    """Keeps the time that a GPU takes for its work, one after the other."""
+
+    SHORT_S = 0.5e-3
+    """No sleep is as exact as this; what is shorter is made up for with the work that follows."""
+
+    def __init__(self, stopwatch: Stopwatch | StageClock, is_beside: bool = False) -> None:
+        self.stopwatch, self.is_beside = stopwatch, is_beside
+        self.free_s = 0.0
+
+    def __call__(self, work: Work, arithmetic: Callable[[], object]) -> None:
+        clock = self.stopwatch.clock
+        began_s = clock.now()
+        self.do(arithmetic)
+        self.free_s = max(self.free_s, began_s) + work.seconds(self.stopwatch.pace.gb_per_s)
+        if self.free_s - began_s < self.SHORT_S:
+            return
+        if not self.is_beside:
+            self.stopwatch.keep(self.free_s)
+        elif (left_s := self.free_s - clock.now()) > 0:
+            clock.sleep(left_s)
+
+    def do(self, arithmetic: Callable[[], object]) -> None:
+        """None of it."""
+
+    def beside(self) -> StandInExecutor:
+        return StandInExecutor(self.stopwatch, is_beside=True)
+
+
+# A stand-in that learns: a small network makes its real updates within the time of a large one that is stood in for.
+#
+#     learner = Learner(dissect("resnet152", (3, 32, 32), 10), stopwatch, build_model("lenet", (1, 28, 28), 10))
+#     cross_entropy(learner(images), labels).backward()       the small network's gradients, at the large one's moments
+#
+# To the other ranks it is the large one: as many bytes are exchanged, when its backward would have them. These are
+# zeros,
+# so that no norm and no average of gradients differs from the small network's. A run is valid where the CPU did the
+# small
+# network's work within the large one's time.
+
+
+class Learner(StandIn):
+    """anatomy: of the network that is stood in for. network: the one that learns; its weights come last, so that their
+    gradients are among the first that backward has.
+    """
+
+    def __init__(self, anatomy: Anatomy, stopwatch: Stopwatch, network: nn.Module, classes: int) -> None:
+        super().__init__(anatomy, stopwatch, classes)
+        with torch.no_grad():
+            for weight in self.weights:
+                weight.zero_()  # a stand-in's gradients are its weights
+        self.network = network
+
+    def forward(self, images: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return super().forward(images)
+        logits: Tensor = self.network(images)  # evaluation, and statistics that are estimated again
+        return logits
+
+    def answer(self, images: Tensor, blank: Tensor) -> Tensor:
+        """Backward visits first what forward did last, which is this: its arithmetic is done before anything is due."""
+        logits: Tensor = self.network(images)
+        return blank + logits
+
+
+class LearnerExecutor(StandInExecutor):
+    """Does the work on gradients, and keeps the time that the GPU would take for it."""
+
+    def do(self, arithmetic: Callable[[], object]) -> None:
+        arithmetic()
+
+    def beside(self) -> LearnerExecutor:
+        return LearnerExecutor(self.stopwatch, is_beside=True)
+
+
+class LearnerOptimizer(StandInOptimizer):
+    """Updates the network that learns, within the time of the large one's update."""
+
+    def __init__(self, model: Learner | LearningPart, own: torch.optim.Optimizer) -> None:
+        super().__init__(model)
+        self.own = own
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.own.param_groups
+
+    def step(self) -> None:
+        began_s = self.model.stopwatch.clock.now()
+        self.own.step()
+        self.model.stopwatch.optimise(began_s)
+
+
+# Memory of a paced rank: what the GPU would need, and what the C library keeps.
+
+
+def keep_freed_memory() -> None:
+    """Has the C library keep freed memory: to get it from the kernel again for each step's gradients, page
+    by page, would cost more CPU than all the rest (mallopt(3); another C library than glibc may not have it).
+    """
+    trim_threshold, mmap_threshold = -1, -3
+    with contextlib.suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_threshold, 32 << 20)
+        libc.mallopt(trim_threshold, -1)
+
+
+def memory_needed(anatomy: Anatomy, pace: Pace, samples: int) -> int:
+    """Bytes that training with so many samples would take on the GPU. Raises TrainError where it has fewer."""
+    needed = anatomy.state_bytes + samples * anatomy.activation_bytes
+    fits = most_samples(anatomy, pace)
+    if fits is not None and pace.memory_bytes is not None and samples > fits:
+        remedy = "use a smaller batch, or accumulate=N"
+        if not fits:
+            alone = f"the network takes {anatomy.state_bytes / 2**30:.1f} GiB by itself"
+            remedy = f"{alone}: strategy=pipeline gives each host a part of it"
+        raise out_of_memory(f"{samples} samples", needed, pace.memory_bytes, f"at most {fits} samples fit; {remedy}")
+    return needed
+
+
+def out_of_memory(what: str, needed_bytes: int, has_bytes: int, remedy: str) -> TrainError:
+    """what: takes more than the GPU that the rank stands in for has; in the plural."""
+    return TrainError(
+        f"out of memory: {what} take {needed_bytes / 2**30:.1f} GiB, the GPU that this rank stands in for has "
+        f"{has_bytes / 2**30:.1f} GiB: {remedy}"
+    )
+
+
+def most_samples(anatomy: Anatomy, pace: Pace) -> int | None:
+    """How many samples the GPU has memory for; None where its memory is not known."""
+    if pace.memory_bytes is None:
+        return None
+    return max(0, (pace.memory_bytes - anatomy.state_bytes) // anatomy.activation_bytes)

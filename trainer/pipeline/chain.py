@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.compute.flat_buffer import bytes_of
-from trainer.compute.gradients import leaves_of
+from trainer.compute.buffers import bytes_of, leaves_of
 from trainer.compute.meta_pass import Taken, how_it_failed, meta_pass
 from trainer.compute.models import skeleton_of, stages_of, trainable, why_whole
 from trainer.shared.errors import TrainError

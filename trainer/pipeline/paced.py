@@ -7,8 +7,8 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from trainer.compute.precision import Full
-from trainer.paced.part import LearningPart, PacedPart
+from trainer.compute.arithmetic import Full
+from trainer.paced.standin import LearningPart, PacedPart
 from trainer.pipeline.cuts import Cuts
 from trainer.pipeline.stage import StageWork
 from trainer.shared.pace import BACKWARD, FORWARD

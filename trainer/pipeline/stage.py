@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trainer.compute.precision import Full
+from trainer.compute.arithmetic import Full
 from trainer.pipeline.deferred import Later, Work, split_backward
 from trainer.strategies.base import weighted
 

@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.compute.brake import Brake
+from trainer.compute.batch_norm import REMEMBERED, average_running_statistics, estimating
 from trainer.compute.models import fill_gradients, gradients_of, has_batch_norm, trainable
-from trainer.compute.running_statistics import REMEMBERED, average_running_statistics, estimating
-from trainer.compute.timer import CpuTimer, Timer, covered_ms
+from trainer.compute.timer import Brake, CpuTimer, Timer, covered_ms
 from trainer.pipeline.cuts import Cuts
 from trainer.pipeline.evaluation import outputs, pass_on
 from trainer.pipeline.layout import Layout, MicroBatch
@@ -37,9 +36,9 @@ from trainer.pipeline.stage import StageWork
 from trainer.pipeline.update import PipelineUpdate
 from trainer.shared.turns import in_flight_of_rank
 from trainer.strategies.after_backward import allreduce_flat
+from trainer.strategies.averaging import ParameterAverage
 from trainer.strategies.base import Base, Exchange
 from trainer.strategies.gradient_sum import GradientSum
-from trainer.strategies.parameter_average import ParameterAverage
 
 
 class Announced(NamedTuple):

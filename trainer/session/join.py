@@ -3,28 +3,51 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from trainer.compute.arithmetic import (
+    Full,
+    arranged,
+    build_precision,
+    choose_arithmetic,
+    devices_of_all_ranks,
+    use_arithmetic,
+)
+from trainer.compute.buffers import drop_gradients
+from trainer.compute.timer import Mark, Timer, timer_for
+from trainer.data.batch import moved, tensors_of
 from trainer.data.own import Collate
+from trainer.measure.ladder import Ladder, Measuring, again, climb, record_of
+from trainer.measure.passes import record_blocks
+from trainer.measure.profiling import OF_BLOCKS, at_rest, held_beside
+from trainer.measure.updates import NoMemory, Times, Trainee
+from trainer.measure.visited import Visited
+from trainer.pipeline.chain import Block, survey_of
+from trainer.ranks.agreement import together
+from trainer.ranks.process_group import leave
 from trainer.ranks.rank_info import read_rank_info
-from trainer.session.ending import Ending
-from trainer.session.rehearsal import Rehearsal
-from trainer.session.session import Session
+from trainer.session.session import Ending, Forward, Judge, Session
 from trainer.setup.assemble import Met, meet, prepare
-from trainer.setup.own import AnyOptimizer, Own
+from trainer.setup.material import AnyOptimizer, Own
+from trainer.setup.start_record import start_fields
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import SCRIPT
-from trainer.shared.fields import SettingsError
 from trainer.shared.metrics import MetricsWriter
+from trainer.shared.pace import no_pace_for
+from trainer.shared.setting_fields import SettingsError
 from trainer.shared.settings import Settings
+from trainer.training.loss_sum import Weight, checked
 
 ASKED = "ORCH_SETTINGS"
 """The variable with what the command line asks for: a JSON object of names and values, both as text."""
@@ -106,3 +129,191 @@ class Ranks:
         if self.settings.profile_s:
             return Rehearsal(self._met, own, self._ending)
         return Session(prepare(self._met, own), self._ending)
+
+
+# A script's session where its host is measured alone (`orch profile -- train.py`).
+#
+# The script's own loop makes the updates, of growing numbers of its own first samples, which are loaded before the
+# clock
+# starts. When all is measured the process ends, in the midst of the loop.
+
+LOADED = 64
+"""Samples that larger batches repeat: their loading is no part of what is measured."""
+FILLED = 0.9
+"""The part of a GPU's memory that a batch may be expected to fill. One that does not fit would end the script."""
+
+
+class Rehearsal:
+    """It has what a `trainer.session.session.Session` has, as far as a loop asks for it."""
+
+    loss: float | None = None
+    updates, is_over = 0, False
+
+    def __init__(self, met: Met, own: Own, ending: Ending | None = None) -> None:
+        self._ending = ending
+        info, device = met.info, met.device
+        everyone = devices_of_all_ranks(device)
+        with together(info.node):
+            if info.pace:
+                raise no_pace_for(own.name)
+            settings = choose_arithmetic(met.settings, device, everyone)
+            use_arithmetic(settings)
+            self._precision = build_precision(settings.amp, device, None)
+            network = arranged(own.network().to(device), settings)
+            self._optimizer: Any = at_rest(own.optimizer(settings, network))
+        start = start_fields(settings, info, device, met.group, (own.name, network))
+        met.metrics.write("start", **start, batch_per_rank=None, batch_norm_groups=None, work=None, steps=0)
+        self.model = Forward(lambda: network, self._precision, settings.amp)
+        self._met, self._settings, self._own, self._timer = met, settings, own, timer_for(device)
+        self._network, self._samples, self._cut = network, own.first(LOADED), _blocks_of(own)
+        self._visited = Visited(network, may_cut=self._cut is not None)
+        self._held = held_beside(network, device)
+        self._marks: list[Mark] = []
+        self._peaks: dict[int, int] = {}
+        if info.rank == 0:
+            print(f"{own.name}: measuring {info.node} alone, {settings.profile_s:g} s", flush=True)
+        dist.barrier()
+
+    def epochs(self) -> Iterator[int]:
+        yield 0
+
+    def batches(self) -> Iterator[Any]:
+        """Until all is measured, which ends the process."""
+        measuring = self._measured()
+        samples = next(measuring)
+        while True:
+            if not fits(samples, self._peaks, self._memory_bytes()):
+                samples = measuring.throw(NoMemory())
+                continue
+            yield self._begun(samples)
+            samples = measuring.send(self._times(samples))
+
+    def _measured(self) -> Measuring[None]:
+        budget_s = self._settings.profile_s
+        ladder = yield from climb(2 * self._settings.batch, (1 - OF_BLOCKS) * budget_s)
+        more = yield from again(ladder, budget_s)
+        network = self._visited.blocks(next(iter(ladder.times)))
+        blocks = (yield from self._blocks(ladder, OF_BLOCKS * budget_s)) if network else None
+        of_script = {"batch": self._settings.batch, "network": network, "blocks": blocks}
+        self._met.metrics.write("profile", **record_of(ladder), **more, **of_script)
+        leave()
+        self._met.metrics.end("succeeded")
+        if self._ending:
+            self._ending.complete = self.end
+        raise SystemExit(0)
+
+    def _blocks(self, ladder: Ladder, budget_s: float) -> Measuring[dict[str, Any] | None]:
+        """What its blocks take one by one. None of a network that a pipeline would refuse."""
+        if self._cut is None:
+            return None
+        network = ByBlocks(self._network, self._optimizer, self._precision, self._met.device, self._timer, self._batch)
+        return (yield from record_blocks(network, self._cut, ladder, self._settings.batch, budget_s))
+
+    def _batch(self, samples: int) -> Any:
+        chosen = [self._samples[index % len(self._samples)] for index in range(samples)]
+        return moved(self._own.collate(chosen), self._met.device)
+
+    def _begun(self, samples: int) -> Any:
+        batch = self._batch(samples)
+        if self._met.device.type == "cuda":
+            if samples not in self._peaks:
+                torch.cuda.empty_cache()  # as a run of that size would begin
+            torch.cuda.reset_peak_memory_stats(self._met.device)
+        self._timer.wait()
+        self._marks = [self._timer.mark()]
+        drop_gradients(self._optimizer)
+        return batch
+
+    def step(self, loss_sum: Tensor, weight: Weight | None = None) -> None:
+        self.backward(loss_sum, weight)
+        self.update()
+
+    def backward(self, loss_sum: Tensor, weight: Weight | None = None) -> None:
+        loss = checked(loss_sum)
+        if len(self._marks) != 1:
+            raise TrainError("step is called once for each batch, in the body of `for ... in batches()`")
+        self._marks.append(self._timer.mark())
+        self._precision.scaled(loss / self._settings.batch).backward()
+        self._precision.unscale(self._optimizer)
+        self._marks.append(self._timer.mark())
+
+    def update(self) -> None:
+        self._precision.step(self._optimizer)
+        self._marks.append(self._timer.mark())
+
+    def _times(self, samples: int) -> Times:
+        if len(self._marks) != 4:
+            raise TrainError("a batch's loss is missing: the loop's body calls step(loss_sum) for each batch")
+        self._timer.wait()
+        begin, forwarded, computed, end = self._marks
+        if self._met.device.type == "cuda":
+            self._peaks[samples] = torch.cuda.max_memory_allocated(self._met.device)
+        ms = self._timer.ms
+        return Times(ms(begin, end), ms(begin, forwarded), ms(computed, end))
+
+    def _memory_bytes(self) -> int | None:
+        """What this process may have of its GPU; None on a CPU."""
+        if self._met.device.type != "cuda":
+            return None
+        free, _ = torch.cuda.mem_get_info(self._met.device)
+        return int(free) + torch.cuda.memory_reserved(self._met.device)
+
+    @property
+    def optimizer(self) -> Any:
+        return self._optimizer
+
+    def after_update(self, function: Callable[[], object]) -> None:
+        """Nothing calls it: a profile leaves rates and weights as they are."""
+
+    def keep(self, **things: Any) -> None:
+        """A profile writes no checkpoints."""
+
+    def evaluate(self, judge: Judge, dataset: Any) -> Mapping[str, float]:
+        """Of whatever is asked for not a number: nothing is judged."""
+        return defaultdict(lambda: math.nan)
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+
+def _blocks_of(own: Own) -> list[Block] | None:
+    try:
+        own.labels()
+        return survey_of(own.skeleton(), own.example(), own.name)
+    except TrainError:
+        return None
+
+
+class ByBlocks(Trainee):
+    """The script's network without its loop, and so without its loss: the sum of what comes out stands in for it.
+
+    draw: a batch of so many samples.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        precision: Full,
+        device: torch.device,
+        timer: Timer,
+        draw: Callable[[int], Any],
+    ) -> None:
+        super().__init__(model, optimizer, precision, device, timer)
+        self._draw = draw
+
+    def batch(self, samples: int) -> tuple[Tensor, Tensor]:
+        inputs = tensors_of(self._draw(samples))[0]
+        return inputs, inputs
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.sum()
+
+
+def fits(samples: int, peaks: Mapping[int, int], memory_bytes: int | None) -> bool:
+    """Whether a batch of so many is expected to fit. peaks: bytes at most, by the samples of batches that did."""
+    if memory_bytes is None or samples in peaks or len(peaks) < 2:
+        return True
+    fewer, more = sorted(peaks)[-2:]
+    a_sample = max(0.0, (peaks[more] - peaks[fewer]) / (more - fewer))
+    return peaks[more] + a_sample * (samples - more) <= FILLED * memory_bytes

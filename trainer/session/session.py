@@ -13,36 +13,42 @@ the loop is for what belongs to a loss; what all ranks do together stands outsid
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import math
+import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, NoReturn
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from trainer.checkpoints.checkpoint import CheckpointKeeper
 from trainer.checkpoints.kept_state import Stateful
-from trainer.data.batch import moved
+from trainer.compute.arithmetic import DTYPES, Full
+from trainer.compute.models import evaluated
+from trainer.data.batch import mapped, moved
 from trainer.data.loading import Batch, own_part
 from trainer.data.own import judged_batches
 from trainer.pipeline.strategy import Pipeline
+from trainer.ranks import ending as interrupt
 from trainer.ranks.agreement import gather_lines, sum_over_ranks
+from trainer.ranks.ending import let_others_rest
 from trainer.ranks.process_group import for_all_ranks, leave
-from trainer.session.ending import Ending
-from trainer.session.forward import Forward
-from trainer.session.judging import Judge, summed
-from trainer.setup.own import samples_of
+from trainer.setup.material import samples_of
 from trainer.shared.errors import TrainError
-from trainer.training.differentiated import Differentiated
+from trainer.shared.metrics import MetricsWriter
 from trainer.training.loss_sum import Weight, report_not_finite
-from trainer.training.piped import Piped
 from trainer.training.rates import samples_before
 from trainer.training.run import Run
 from trainer.training.shared_network import shared_network
 from trainer.training.step_log import StepLog
-from trainer.training.update import Update
+from trainer.training.update import Differentiated, Piped, Update
 
 RATES_COMPARED = frozenset(10**power for power in range(1, 10))
 """Updates after which the ranks compare their learning rates, as at each epoch's end."""
@@ -303,3 +309,136 @@ class Session:
         leave()
         self.run.metrics.end("succeeded")
         self.run.console.finished(self.updates)
+
+
+# The network as a training loop calls it: `outputs = Forward(lambda: network, precision, settings.amp)(inputs)`.
+
+
+class Forward:
+    """Forward in the precision of the run (`amp`); what comes of it is in 32 bits again, as losses want it. On the last
+    stage of a pipeline it is that stage's part.
+
+    network: gives the one of now. Exact first updates have another than those that follow. failing: torch's errors are
+    raised again in it, since ranks may meet in a forward pass.
+    """
+
+    def __init__(
+        self,
+        network: Callable[[], Callable[..., Any]],
+        precision: Full,
+        amp: str,
+        failing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self._network, self._precision, self._amp, self._failing = network, precision, amp, failing
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        try:
+            return self._forward(inputs, named)
+        except RuntimeError:
+            with self._failing():
+                raise
+
+    def _forward(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if self._amp == "none":
+            return self._network()(*inputs, **named)
+        with self._precision.autocast():
+            outputs = self._network()(*inputs, **named)
+        return mapped(outputs, _widened)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float32) if tensor.dtype in DTYPES.values() else tensor
+
+
+# What a script's own judgement of the test data adds up to, over all ranks, each sample once.
+
+Judge = Callable[[Any, Any], Mapping[str, Tensor | float]]
+"""Of outputs and targets: numbers by name, each a SUM over their samples."""
+
+
+@torch.no_grad()
+def summed(network: nn.Module, outputs: Iterable[tuple[Any, Any]], judge: Judge, samples: int) -> dict[str, float]:
+    """Each number over all `samples`, by that number of samples. outputs: outputs and targets of what this rank is to
+    judge, which may be nothing. Waits for all ranks.
+    """
+    sums: dict[str, Tensor | float] = {}
+    with evaluated(network):
+        for output, targets in outputs:
+            for name, value in judge(output, targets).items():
+                sums[name] = sums.get(name, 0.0) + value
+    names = names_of_all(list(sums))
+    totals = sum_over_ranks([float(sums.get(name, 0.0)) for name in names]) if names else []
+    return {name: total / samples for name, total in zip(names, totals, strict=True)}
+
+
+def names_of_all(own: list[str]) -> list[str]:
+    """Ranks that judge nothing do not know them."""
+    return next((json.loads(line) for line in gather_lines(json.dumps(own) if own else "") if line), [])
+
+
+# How the process of a script ends: with a last record, whatever happens, and without waiting for lost ranks.
+
+LEFT_EARLY = (
+    "the script ended before its run did ({}): by break, sys.exit() or a caught exception. To stop early, leave "
+    "run.epochs() after the same epoch on every rank, and call run.end()"
+)
+
+
+class Ending:
+    """From now on until the process ends.
+
+    A script that ends before its run is over fails: the other ranks wait for it, and an exit code of 0 would name them
+    as the cause.
+    """
+
+    def __init__(self) -> None:
+        self.metrics = MetricsWriter(None)
+        self.complete: Callable[[], None] | None = None
+        """Completes the run when the process ends; None until the run is over."""
+        self.place: Callable[[], str] = lambda: "before its first update"
+        """How far the run has come, on which rank and host."""
+        self._exit_code = 1
+        self._has_left = False
+        interrupt.watch(last_words=lambda: self.metrics.end("interrupted"))
+        sys.excepthook = self._failed
+        self._exit = sys.exit
+        sys.exit = self._note_exit_code
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        """The orderly end, once: leaves the other ranks together with them."""
+        if self._has_left:
+            return
+        self._has_left = True
+        try:
+            if signum := interrupt.received():  # the script caught it
+                raise interrupt.Interrupted(signum)
+            if not self.complete:
+                self._failed(TrainError, TrainError(LEFT_EARLY.format(self.place())), None, self._exit_code)
+            self.complete()
+            let_others_rest()
+        except BaseException as error:  # Python itself would print it, and end with 0
+            self._failed(type(error), error, error.__traceback__)
+
+    def _note_exit_code(self, code: Any = None, /) -> NoReturn:
+        """Python gives the exit code to no `atexit` function, which has to end the process with it."""
+        self._exit_code = code if isinstance(code, int) and code % 256 else 1
+        self._exit(code)
+
+    def _failed(
+        self, kind: type[BaseException], error: BaseException, where: TracebackType | None, exit_code: int = 1
+    ) -> NoReturn:
+        self._has_left = True
+        if sys.__stderr__:  # torch keeps what a hook prints until it returns, and this one never does
+            sys.stderr = sys.__stderr__
+        if isinstance(error, interrupt.Interrupted):
+            self.metrics.end("interrupted", str(error))
+            sys.stderr.write(f"interrupted by {error}: {self.place()}\n")
+            interrupt.leave(128 + error.signum)
+        if isinstance(error, TrainError):
+            self.metrics.end("failed", str(error))
+            sys.stderr.write("".join(f"error: {line}\n" for line in str(error).splitlines()))
+        else:
+            self.metrics.end("failed", traceback.format_exception_only(kind, error)[-1].strip().splitlines()[0][:300])
+            traceback.print_exception(kind, error, where)
+        interrupt.leave(exit_code)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +16,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.compute.arithmetic import arranged, choose_arithmetic, devices_of_all_ranks, use_arithmetic
-from trainer.compute.brake import Brake
+from trainer.compute.arithmetic import (
+    Full,
+    arranged,
+    build_precision,
+    choose_arithmetic,
+    devices_of_all_ranks,
+    use_arithmetic,
+)
 from trainer.compute.executor import ON_DEVICE, Executor
 from trainer.compute.graphs import Graphs, replayable, why_not
-from trainer.compute.precision import Full, build_precision
-from trainer.compute.timer import Timer, timer_for
+from trainer.compute.microbatches import MicroBatches
+from trainer.compute.timer import Brake, Timer, timer_for
 from trainer.data.loading import Opened, agree_on_facts
 from trainer.data.sample_stream import RankBatches, SampleStream
-from trainer.paced.executor import StandInExecutor
-from trainer.paced.learner import Learner, LearnerExecutor
-from trainer.paced.part import LearningPart, PacedPart
-from trainer.paced.standin import StandIn
+from trainer.paced.standin import (
+    Learner,
+    LearnerExecutor,
+    LearningPart,
+    PacedPart,
+    StandIn,
+    StandInExecutor,
+    most_samples,
+)
 from trainer.pipeline.strategy import Pipeline
 from trainer.ranks.agreement import gather_lines, sum_over_ranks, together
 from trainer.ranks.devices import choose_device, use_threads
@@ -36,29 +47,38 @@ from trainer.ranks.rank_info import RankInfo
 from trainer.rebalance.balance import Balance
 from trainer.rebalance.rebalancer import Rebalancer
 from trainer.setup.batch_norm import batch_norm_groups
-from trainer.setup.clipping import build_clipping
-from trainer.setup.division import Division, divide
 from trainer.setup.material import EXAMPLES, Experiment, Material
-from trainer.setup.network import facts_of, network
-from trainer.setup.pipeline import build_pipeline, learning_part, paced_clock, paced_part, real_part
-from trainer.setup.room import room_of
+from trainer.setup.network import facts_of, needs_pairs, network
+from trainer.setup.pipeline import (
+    PipelinePlan,
+    build_pipeline,
+    learning_part,
+    own_sizes,
+    paced_clock,
+    paced_part,
+    plan_pipeline,
+    real_part,
+    shares_of_readers,
+)
 from trainer.setup.start_record import start_fields
-from trainer.setup.tensor import build_tensor, paced_slices
+from trainer.setup.tensor import TensorPlan, build_tensor, paced_slices, plan_tensor, shares_of_reader
 from trainer.setup.weights import first_weights
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.settings import Settings
+from trainer.shared.shares import Speed, at_most, parse_speeds, split_batch
 from trainer.shared.stages import format_stages
 from trainer.shared.strategy_table import LOCAL_STEPS
 from trainer.strategies import Strategy, build_strategy
-from trainer.strategies.ddp import Ddp
 from trainer.strategies.gradient_sum import DTYPES, GradientSum
 from trainer.strategies.horovod import package
+from trainer.strategies.single import Ddp
 from trainer.strategies.without_samples import Unused
+from trainer.tensor.strategy import READER
 from trainer.training.console import Console
 from trainer.training.ema import Ema
 from trainer.training.loss_sum import Weights
-from trainer.training.rates import rates_of
+from trainer.training.rates import Clipping, rates_of
 from trainer.training.run import Run
 
 
@@ -275,3 +295,132 @@ def with_local_steps(settings: Settings) -> Settings:
 def check_bottleneck(settings: Settings, info: RankInfo) -> None:
     if settings.bottleneck and settings.bottleneck.rank >= info.world_size:
         raise TrainError(f"slow: {settings.slow} names a rank that is not there; the last one is {info.world_size - 1}")
+
+
+# How an update is divided over the ranks: the sample stream, each rank's share, and its micro-batches.
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the data and the batches are divided."""
+
+    order: RankBatches
+    micro_batches: MicroBatches
+    shares: tuple[int, ...]
+    """Samples of a full batch for each rank."""
+    speeds: list[Speed | None]
+    """Each rank's speed; None where nothing is known."""
+    last_step: int
+    """Updates of the whole run."""
+    pipeline: PipelinePlan | None
+    tensor: TensorPlan | None
+
+    def own_work(self, rank: int) -> float | None:
+        """This rank's part of what a full batch takes; None where each rank has the whole network."""
+        if self.tensor:
+            return self.tensor.work(rank)
+        if not self.pipeline:
+            return None
+        return self.pipeline.work(rank) * sum(self.own_sizes(rank)) / sum(self.shares)
+
+    def own_sizes(self, rank: int) -> Sequence[int]:
+        """Micro-batches of a full batch that this rank computes."""
+        if self.pipeline:
+            return own_sizes(self.pipeline, self.micro_batches, self.shares, rank)
+        return self.micro_batches.sizes(self.shares, READER if self.tensor else rank)
+
+
+def divide(settings: Settings, info: RankInfo, material: Material) -> Division:
+    """Waits for all ranks. Raises TrainError where shares do not fit the ranks, or the network its strategy."""
+    shares, speeds = shares_of_ranks(settings, info)
+    pipeline = plan_pipeline(settings, material, info, speeds) if settings.strategy == "pipeline" else None
+    tensor = plan_tensor(material, shares) if settings.strategy == "tensor" else None
+    if pipeline:
+        shares = shares_of_readers(pipeline, shares, settings.batch)
+    if tensor:
+        shares = shares_of_reader(shares)
+    stream = SampleStream(
+        material.train_samples, settings.batch, shares, settings.seed, needs_pairs(settings, material)
+    )
+    whole = settings.epochs * stream.steps
+    # fsdp gathers weights in each micro-batch: no rank may take one more than another.
+    caps = [speed.cap if speed else settings.local_batch or None for speed in speeds]
+    if tensor:  # all hold the same samples at once
+        caps = [min((cap for cap in caps if cap is not None), default=None)] * len(caps)
+    micro_batches = MicroBatches(settings.accumulate, caps, together=settings.strategy == "fsdp")
+    if pipeline:
+        micro_batches = MicroBatches(settings.accumulate or pipeline.micro_batches, [None] * len(caps), together=False)
+    last_step = min(whole, settings.steps or whole)
+    order = RankBatches(stream, READER if tensor else info.rank)
+    return Division(order, micro_batches, shares, speeds, last_step, pipeline, tensor)
+
+
+# How the setting `shares` splits a batch over the ranks that are there.
+
+
+def shares_of_ranks(settings: Settings, info: RankInfo) -> tuple[tuple[int, ...], list[Speed | None]]:
+    """Samples of a full batch for each rank, and what is known of its speed.
+
+    Raises TrainError where the setting does not fit the ranks there are.
+    """
+    names = [line.rpartition(":") for line in gather_lines(f"{info.node}:{info.local_rank}")]
+    ranks = [(node, int(local_rank)) for node, _, local_rank in names]
+    speeds = {rank: at_most(speed, settings.local_batch) for rank, speed in parse_speeds(settings.speeds).items()}
+    try:
+        shares = split_batch(settings.shares, speeds, ranks, settings.batch)
+    except ValueError as error:
+        raise TrainError(f"shares: {error}") from error
+    return shares, [speeds.get(rank) for rank in ranks]
+
+
+# Whose gradients count where, for `clip_norm`.
+
+
+def build_clipping(
+    settings: Settings, material: Material, model: nn.Module, strategy: Strategy | Pipeline, group: dist.ProcessGroup
+) -> Clipping | None:
+    """None where nothing is clipped. group: of all ranks."""
+    if not settings.clip_norm:
+        return None
+    if settings.fidelity == "local":
+        return Clipping(model, settings.clip_norm, None, None)
+    return Clipping(model, settings.clip_norm, _counted(settings, material, strategy, dist.get_rank()), group)
+
+
+def _counted(
+    settings: Settings, material: Material, strategy: Strategy | Pipeline, rank: int
+) -> Collection[str] | None:
+    """Names of the weights that no lower rank counts; None: all that this rank holds, and holds alone."""
+    if settings.strategy == "fsdp":
+        return None
+    if strategy.parts is None:
+        return None if rank == 0 else ()
+    skeleton = material.skeleton()
+    return strategy.parts.kept(rank, dict(skeleton.named_parameters()), skeleton).keys()
+
+
+# How many samples a rank's memory holds at once.
+
+
+def room_of(
+    model: nn.Module, info: RankInfo, micro_batches: MicroBatches, order: RankBatches, device: torch.device
+) -> Callable[[], int | None]:
+    """The most samples that this rank's memory holds at once: of a GPU, by what the largest micro-batch so far took."""
+    if isinstance(model, StandIn) and info.pace:
+        room = most_samples(model.anatomy, info.pace)
+        return lambda: room
+    if device.type != "cuda":
+        return lambda: None
+
+    largest = 0
+
+    def estimate() -> int | None:
+        """Between two updates, when all that is held is what stays: weights, gradients, momentum, images, ..."""
+        nonlocal largest
+        largest = max(largest, *micro_batches.sizes(order.stream.shares, order.rank))
+        state_bytes = torch.cuda.memory_allocated(device)
+        taken = torch.cuda.max_memory_allocated(device) - state_bytes
+        free = 0.9 * torch.cuda.get_device_properties(device).total_memory - state_bytes
+        return int(largest * free / taken) if largest and taken > 0 else None
+
+    return estimate

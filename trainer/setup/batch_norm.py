@@ -15,7 +15,7 @@ from trainer.data.sample_stream import SampleStream
 from trainer.setup.material import Material
 from trainer.shared.errors import TrainError
 from trainer.shared.settings import Settings
-from trainer.training.random_state import random_state, set_random_state
+from trainer.training.progress import random_state, set_random_state
 
 
 def check_batch_norm(model: nn.Module, stream: SampleStream, whole_batch: bool = False, may_sync: bool = True) -> None:

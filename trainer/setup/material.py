@@ -1,22 +1,28 @@
-"""What a run trains, and on what: an experiment's network and data (`Experiment`), or a script's own (`own.Own`)."""
+"""What a run trains, and on what: an experiment's network and data (`Experiment`), or a script's own
+(`material.Own`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from trainer.compute.models import build_model, without_numbers
-from trainer.data.loading import Opened, choose_loader, open_batches
+from trainer.compute.models import build_model, meta_copy, without_numbers
+from trainer.data.batch import tensors_of
+from trainer.data.loading import Opened, choose_loader, loader_processes, open_batches
+from trainer.data.own import Collate, OwnBatches
 from trainer.data.sample_stream import RankBatches
 from trainer.data.sets import find_facts
 from trainer.paced.standin import StandInOptimizer
 from trainer.pipeline.cuts import Form
 from trainer.ranks.rank_info import RankInfo
-from trainer.setup.optimizer import build_optimizer
+from trainer.setup.weights import build_optimizer
+from trainer.shared.errors import TrainError
 from trainer.shared.experiments import DataSet
 from trainer.shared.settings import Settings
 
@@ -95,3 +101,137 @@ class Experiment:
 
     def open(self, settings: Settings, order: RankBatches, info: RankInfo, device: torch.device) -> Opened:
         return open_batches(settings, self.facts, order, info, device)
+
+
+# What a script of one's own brings: its network, its optimiser, its data set.
+
+AnyOptimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Own:
+    """model, optimizer, dataset, collate: as of `trainer.session.join.Ranks.prepare`. The network is taken over: a
+    pipeline takes away from it what other hosts hold.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: AnyOptimizer, dataset: Any, collate: Collate) -> None:
+        if not isinstance(model, nn.Module):
+            raise TrainError(f"prepare takes the network first, a torch.nn.Module, not a {type(model).__name__}")
+        self.name, self.train_samples = type(model).__name__, samples_of(dataset)
+        self._model, self._optimizer, self._dataset, self.collate = model, optimizer, dataset, collate
+        if not isinstance(optimizer, torch.optim.Optimizer) and not callable(optimizer):
+            raise TrainError(
+                f"prepare takes a single optimiser, or a function that makes it of parameters, not a "
+                f"{type(optimizer).__name__}: give one optimiser groups of parameters with rates of their own"
+            )
+        try:
+            self._skeleton = meta_copy(model)
+        except RuntimeError as error:  # torch copies only tensors that nothing was computed for
+            raise TrainError(
+                f"{self.name} cannot be copied ({_computed(model)} was computed, and is no parameter): use "
+                "torch.nn.utils.parametrizations.weight_norm in place of torch.nn.utils.weight_norm, or keep no such "
+                "tensor in the network before prepare"
+            ) from error
+        self._names = {id(weight): name for name, weight in model.named_parameters()}
+
+    def skeleton(self) -> nn.Module:
+        return meta_copy(self._skeleton)
+
+    def labels(self) -> Form:
+        batch = self._example
+        parts = list(batch) if isinstance(batch, (tuple, list)) else []
+        if len(parts) != 2 or not all(isinstance(one, Tensor) and one.shape[:1] == (EXAMPLES,) for one in parts):
+            found = f"a {type(batch).__name__}" + (
+                f" of {', '.join(type(one).__name__ for one in parts)}" if parts else ""
+            )
+            raise TrainError(
+                "strategy pipeline: it takes batches of inputs and labels, one tensor of each with the samples along "
+                f"its first dimension, and `collate` gives {found}; use ddp"
+            )
+        return Form(tuple(parts[1].shape[1:]), parts[1].dtype)
+
+    @functools.cached_property
+    def _example(self) -> Any:
+        return self.collate(self.first(EXAMPLES))
+
+    def example(self) -> Tensor:
+        batch = self._example
+        inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
+        if len(tensors_of(inputs)) != 1:
+            raise TrainError(
+                f"{self.name} takes several tensors a sample, and a network that is cut takes a single one; use ddp"
+            )
+        return tensors_of(inputs)[0].to("meta")
+
+    def first(self, samples: int) -> list[Any]:
+        """The first of the data set; from its beginning again where it has fewer."""
+        return [self._dataset[index % self.train_samples] for index in range(samples)]
+
+    def network(self) -> nn.Module:
+        return self._model
+
+    def optimizer(self, settings: Settings, model: nn.Module) -> torch.optim.Optimizer | StandInOptimizer:
+        if not isinstance(self._optimizer, torch.optim.Optimizer):
+            made = self._optimizer(model.parameters())
+            _check_exact(settings, made)
+            return made
+        _check_exact(settings, self._optimizer)
+        held = dict(model.named_parameters())  # a stage's alone, and others where they are cut into slices or pieces
+        for group in self._optimizer.param_groups:
+            group["params"] = [held[name] for name in map(self._name_of, group["params"]) if name in held]
+        return self._optimizer
+
+    def _name_of(self, weight: Tensor) -> str:
+        if id(weight) not in self._names:
+            raise TrainError("the optimiser has weights that are not the network's: make it of model.parameters()")
+        return self._names[id(weight)]
+
+    def with_loader(self, settings: Settings, info: RankInfo, device: torch.device) -> Settings:
+        return dataclasses.replace(settings, num_workers=loader_processes(settings.num_workers, info, device))
+
+    def open(self, settings: Settings, order: RankBatches, info: RankInfo, device: torch.device) -> Opened:
+        def batches(of: RankBatches) -> OwnBatches:
+            return OwnBatches(self._dataset, of, settings.seed, self.collate, settings.num_workers, device)
+
+        return Opened(batches(order), None, batches)
+
+    def mark(self, settings: Settings) -> str:
+        return f"{type(self._dataset).__name__} of {self.train_samples} samples"
+
+
+def _check_exact(settings: Settings, optimizer: torch.optim.Optimizer) -> None:
+    """Raises TrainError for an optimiser whose updates do not add up as gradients do, if weights are averaged for the
+    update of one process.
+    """
+    if settings.strategy != "parameter_average" or settings.fidelity != "exact":
+        return
+    if not isinstance(optimizer, torch.optim.SGD):
+        raise TrainError(
+            "strategy parameter_average makes the update of one process if updates add up as gradients do, and "
+            f"those of {type(optimizer).__name__} do not; use ddp, torch.optim.SGD or fidelity=local"
+        )
+    if settings.shares == "auto" and any(group["momentum"] for group in optimizer.param_groups):
+        raise TrainError(
+            "shares: auto changes what each rank's own momentum counts for, so parameter_average is not exact; use "
+            "ddp, shares=measured, momentum=0 or fidelity=local"
+        )
+
+
+def _computed(model: nn.Module) -> str:
+    """The name of a tensor that depends on others, as weight_norm leaves it."""
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                return f"{prefix}.{name}".removeprefix(".")
+    return "a tensor in it"
+
+
+def samples_of(dataset: Any) -> int:
+    """Raises TrainError for what has no length, or nothing in it."""
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TrainError(
+            f"{type(dataset).__name__} is no map-style data set: it needs len(dataset) and dataset[index], so that "
+            "each rank can be given samples of its own"
+        )
+    if not len(dataset):
+        raise TrainError(f"{type(dataset).__name__} has no samples")
+    return len(dataset)

@@ -7,15 +7,12 @@ from torch import nn
 from trainer.compute.microbatches import MicroBatches
 from trainer.compute.models import needs_pairs_of_samples
 from trainer.data.sample_stream import SampleStream
-from trainer.paced.anatomy import Anatomy, dissect
-from trainer.paced.learner import Learner
-from trainer.paced.memory import memory_needed
-from trainer.paced.standin import StandIn
+from trainer.paced.standin import Anatomy, Learner, StandIn, dissect, memory_needed
 from trainer.paced.stopwatch import Stopwatch
 from trainer.ranks.rank_info import RankInfo
 from trainer.setup.batch_norm import check_batch_norm, check_estimated, check_pairs, check_whole_batch
 from trainer.setup.material import Experiment, Material
-from trainer.setup.paced import keep_records, refuse_arithmetic
+from trainer.setup.tensor import keep_records, refuse_arithmetic
 from trainer.shared.experiments import CHOSEN, DATA_SETS, DataSet
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.pace import Pace, no_pace_for

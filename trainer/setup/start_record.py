@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.compute.models import gradient_bytes, trainable
-from trainer.ranks import nccl
+from trainer.ranks import process_group
 from trainer.ranks.rank_info import RankInfo
 from trainer.shared.metrics import SCHEMA
 from trainer.shared.settings import AnySettings
@@ -36,7 +36,7 @@ def start_fields(
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
         "torch": torch.__version__,
-        "nccl": nccl.version() if on_gpu else None,
+        "nccl": process_group.version() if on_gpu else None,
         "backend": dist.get_backend(group),
         "model": name,
         "parameters": sum(parameter.numel() for parameter in trainable(model)) if model else None,

@@ -7,25 +7,22 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from trainer.compute.brake import Brake
-from trainer.compute.flat_buffer import bytes_of
-from trainer.compute.timer import Timer
-from trainer.paced.anatomy import dissect
-from trainer.paced.memory import out_of_memory
-from trainer.paced.stage_clock import StageClock
+from trainer.compute.buffers import bytes_of
+from trainer.compute.timer import Brake, Timer
+from trainer.paced.standin import dissect, keep_freed_memory, out_of_memory
+from trainer.paced.stopwatch import StageClock, Stopwatch
 from trainer.ranks.rank_info import RankInfo
 from trainer.setup.material import Material
-from trainer.setup.paced import keep_records, refuse_arithmetic
+from trainer.shared.errors import TrainError
 from trainer.shared.experiments import DataSet
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.pace import Pace
 from trainer.shared.settings import Settings
+from trainer.shared.strategy_table import STRATEGIES
 from trainer.strategies.gradient_sum import GradientSum
-from trainer.tensor.cut import cut
-from trainer.tensor.meeting import Meeting
 from trainer.tensor.paced import PacedSlices
 from trainer.tensor.strategy import READER, SlicedParts, TensorParallel
-from trainer.tensor.survey import Layer, layers_of
+from trainer.tensor.tensor import Layer, Meeting, cut, layers_of
 
 
 @dataclass(frozen=True)
@@ -86,3 +83,28 @@ def paced_slices(
     clock = StageClock(pace, plan.work(info.rank), 1, seed=(settings.seed, info.rank))
     keep_records(metrics, settings, clock, needed)
     return PacedSlices(weights, clock, plan.layers, info.rank, facts.classes)
+
+
+# What the three kinds of paced ranks (whole network, stage, slices) have alike when a run begins.
+
+
+def refuse_arithmetic(settings: Settings) -> None:
+    """Raises TrainError for settings that would need a GPU's arithmetic."""
+    asked = {f"strategy={settings.strategy}": not STRATEGIES[settings.strategy].on_paced}
+    asked["sync_bn=true"] = settings.sync_bn
+    asked[f"amp={settings.amp}"] = settings.amp != "none"
+    asked["weights=FILE"] = bool(settings.weights)
+    asked[f"ema={settings.ema:g}"] = settings.ema > 0
+    asked[f"clip_norm={settings.clip_norm:g}"] = settings.clip_norm > 0
+    for setting, is_set in asked.items():
+        if is_set:
+            raise TrainError(f"{setting} needs ranks that compute, this one is paced: leave it out, or leave paced out")
+
+
+def keep_records(
+    metrics: MetricsWriter, settings: Settings, stopwatch: Stopwatch | StageClock, needed_bytes: int
+) -> None:
+    """The run's records will say what memory the GPU would need, and how late this rank was."""
+    keep_freed_memory()
+    metrics.peak_memory_bytes = lambda: needed_bytes
+    metrics.lateness = lambda: stopwatch.median_lateness(settings.warmup_steps)

@@ -13,10 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from trainer.shared.collective_settings import CollectiveSettings
 from trainer.shared.experiments import CHOSEN, NAMED, SCRIPT
-from trainer.shared.fields import Setting, SettingsError, convert, declared, kind_of, nearest, not_among, values_of
-from trainer.shared.settings import AnySettings, Settings
+from trainer.shared.setting_fields import (
+    Setting,
+    SettingsError,
+    convert,
+    declared,
+    kind_of,
+    nearest,
+    not_among,
+    values_of,
+)
+from trainer.shared.settings import AnySettings, CollectiveSettings, Settings
 
 TRAINING = {exp: values_of(Settings, exp) for exp in NAMED}
 """The complete settings of each experiment that trains."""

@@ -35,23 +35,19 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import nn
 
-from trainer.compute.brake import NO_BRAKE, Brake
 from trainer.compute.executor import ON_DEVICE, Executor
-from trainer.compute.timer import Timer
+from trainer.compute.timer import NO_BRAKE, Brake, Timer
 from trainer.shared.errors import TrainError
 from trainer.shared.settings import Settings
 from trainer.shared.strategy_table import ONE_PROCESS
 from trainer.strategies.after_backward import EXCHANGES, AfterBackward
+from trainer.strategies.averaging import Compressed, ExactFirst, ParameterAverage, averaged
 from trainer.strategies.base import Exchange, Strategy, local_loss, weighted
 from trainer.strategies.batch_norm import synchronise_batch_norm
-from trainer.strategies.compressed import Compressed
-from trainer.strategies.ddp import Ddp
-from trainer.strategies.exact_first import ExactFirst
 from trainer.strategies.fsdp import Fsdp
 from trainer.strategies.gradient_sum import DTYPES, GradientSum
 from trainer.strategies.horovod import Horovod
-from trainer.strategies.parameter_average import ParameterAverage, averaged
-from trainer.strategies.single import Alone
+from trainer.strategies.single import Alone, Ddp
 
 __all__ = ["Exchange", "Strategy", "build_strategy", "local_loss", "weighted"]
 

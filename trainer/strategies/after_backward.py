@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from trainer.compute.brake import Brake
-from trainer.compute.flat_buffer import bytes_of, flatten, unflatten
+from trainer.compute.buffers import bytes_of, flatten, unflatten
 from trainer.compute.models import gradients_of
-from trainer.compute.timer import Timer
+from trainer.compute.timer import Brake, Timer
 from trainer.shared import gpu_work
 from trainer.strategies.base import Base, Exchange, first_rank, share_initial_state, weighted
 from trainer.strategies.gradient_sum import GradientSum

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.compute.brake import Brake
 from trainer.compute.models import gradient_bytes, meta_copy, trainable
-from trainer.compute.timer import Timer
+from trainer.compute.timer import Brake, Timer
 from trainer.ranks.agreement import differing
 from trainer.shared.errors import TrainError
 from trainer.strategies.base import Base, Exchange, share_initial_state, weighted

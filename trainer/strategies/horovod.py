@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.compute.brake import Brake
-from trainer.compute.timer import Timer
+from trainer.compute.timer import Brake, Timer
 from trainer.ranks.loopback_store import LoopbackStore, served
 from trainer.ranks.process_group import before_leaving, store_of_all, timeout
 from trainer.shared.errors import TrainError

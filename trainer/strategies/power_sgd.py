@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from trainer.compute.flat_buffer import bytes_of, flatten, unflatten
+from trainer.compute.buffers import bytes_of, flatten, unflatten
 from trainer.shared import gpu_work
 from trainer.strategies.gradient_sum import GradientSum
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+import inspect
+import weakref
+from contextlib import AbstractContextManager
+from typing import Any
 
-from trainer.compute.brake import Brake
-from trainer.compute.timer import Timer
-from trainer.strategies.base import Base, Exchange, backward_weighted
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.compute.models import gradient_bytes
+from trainer.compute.timer import Brake, Timer
+from trainer.shared.errors import TrainError
+from trainer.strategies.base import Base, Exchange, backward_weighted, weighted
+from trainer.strategies.gradient_sum import GradientSum, fitted_bucket_bytes
+from trainer.strategies.without_samples import no_loss, refuse_unused
 
 
 class Alone(Base):
@@ -30,3 +39,102 @@ class Alone(Base):
 
     def whole(self) -> nn.Module:
         return self.network
+
+
+# `ddp`: torch's DistributedDataParallel (Li et al. 2020), with this rank's own marks of what travelled when.
+
+# The name that newer torch gives to DDP's switch for overwriting buffers at each forward.
+_BUFFER_OPTION = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
+
+
+class Ddp(Base):
+    """Buckets of gradients travel while backward still computes the next ones.
+
+    bucket_mib: their size; 0 fits it to the link. Every rank keeps its own BatchNorm statistics (they are averaged
+    before an evaluation): DDP would overwrite them with rank 0's at each step.
+    """
+
+    def __init__(self, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake, bucket_mib: float) -> None:
+        self.sums = sums
+        self.timer = timer
+        self.brake = brake
+        self.computed: Any = None
+        self.collectives: list[tuple[Any, Any]] = []
+        device = next(model.parameters()).device
+        self.bucket_mib = bucket_mib or fitted_bucket_bytes(sums, gradient_bytes(model), device) / 2**20
+        keep_own_buffers: dict[str, Any] = {_BUFFER_OPTION: False}
+        self.model = DistributedDataParallel(
+            _OrNothing(model),
+            process_group=sums.group,
+            bucket_cap_mb=self.bucket_mib,
+            gradient_as_bucket_view=True,
+            **keep_own_buffers,
+        )
+        # torch keeps what the hook gets where Python's collector cannot look: held strongly, all would stay for good.
+        self.model.register_comm_hook(weakref.proxy(self), Ddp._send)
+
+    # Without annotations: DDP compares them with classes, and ours are text.
+    def _send(self, bucket):  # type: ignore[no-untyped-def]
+        """DDP hands over buckets in order, so with the last one this rank has computed all its gradients."""
+        self.brake.pause("call")
+        if bucket.is_last():
+            self.brake.pause("sync")
+            self.computed = self.timer.mark()
+        handed_over = self.timer.mark()
+
+        def arrived() -> None:
+            self.collectives.append((handed_over, self.timer.mark()))
+
+        return self.sums.begin(bucket.buffer(), arrived)
+
+    def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
+        self.collectives.clear()
+        self.computed = None
+        try:
+            weighted(loss_sum, batch).backward()
+        except RuntimeError as error:
+            if "mark a variable ready only once" not in str(error):
+                raise
+            raise TrainError(
+                "strategy ddp: a weight's gradient came twice in one update, as that of a checkpointed block that is "
+                "used twice: call torch.utils.checkpoint with use_reentrant=False, or use strategy=allreduce_flat"
+            ) from error
+        if self.computed is None:  # a bucket is not full, and nothing of it was exchanged
+            refuse_unused(self.whole(), loss_sum)
+        return Exchange(self.computed, tuple(self.collectives))
+
+    def no_loss(self) -> Tensor:
+        """By DDP's own forward, which gets its buckets ready."""
+        self._either.is_called = False
+        try:
+            nothing: Tensor = self.model()
+        finally:
+            self._either.is_called = True
+        return nothing
+
+    def without_sync(self) -> AbstractContextManager[object]:
+        paused: AbstractContextManager[object] = self.model.no_sync()
+        return paused
+
+    def whole(self) -> nn.Module:
+        return self._either.network
+
+    @property
+    def _either(self) -> _OrNothing:
+        either: _OrNothing = self.model.module
+        return either
+
+
+class _OrNothing(nn.Module):
+    """The network, or if the rank has no samples a loss of none."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network, self.is_called = network, True
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.network(*inputs, **named) if self.is_called else no_loss(self.network)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.compute.gradients import leaves_of
+from trainer.compute.buffers import leaves_of
 from trainer.compute.models import trainable
 from trainer.shared.errors import TrainError
 from trainer.strategies.batch_norm import SynchronisedBatchNorm

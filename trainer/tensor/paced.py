@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.paced.part import PacedPart
-from trainer.paced.stage_clock import StageClock
+from trainer.paced.standin import PacedPart
+from trainer.paced.stopwatch import StageClock
 from trainer.shared.pace import BACKWARD, FORWARD
-from trainer.tensor.meeting import Meeting
-from trainer.tensor.survey import Layer
+from trainer.tensor.tensor import Layer, Meeting
 
 
 class PacedSlices(PacedPart):

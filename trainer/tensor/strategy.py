@@ -12,13 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from trainer.compute.brake import Brake
+from trainer.compute.batch_norm import estimate_running_statistics
 from trainer.compute.models import has_batch_norm
-from trainer.compute.running_statistics import estimate_running_statistics
-from trainer.compute.timer import Timer
+from trainer.compute.timer import Brake, Timer
 from trainer.strategies.base import Base, Exchange, weighted
-from trainer.tensor.meeting import Meeting
-from trainer.tensor.survey import Layer
+from trainer.tensor.tensor import Layer, Meeting
 
 READER = 0
 """The rank that samples, losses and judgements count for: all ranks have the same."""

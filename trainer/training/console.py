@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from trainer.ranks.rank_info import RankInfo
 from trainer.shared.settings import Settings
-from trainer.training.evaluate import Evaluation
+from trainer.training.ema import Evaluation
 
 INTERVAL_S = 1.0
 

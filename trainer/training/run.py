@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.compute.brake import Brake
+from trainer.compute.arithmetic import Full
 from trainer.compute.graphs import Graphs
 from trainer.compute.microbatches import MicroBatches
-from trainer.compute.precision import Full
-from trainer.compute.timer import Timer
+from trainer.compute.timer import Brake, Timer
 from trainer.data.loading import Batches
 from trainer.data.sample_stream import RankBatches, SampleStream
 from trainer.paced.standin import StandInOptimizer
@@ -25,11 +24,10 @@ from trainer.shared.metrics import MetricsWriter
 from trainer.shared.settings import Settings
 from trainer.strategies import Strategy
 from trainer.strategies.without_samples import Unused
-from trainer.training.clipping import Clipping
 from trainer.training.console import Console
 from trainer.training.ema import Ema
 from trainer.training.loss_sum import Weights
-from trainer.training.rates import Rates
+from trainer.training.rates import Clipping, Rates
 
 
 @dataclass(frozen=True)

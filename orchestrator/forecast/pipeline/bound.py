@@ -21,9 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 from orchestrator.forecast.links import LinkCosts
-from orchestrator.forecast.pipeline.chain import Chain
+from orchestrator.forecast.pipeline.chain import Chain, StageHost, times_of
 from orchestrator.forecast.pipeline.course import STATES, Course
-from orchestrator.forecast.pipeline.stage_host import StageHost, times_of
 from trainer.shared.pace import OPTIMISER
 
 ROUNDING = 1e-12

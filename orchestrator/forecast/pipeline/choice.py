@@ -9,27 +9,250 @@ as_set(scene, settings)                             the same of stages, accumula
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from orchestrator.forecast.advice import Scene
 from orchestrator.forecast.gpus import activation_bytes
 from orchestrator.forecast.layers import FLOAT_BYTES, gradient_bytes, network_of
-from orchestrator.forecast.pipeline.averages import Averages
-from orchestrator.forecast.pipeline.chain import Chain, chain_from
+from orchestrator.forecast.links import LinkCosts
+from orchestrator.forecast.pipeline.averages import Averages, joined_s
+from orchestrator.forecast.pipeline.bound import Cut, Family
+from orchestrator.forecast.pipeline.chain import Chain, StageHost, chain_from
 from orchestrator.forecast.pipeline.course import STATES, Course, stages_setting
-from orchestrator.forecast.pipeline.replicas import solve_all
-from orchestrator.forecast.pipeline.solve import Space
-from orchestrator.forecast.pipeline.stage_host import StageHost
-from orchestrator.forecast.pipeline.timing import Limit, StageTime, Timed, time_update
+from orchestrator.forecast.pipeline.solve import Space, solve
 from orchestrator.forecast.step import HostSpeed
 from orchestrator.units import format_figure
+from trainer.shared.pace import OPTIMISER
 from trainer.shared.settings import Settings, overlap_of
 from trainer.shared.shares import scale_shares
 from trainer.shared.stages import check_stages, parse_stages
 from trainer.shared.strategy_table import LOCAL_STEPS
 from trainer.shared.turns import PER_STAGE
+
+# Several pipelines beside each other, for many hosts: the more stages, the longer each waits for the others. Pure.
+#
+#     found = solve_replicas(chain, hosts, wire, batch=2048, replicas=2)
+#     [course.hosts for course in found.courses], found.seconds
+#
+# Each takes the part of the batch that its hosts' speeds are of all, all are cut at the same blocks, and the gradients
+# of
+# each stage add up over the pipelines, or its weights become their mean now and then. Hosts are dealt out so that
+# stages
+# beside each other are alike: each pipeline has one of the fastest, one of the next.
+
+MOST_STAGES = 3
+"""Of each pipeline beside others; with more, every order of stages is too many."""
+MOST_APART = 6
+"""Ranks up to which each is tried as a stage of its own."""
+PLAYED = 8
+"""Of all cuts that are looked at by their bounds, so many are played out."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """courses: one of each pipeline, all with the same cuts. seconds: of an update."""
+
+    courses: tuple[Course, ...]
+    seconds: float
+
+
+def solve_all(
+    chain: Chain,
+    hosts: Sequence[StageHost],
+    wire: LinkCosts,
+    batch: int,
+    space: Space | None = None,
+    averages: Averages | None = None,
+) -> Beside | None:
+    """One pipeline or several, whichever takes least; a host's ranks share a stage, or hold one each, which leaves no
+    gradients to add up. None where memory holds none. averages: several that do so; one has none to average with.
+    """
+    space = space or Space()
+    found = [] if averages else list(_single(chain, hosts, wire, batch, space))
+    for replicas in range(2, len(hosts) // 2 + 1):
+        if len(hosts) % replicas == 0 and len(hosts) // replicas <= MOST_STAGES:
+            found += (
+                [beside] if (beside := solve_replicas(chain, hosts, wire, batch, replicas, space, averages)) else []
+            )
+    return min(found, key=lambda each: each.seconds, default=None)
+
+
+def _single(chain: Chain, hosts: Sequence[StageHost], wire: LinkCosts, batch: int, space: Space) -> Iterator[Beside]:
+    apart = tuple(rank for host in hosts for rank in host.apart)
+    for kind in [hosts, apart] if len(hosts) < len(apart) <= MOST_APART else [hosts]:
+        if one := solve(chain, kind, wire, batch, space):
+            yield Beside((one.course,), one.seconds)
+
+
+def solve_replicas(
+    chain: Chain,
+    hosts: Sequence[StageHost],
+    wire: LinkCosts,
+    batch: int,
+    replicas: int,
+    space: Space | None = None,
+    averages: Averages | None = None,
+) -> Beside | None:
+    """So many pipelines of as many stages each. None where memory holds none. Not proved to be the best."""
+    space = space or Space()
+    options = []
+    for groups in _orders(hosts, replicas):
+        parts = scale_shares([round(1000 * sum(host.samples_per_s for host in group)) for group in groups], batch)
+        for count in space.counts:
+            if min(parts) >= count * space.least_samples * max(group[0].ranks for group in groups):
+                options += _cuts(chain, wire, groups, parts, count, space)
+    best = sorted(options, key=lambda option: option[0])[:PLAYED]
+    played = [Beside(courses, joined_s(chain, courses, wire, averages)) for _, courses in best]
+    return min(played, key=lambda each: each.seconds, default=None)
+
+
+def _orders(hosts: Sequence[StageHost], replicas: int) -> Iterator[tuple[tuple[StageHost, ...], ...]]:
+    """Hosts by speed, in rows of one for each pipeline; the rows are stages, in every order."""
+    by_speed = sorted(hosts, key=lambda host: -host.samples_per_s)
+    rows = [by_speed[first : first + replicas] for first in range(0, len(by_speed), replicas)]
+    rows = [row[::-1] if number % 2 else row for number, row in enumerate(rows)]
+    for order in itertools.permutations(rows):
+        yield tuple(zip(*order, strict=True))
+
+
+def _cuts(
+    chain: Chain,
+    wire: LinkCosts,
+    groups: Sequence[tuple[StageHost, ...]],
+    parts: Sequence[int],
+    count: int,
+    space: Space,
+) -> list[tuple[float, tuple[Course, ...]]]:
+    """Cuts that suit each pipeline by itself, with what the slowest of all takes at least."""
+    plain = [
+        Course(group, (0,) * len(group), part, count, space.in_flight or 0, space.splits)
+        for group, part in zip(groups, parts, strict=True)
+    ]
+    families = [Family(chain, wire, course) for course in plain]
+    tried = {found[1] for family in families if (found := family.balanced())}
+    tried |= {_between(cuts) for cuts in itertools.combinations(sorted(tried), 2)}
+    return [
+        (
+            max(family.lower_s(cut) for family in families),
+            tuple(dataclasses.replace(course, starts=cut) for course in plain),
+        )
+        for cut in tried
+        if all(family.holds(cut) for family in families)
+    ]
+
+
+def _between(cuts: tuple[Cut, Cut]) -> Cut:
+    """In the middle of two, each stage has a block at least, since it has in both."""
+    return tuple((a + b) // 2 for a, b in zip(*cuts, strict=True))
+
+
+# What an update of a pipeline is made of: each stage's tasks, what it waits, and what limits all. Pure.
+#
+# timed = time_update(chain, [course], wire)
+# timed.seconds, timed.limited_by                     0.22, "slowest stage"
+# timed.stages[0][1].waiting_s                        of the first pipeline's second stage
+
+Limit = Literal["slowest stage", "bubble", "link", "fixed cost"]
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of an update, the mean of the stage's ranks. first, end: its blocks are `first` to `end - 1`. work: of
+    these, as a part of the network's.
+    fixed_s: what of its tasks depends on no sample. waiting_s: for a neighbour, or for sums of gradients. out_bytes:
+    what all its ranks send to neighbours. memory_bytes: of each rank, at most.
+    """
+
+    host: str
+    first: int
+    end: int
+    work: float
+    forward_s: float
+    backward_s: float
+    weights_s: float
+    optimiser_s: float
+    fixed_s: float
+    waiting_s: float
+    out_bytes: int
+    weight_bytes: int
+    memory_bytes: int
+
+    @property
+    def busy_s(self) -> float:
+        return self.forward_s + self.backward_s + self.weights_s + self.optimiser_s
+
+
+@dataclass(frozen=True)
+class Timed:
+    """stages: of each pipeline. parts_s: what an update's seconds are made of, by what would have to change for them to
+    go; they add up to `seconds`.
+    """
+
+    seconds: float
+    stages: tuple[tuple[StageTime, ...], ...]
+    parts_s: Mapping[Limit, float]
+
+    @property
+    def limited_by(self) -> Limit:
+        return max(self.parts_s, key=lambda part: self.parts_s[part])
+
+
+def time_update(chain: Chain, courses: Sequence[Course], wire: LinkCosts, averages: Averages | None = None) -> Timed:
+    """courses: pipelines beside each other, each with its part of the batch. wire: has a site of each host's name.
+
+    link: what an update is longer than over links that cost nothing, sums of gradients and averages among them. Of
+    the rest, the busiest stage computes, some of it whatever a micro-batch's size (fixed cost), and waits (bubble).
+    """
+    seconds = joined_s(chain, courses, wire, averages)
+    without_links_s = min(seconds, joined_s(chain, courses, _free(wire), averages))
+    if math.isclose(without_links_s, seconds, rel_tol=1e-9):
+        without_links_s = seconds  # sums in another order
+    stages = tuple(tuple(_stage_times(chain, course, seconds)) for course in courses)
+    busiest = max((stage for each in stages for stage in each), key=lambda stage: stage.busy_s)
+    parts: dict[Limit, float] = {
+        "slowest stage": busiest.busy_s - busiest.fixed_s,
+        "fixed cost": busiest.fixed_s,
+        "bubble": max(0.0, without_links_s - busiest.busy_s),
+        "link": seconds - without_links_s,
+    }
+    return Timed(seconds, stages, parts)
+
+
+def _free(wire: LinkCosts) -> LinkCosts:
+    costs = dataclasses.replace(wire.costs, message_s=0.0, call_s=0.0, local_message_s=0.0, local_bps=math.inf)
+    sites = [dataclasses.replace(site, up_bps=math.inf, down_bps=math.inf) for site in wire.sites]
+    return LinkCosts(sites, costs)
+
+
+def _stage_times(chain: Chain, course: Course, update_s: float) -> Iterator[StageTime]:
+    routes, ends, memory = course.routes(), course.ends(chain), course.memory_bytes(chain)
+    came = 0
+    for number, cost in enumerate(course.stages(chain)):
+        first, end, ranks = course.starts[number], ends[number], cost.host.ranks
+        tasks = (cost.forward, cost.backward, cost.weights)
+        times = [(len(routes) * line.fixed_s + course.batch * line.sample_s) / ranks for line in tasks]
+        optimiser_s = OPTIMISER * sum(times)
+        yield StageTime(
+            host=cost.host.name,
+            first=first,
+            end=end,
+            work=chain.work(first, end),
+            forward_s=times[0],
+            backward_s=times[1],
+            weights_s=times[2],
+            optimiser_s=optimiser_s,
+            fixed_s=(1 + OPTIMISER) * len(routes) / ranks * sum(line.fixed_s for line in tasks),
+            waiting_s=max(0.0, update_s - sum(times) - optimiser_s),
+            out_bytes=course.batch * (cost.cut_bytes + came),
+            weight_bytes=chain.weight_bytes(first, end),
+            memory_bytes=memory[number],
+        )
+        came = cost.cut_bytes
+
 
 CHOSEN = ("accumulate", "in_flight", "schedule")
 """Settings of a person that the choice keeps to. `stages` of a person leave nothing to choose: see `as_set`."""

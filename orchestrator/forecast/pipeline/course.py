@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from orchestrator.forecast.pipeline.chain import Chain
-from orchestrator.forecast.pipeline.stage_host import Line, StageHost, times_of
+from orchestrator.forecast.pipeline.chain import Chain, Line, StageHost, times_of
 from trainer.shared.lanes import Route, routes
 from trainer.shared.shares import equal_shares
 from trainer.shared.stages import Pipelines, Stage, format_stages

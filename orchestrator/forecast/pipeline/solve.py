@@ -19,10 +19,9 @@ from dataclasses import dataclass
 
 from orchestrator.forecast.links import LinkCosts
 from orchestrator.forecast.pipeline.bound import Cut, Family
-from orchestrator.forecast.pipeline.chain import Chain
+from orchestrator.forecast.pipeline.chain import Chain, StageHost
 from orchestrator.forecast.pipeline.clock import update_seconds
 from orchestrator.forecast.pipeline.course import STATES, Course
-from orchestrator.forecast.pipeline.stage_host import StageHost
 from trainer.shared.turns import SPARE
 
 LEAST_SAMPLES = 8

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from orchestrator.forecast.links import LinkCosts
-from orchestrator.forecast.pipeline.chain import Chain
+from orchestrator.forecast.pipeline.chain import Chain, StageHost
 from orchestrator.forecast.pipeline.course import Course
-from orchestrator.forecast.pipeline.stage_host import StageHost
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ from typing import Any
 
 from orchestrator.errors import InventoryError, Mistake
 from orchestrator.hosts.forms.imported import Given, Imported, ImportedHost
-from orchestrator.hosts.forms.template import template
 from orchestrator.hosts.forms.yaml_text import flow, scalar
+from orchestrator.hosts.inventory import once
 from orchestrator.hosts.inventory_file import parse_inventory
-from orchestrator.hosts.inventory_mistakes import once
 from orchestrator.hosts.yamlfile import Document, KeyPath, yaml_of
 from orchestrator.text import one_line
 
@@ -104,3 +103,34 @@ def _mistakes(file: str, hosts: Sequence[ImportedHost], cluster: str) -> Sequenc
     except InventoryError as error:
         return error.mistakes
     return ()
+
+
+# The inventory that `orch init` writes where no other file says what hosts there are. Pure.
+
+_TEXT = """\
+# A cluster for `orch up {file}`. Fill in your hosts; every key: docs/reference/inventory.md.
+cluster: {cluster}
+
+# What holds for every host that does not say otherwise.
+defaults:
+  user: {user}                        # the login name; training needs no root
+  # key_file: ~/.ssh/id_ed25519       # else the agent's keys and what ~/.ssh/config says
+  # python: /opt/conda/bin/python     # the one that has torch, else python3; `orch setup` makes one
+  # proxy_jump: me@gate.lab           # the host to go through
+  # workdir: ~/.orch                  # for code, jobs and logs
+
+nodes:
+  - name: gpu01
+    host: 192.168.1.41                # name, address or alias of ~/.ssh/config
+    # port: 22
+    # gpus: 1                         # how many it must show
+    # gpu: RTX A2000                  # a label, for people
+    # bandwidth: 2.5Gbps              # of its link
+
+  - name: gpu02
+    host: 192.168.1.42
+"""
+
+
+def template(cluster: str, user: str, file: str) -> str:
+    return _TEXT.format(cluster=cluster, user=user, file=one_line(file))

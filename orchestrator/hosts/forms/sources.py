@@ -19,9 +19,8 @@ from typing import Any
 
 from orchestrator.errors import UsageError
 from orchestrator.hosts.forms.ansible import read_ansible
-from orchestrator.hosts.forms.hostfile import read_hostfile
+from orchestrator.hosts.forms.hostfile import SshHost, read_hostfile, read_ssh_hosts
 from orchestrator.hosts.forms.imported import Imported
-from orchestrator.hosts.forms.ssh_config import SshHost, read_ssh_hosts
 from orchestrator.hosts.node_names import names_in
 from orchestrator.hosts.yamlfile import read_text
 from orchestrator.text import one_line

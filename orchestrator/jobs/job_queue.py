@@ -1,0 +1,419 @@
+"""A run that waits for its GPUs: its tickets on its hosts, renewed until it may start.
+
+    with Turn(plan, memory, connections, say, limit_s=None) as turn:     # a ticket on every host, until the block ends
+        turn.wait()                                                      # its GPUs are free, and no job is ahead of it
+        ...                                                              # start; meanwhile the tickets keep its place
+
+The hosts decide: each refuses a start out of turn (`remote/keeper.py`), and the claim on a GPU keeps a second job off
+it. The queue's order is in `remote/gpu_queue.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from typing import Any
+
+from orchestrator.errors import ConnectError, HostError, HostsError, OrchError, RefusedError, TurnError
+from orchestrator.hosts.connections import Connections
+from orchestrator.hosts.occupied import OccupiedError
+from orchestrator.jobs.store import ENDED, FINAL_STATES, JobRecord, RememberedJobs, WaitingRun
+from orchestrator.owner import read_owner
+from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.text import one_line, some
+from orchestrator.transport import ask
+from orchestrator.transport.ask import ConnectedHost
+from orchestrator.transport.fanout import errors, errors_by_node, for_each, values
+from orchestrator.units import format_duration
+
+# A job's place in the queue for its GPUs, from its hosts' answers (`remote/gpu_queue.py`). Pure.
+#
+# place_of({"a": read_answer("a", answer), ...})       PlaceInQueue(holders=(...), before=(...))
+# queue_of({"a": ..., "b": ...})                       every job that waits there, in the queue's order
+
+MOST = 4096
+"""Rows that one host may report."""
+SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A job that has GPUs or waits for them. since_s: how long; None if unknown. number: its ticket's, 0 if it has
+    GPUs.
+    """
+
+    job: str
+    user: str = ""
+    since_s: float | None = None
+    nodes: tuple[str, ...] = ()
+    number: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.user}'s job {self.job}" if self.user else f"job {self.job}" if self.job else "another job"
+
+
+@dataclass(frozen=True)
+class HostAnswer:
+    """One host's view of the queue. lost: the host has no ticket of the job. silent: logins whose sockets look like
+    tickets but gave no answer.
+    """
+
+    tickets: tuple[Rival, ...] = ()
+    ahead: tuple[Rival, ...] = ()
+    held: tuple[Rival, ...] = ()
+    lost: bool = False
+    cancelled: bool = False
+    silent: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PlaceInQueue:
+    """holders: jobs that have the GPUs. before: jobs that came earlier and wait for one of them."""
+
+    holders: tuple[Rival, ...] = ()
+    before: tuple[Rival, ...] = ()
+
+    @property
+    def place(self) -> int:
+        return 1 + len(self.before)
+
+    @property
+    def is_turn(self) -> bool:
+        return not self.holders and not self.before
+
+    @property
+    def behind(self) -> frozenset[tuple[str, int, tuple[str, ...]]]:
+        """A change of this is worth another line. It has the holders' hosts, too: a job that is just starting has GPUs
+        on only some of them.
+        """
+        holders = {(rival.job, 0, rival.nodes) for rival in self.holders}
+        return frozenset(holders | {(rival.job, rival.number, ()) for rival in self.before})
+
+    def words(self) -> str:
+        """`place 2 in the queue, behind ada's job x-1 (has GPUs of a, b for 12m03s), bob's job y-1 (waits for 5m)`."""
+        rivals = [f"{each.name} (has GPUs of {some(each.nodes, SHOWN)}{_for(each)})" for each in self.holders]
+        rivals += [f"{each.name} (waits{_for(each)})" for each in reversed(self.before)]
+        return f"place {self.place} in the queue, behind {some(rivals, SHOWN)}"
+
+
+def _for(rival: Rival) -> str:
+    return "" if rival.since_s is None else f" for {format_duration(rival.since_s)}"
+
+
+def read_answer(node: str, answer: Mapping[str, Any]) -> HostAnswer:
+    """Raises ValueError, TypeError, KeyError, AttributeError for a malformed answer."""
+    if answer.get("lost") is True:
+        return HostAnswer(lost=True)
+    tickets, ahead, held = (
+        tuple(_rival(node, row) for row in answer[rows][:MOST]) for rows in ("tickets", "ahead", "held")
+    )
+    silent = tuple(one_line(login, 60) for login in answer.get("silent", ())[:SHOWN])
+    return HostAnswer(tickets, ahead, held, cancelled=answer.get("cancelled") is True, silent=silent)
+
+
+def _rival(node: str, row: Mapping[str, Any]) -> Rival:
+    since_s, number = row.get("since_s"), int(row.get("number", 0))
+    if since_s is not None and not (math.isfinite(since_s) and since_s >= 0):
+        since_s = None
+    if not 0 <= number < 1 << 53:
+        raise ValueError(f"number {number}")
+    return Rival(one_line(row["job"], 120), one_line(row["user"], 60), since_s, (node,), number)
+
+
+def place_of(answers: Mapping[str, HostAnswer]) -> PlaceInQueue:
+    holders = _by_job(rival for answer in answers.values() for rival in answer.held)
+    started = {rival.job for rival in holders}  # a job keeps its tickets until all its hosts have started it
+    before = _in_order(rival for answer in answers.values() for rival in answer.ahead if rival.job not in started)
+    return PlaceInQueue(tuple(holders), tuple(before))
+
+
+def queue_of(answers: Mapping[str, HostAnswer]) -> tuple[Rival, ...]:
+    return tuple(_in_order(rival for answer in answers.values() for rival in answer.tickets))
+
+
+def _in_order(rivals: Iterable[Rival]) -> list[Rival]:
+    return sorted(_by_job(rivals), key=lambda rival: (rival.number, rival.job))
+
+
+def _by_job(rivals: Iterable[Rival]) -> list[Rival]:
+    """One rival per job, with all its nodes."""
+    rows: dict[str, list[Rival]] = {}
+    for rival in rivals:
+        rows.setdefault(rival.job, []).append(rival)
+    return [reduce(_joined, several) for several in rows.values()]
+
+
+def _joined(one: Rival, other: Rival) -> Rival:
+    nodes = tuple(sorted({*one.nodes, *other.nodes}))
+    since_s = max((each.since_s for each in (one, other) if each.since_s is not None), default=None)
+    return replace(one, nodes=nodes, since_s=since_s, number=max(one.number, other.number))
+
+
+ASK_S = 30.0
+POLL_S, MOST_POLL_S = 3.0, 15.0
+"""Between two looks at the queue; longer the more jobs are ahead, since each look costs the hosts something."""
+OCCUPIED_S = 15.0
+"""Between two looks at GPUs that other programs use."""
+AWAY_S = 300.0
+"""How long a host may give no answer while its job waits."""
+TRIES = 3
+"""Starts that hosts refuse although no job is ahead."""
+START_LEASE_S = 300.0
+"""The tickets are not renewed while the job starts."""
+CROSSED_S = 10.0
+"""Two starts within this time of each other count as simultaneous; the second one waits that long for the first."""
+LOST = "lost its ticket for this job; it is at the end of the queue again"
+
+
+class Turn:
+    """say: called with each line for the user. limit_s: the longest wait; None for no limit."""
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        memory: RememberedJobs,
+        connections: Connections,
+        say: Callable[[str], None],
+        limit_s: float | None,
+    ) -> None:
+        self._plan, self._memory, self._say, self._limit_s = plan, memory, say, limit_s
+        self._hosts = _Hosts(plan, connections)
+        self._began = time.monotonic()
+        self._answered = dict.fromkeys(self._hosts.names, self._began)
+        self._reported: object = None
+        self._refused = 0
+        self._silent = set[tuple[str, str]]()
+        self._pause_s = POLL_S
+
+    def __enter__(self) -> Turn:
+        try:
+            self._take()
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        self._leave()
+        if kind and issubclass(kind, KeyboardInterrupt):
+            self._say(f"{self._plan.job} has left the queue")
+
+    def wait(self) -> None:
+        """Raises TurnError at the time limit or if the run is cancelled, RefusedError if a host stays away."""
+        while not self._has_come():
+            self._refuse_late()
+            time.sleep(self._pause_s)
+        self._reported = None
+        self._hosts.ask("renew", lease_s=START_LEASE_S)
+
+    def goes_on(self, error: HostsError) -> bool:
+        """Whether to wait again after a start that failed with this error. Pauses before it returns True."""
+        if all(isinstance(each, OccupiedError) for each in error.errors):
+            self._report(error.message, f"waits: {error.message}")
+            self._refuse_late()
+            time.sleep(OCCUPIED_S)
+            return True
+        if not all(type(each) is HostError for each in error.errors):  # any other type means that no answer came
+            return False
+        if self._has_come():  # the job that was in the way has ended since, or something else is wrong
+            self._refused += 1
+            time.sleep(POLL_S)
+        return self._refused < TRIES
+
+    def _has_come(self) -> bool:
+        answers = self._hosts.ask("renew")
+        self._refuse_away(errors_by_node(answers))
+        present = values(answers)
+        if any(answer.cancelled for answer in present.values()):
+            raise TurnError(f"{self._plan.job} was cancelled while it waited", "", exit_code=1)
+        if lost := [name for name, answer in present.items() if answer.lost]:
+            self._leave()
+            self._take()
+            self._say(f"{', '.join(lost)} {LOST}")
+            return False
+        self._report_silent(present)
+        queue = place_of(present)
+        if not queue.is_turn:
+            self._pause_s = min(POLL_S * max(1, queue.place - 1), MOST_POLL_S)
+            self._report(queue.behind, f"{self._plan.job} waits: {queue.words()}")
+        return queue.is_turn and not errors(answers)
+
+    def _take(self) -> None:
+        """On every host, with one number for all. Raises RefusedError."""
+        answers = self._hosts.ask("look")
+        if not errors(answers):
+            numbers = (ticket.number for answer in values(answers).values() for ticket in answer.tickets)
+            answers = self._hosts.ask("take", number=1 + max(numbers, default=0))
+        if errors(answers):
+            raise RefusedError(errors(answers))
+        run = WaitingRun(schema=1, job=self._plan.job, cluster=self._plan.cluster, nodes=tuple(self._hosts.names))
+        self._memory.remember_waiting(run)
+
+    def _leave(self) -> None:
+        self._memory.forget_waiting(self._plan.job)  # first: a run without tickets looks as if its controller died
+        self._hosts.ask("leave")
+
+    def _report(self, state: object, line: str) -> None:
+        """Once, until the state is another."""
+        if state != self._reported:
+            self._reported = state
+            self._say(line)
+
+    def _report_silent(self, answers: Mapping[str, HostAnswer]) -> None:
+        """Once for each login of a host."""
+        silent = {(name, login) for name, answer in answers.items() for login in answer.silent}
+        for name, login in sorted(silent - self._silent):
+            whose = login or "another login"
+            self._say(f"{name}: sockets of {whose} look like tickets but give no answer; they are passed over")
+        self._silent |= silent
+
+    def _refuse_away(self, away: Mapping[str, HostError]) -> None:
+        """Reports hosts that give no answer. Raises RefusedError for those that have given none for AWAY_S."""
+        now = time.monotonic()
+        self._answered |= {name: now for name in self._answered if name not in away}
+        if gone := [error for name, error in away.items() if now > self._answered[name] + AWAY_S]:
+            raise RefusedError(gone)
+        for error in away.values():
+            self._report(error.message, f"{error.message}; asking again for {format_duration(AWAY_S)}")
+
+    def _refuse_late(self) -> None:
+        if self._limit_s is not None and time.monotonic() > self._began + self._limit_s:
+            waited = format_duration(self._limit_s)
+            raise TurnError(f"{self._plan.job} was still queued after {waited}", "`orch jobs` shows the queue")
+
+
+def crossed(plan: LaunchPlan, connections: Connections, error: HostsError) -> bool:
+    """Whether another start at the same moment may have caused these refusals and was refused likewise: each has a GPU
+    that the other needs. Neither runs then, and tickets decide which one goes first.
+    """
+    hosts = _Hosts(plan, connections)
+    names_gpu = [any(gpu in each.message for gpu in plan.node(each.node).gpu_uuids) for each in error.errors]
+    if not all(names_gpu) or len(names_gpu) == len(hosts.names):  # else this start had a GPU itself
+        return False
+    answers = hosts.ask("look")
+    queue = place_of(values(answers))
+    just_now = all(each.since_s is not None and each.since_s < CROSSED_S for each in queue.holders)
+    return just_now and not queue.before and not errors(answers)
+
+
+class _Hosts:
+    """A job's hosts with GPUs, asked all at once. A lost connection is opened again."""
+
+    def __init__(self, plan: LaunchPlan, connections: Connections) -> None:
+        self._plan, self._connections = plan, connections
+        self.names = [node.name for node in plan.nodes if node.gpu_uuids]
+
+    def ask(self, action: str, **more: Any) -> dict[str, HostAnswer | HostError]:
+        owner = self._plan.owner.id if self._plan.owner else ""
+        request = {"action": action, "job": self._plan.job, "owner": owner, **more}
+        return for_each({name: name for name in self.names}, partial(self._ask_host, request), deadline_s=2 * ASK_S)
+
+    def _ask_host(self, request: Mapping[str, Any], name: str) -> HostAnswer:
+        request = {**request, "node": name, "gpus": list(self._plan.node(name).gpu_uuids)}
+        try:
+            return _ask(self._connections.current(name), request)
+        except ConnectError:  # the connection may have broken since the last time
+            return _ask(self._connections.reopen(name), request)
+
+
+def _ask(host: ConnectedHost, request: Mapping[str, Any]) -> HostAnswer:
+    answer = ask.ask(host, "gpu_queue", {"workdir": host.workdir, **request}, timeout_s=ASK_S)
+    if request["action"] in ("leave", "cancel"):
+        return HostAnswer(lost=answer.get("lost") is True)
+    return ask.understood(host.node, lambda: read_answer(host.node, answer))
+
+
+def _look(gpus: Mapping[str, Sequence[str]], host: ConnectedHost) -> HostAnswer:
+    return _ask(host, {"action": "look", "gpus": gpus.get(host.node, [])})
+
+
+# ---- from another command ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """runs: all queued runs by cluster, in the queue's order. own: this home's. lost: this home's runs that lost their
+    places because their controllers died.
+    """
+
+    runs: Mapping[str, tuple[Rival, ...]]
+    own: frozenset[str] = frozenset()
+    lost: tuple[str, ...] = ()
+
+
+class Queue:
+    """The queue on the hosts of this home's runs."""
+
+    def __init__(self, memory: RememberedJobs, connections: Connections) -> None:
+        self._memory, self._connections = memory, connections
+
+    def cancel(self, wanted: str) -> str | None:
+        """Takes a run out of the queue: its controller sees the mark and gives up. Returns the run's id, None if no
+        queued run is meant. Raises HostsError.
+        """
+        run = self._memory.waiting_run(wanted)
+        if not run or self._has_started(run.job):
+            return None
+        request = {"action": "cancel", "job": run.job, "owner": read_owner(self._memory.home).id, "gpus": []}
+        answers = self._each(run.cluster, run.nodes, lambda host: _ask(host, {**request, "node": host.node}))
+        if errors(answers):
+            raise HostsError(errors(answers))
+        if all(answer.lost for answer in values(answers).values()):
+            self._memory.forget_waiting(run.job)
+            return None
+        return run.job
+
+    def _has_started(self, job: str) -> bool:
+        """Whether it runs or is about to."""
+        return job in self._memory.job_ids() and self._memory.job_record(job).state not in ENDED
+
+    def waiting(self, jobs: Sequence[JobRecord], cluster: str | None = None) -> Waiting:
+        """The queue for the GPUs of those of these jobs that have not ended, and on the hosts of this home's queued
+        runs. cluster: runs of this cluster only.
+        """
+        nodes = self._nodes_of(jobs)
+        runs = [run for run in self._memory.waiting_runs() if cluster in (None, run.cluster)]
+        queues, lost = dict[str, tuple[Rival, ...]](), list[str]()
+        for name in sorted({*nodes, *(run.cluster for run in runs)}):
+            own = [run for run in runs if run.cluster == name]
+            asked = sorted({*nodes.get(name, ()), *(node for run in own for node in run.nodes)})
+            with suppress(OrchError):  # a damaged or forgotten cluster: `orch jobs` reports it with its jobs
+                answers = self._each(name, asked, partial(_look, self._gpus_of(name)))
+                queues[name] = queue_of(values(answers))
+                lost += self._forget_gone(own, queues[name], errors_by_node(answers))
+        return Waiting(queues, frozenset(run.job for run in runs).difference(lost), tuple(lost))
+
+    def _nodes_of(self, jobs: Sequence[JobRecord]) -> dict[str, set[str]]:
+        """By cluster: the hosts on which jobs that have not ended have GPUs."""
+        nodes: dict[str, set[str]] = {}
+        for job in jobs:
+            if job.state not in FINAL_STATES:
+                with suppress(OrchError):  # a damaged plan is reported elsewhere
+                    if on_gpus := {node.name for node in self._memory.plan(job.id).nodes if node.gpu_uuids}:
+                        nodes.setdefault(job.cluster, set()).update(on_gpus)
+        return nodes
+
+    def _gpus_of(self, cluster: str) -> dict[str, list[str]]:
+        return {node: [gpu.uuid for gpu in facts.gpus] for node, facts in self._memory.cluster(cluster).facts.items()}
+
+    def _forget_gone(
+        self, runs: Sequence[WaitingRun], queue: Sequence[Rival], away: Mapping[str, HostError]
+    ) -> Iterator[str]:
+        """Runs whose controllers died while they waited; not those that have left the queue or started meanwhile."""
+        queued = {rival.job for rival in queue}
+        for run in runs:
+            if run.job not in queued and away.keys().isdisjoint(run.nodes) and run in self._memory.waiting_runs():
+                self._memory.forget_waiting(run.job)
+                if run.job not in self._memory.job_ids():
+                    yield run.job
+
+    def _each(
+        self, cluster: str, names: Sequence[str], action: Callable[[ConnectedHost], HostAnswer]
+    ) -> dict[str, HostAnswer | HostError]:
+        wanted = [node for node in self._memory.cluster(cluster).nodes if node.name in names]
+        return self._connections.each(wanted, action, deadline_s=ASK_S)

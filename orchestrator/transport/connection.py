@@ -1,0 +1,257 @@
+"""The way to one host: through its jump hosts, each with its checked key and a login, until a deadline.
+
+    connection = Dialler(route, host_keys, accept_new, ask_passphrase, timeout_s=10).open(timeout_s=10)
+    connection.transport.open_session()
+
+Hundreds of hosts are dialled at once. Key exchanges cost our processor some 50 ms each, so few are under way at a time;
+a host has its turn when its server has greeted us, and never waits behind one that is silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import fabric
+import paramiko
+
+from orchestrator.errors import AuthError, ConnectError
+from orchestrator.transport import ssh_errors
+from orchestrator.transport.deadline import Deadline
+from orchestrator.transport.hostkeys import HostKeys, OfferedKey, Peer, UnknownHostKeyError
+from orchestrator.transport.login import AskPassphrase, Login
+from orchestrator.transport.route import Hop
+from orchestrator.transport.session import SignalAwareTransport
+from orchestrator.transport.ssh_errors import hung_up_early, offer, translated
+
+_KEY_EXCHANGES = 16  # at once, over all hosts: more of them only make each last longer
+
+# What is out of use: CBC modes, MACs on MD5 and SHA-1, key exchange and signatures on SHA-1 (RFC 9142, RFC 8332).
+_DISABLED = {
+    "ciphers": ["aes128-cbc", "aes192-cbc", "aes256-cbc", "blowfish-cbc", "3des-cbc"],
+    "macs": ["hmac-md5", "hmac-md5-96", "hmac-sha1", "hmac-sha1-96"],
+    "kex": ["diffie-hellman-group1-sha1", "diffie-hellman-group14-sha1", "diffie-hellman-group-exchange-sha1"],
+    "keys": ["ssh-rsa", "ssh-dss"],
+    "pubkeys": ["ssh-rsa", "ssh-dss"],
+}
+
+_key_exchanges = threading.Semaphore(_KEY_EXCHANGES)
+
+
+@dataclass(frozen=True)
+class Connection:
+    """An open connection with everything that it rests upon."""
+
+    transport: paramiko.Transport
+    resources: ExitStack
+    tries: int = 1
+    """So many did it take: a server that has too many logins at a time hangs up on some."""
+    took_s: float = 0.0
+    """Our own queues apart."""
+
+    def close(self) -> None:
+        self.resources.close()
+
+
+@dataclass(frozen=True)
+class Dialler:
+    """All that is needed to connect, again and again. look_only: refuse every last key as unknown, to see it."""
+
+    route: tuple[Hop, ...]
+    host_keys: HostKeys
+    accept_new: bool
+    ask_passphrase: AskPassphrase | None = field(repr=False)
+    timeout_s: float
+    look_only: bool = False
+    dial_s: float = math.inf
+
+    @property
+    def node(self) -> str:
+        return self.route[-1].peer.node
+
+    def open(self, timeout_s: float) -> Connection:
+        """Dials until the deadline, again where a server hung up before it greeted us. A refused login is final."""
+        deadline = Deadline(min(self.timeout_s, timeout_s))
+        pause_s, tries = 0.2, 0
+        while True:
+            tries += 1
+            try:
+                return replace(self._dial(deadline), tries=tries, took_s=deadline.spent())
+            except ConnectError as error:
+                if not hung_up_early(error.__cause__) or deadline.left() < pause_s:
+                    raise
+            time.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - spreads load, keeps no secret
+            pause_s = min(2 * pause_s, 2.0)
+
+    def _dial(self, deadline: Deadline) -> Connection:
+        with ExitStack() as resources:
+            transport = None
+            for hop in self.route:
+                late = f"no SSH login within {deadline.timeout_s:g} s"
+                with login_slot(hop, deadline), translated(hop, late, deadline):
+                    transport = self._open_hop(hop, transport, deadline, resources)
+            assert transport  # noqa: S101 - for the type checker: a route has hops
+            if len(self.route) > 1:
+                threading.Thread(target=ssh_errors.beat, args=(transport,), name="orch-heartbeat", daemon=True).start()
+            return Connection(transport, resources.pop_all())
+
+    def _open_hop(
+        self, hop: Hop, jump: paramiko.Transport | None, deadline: Deadline, resources: ExitStack
+    ) -> paramiko.Transport:
+        """jump: the open connection to the hop before it."""
+        dial = Deadline(min(self.dial_s, deadline.left()))
+        late = "no answer" if self.dial_s < deadline.timeout_s else "no SSH login"
+        with translated(hop, f"{late} within {min(self.dial_s, deadline.timeout_s):g} s", dial):
+            sock = _through(jump, hop, dial) if jump else resources.enter_context(_dial_tcp(hop, dial))
+        _await_greeting(sock, deadline)
+        with ExitStack() as turn:
+            with deadline.paused():
+                turn.enter_context(_key_exchanges)
+            late = f"the host answered, but the SSH login did not finish within {deadline.timeout_s:g} s"
+            with translated(
+                hop, late, deadline, "raise `connect_timeout:` in the inventory, or look why it is so slow"
+            ):
+                return self._log_in(hop, sock, deadline, resources, turn.close)
+
+    def _log_in(
+        self, hop: Hop, sock: Any, deadline: Deadline, resources: ExitStack, keys_exchanged: Callable[[], None]
+    ) -> paramiko.Transport:
+        """By fabric, which brings a hop's settings, its host key policy and its login together. Jump hosts and commands
+        are paramiko's: fabric's gateway has no deadline, and its `run` none for a write, and decodes what comes.
+        """
+        settings = {
+            "sock": sock,
+            "timeout": deadline.left(),
+            "banner_timeout": deadline.left(),
+            "channel_timeout": deadline.left(),
+            "disabled_algorithms": _DISABLED,
+            "transport_factory": lambda sock, **options: self._transport(hop, sock, deadline, options),
+            "auth_strategy": Login(hop, deadline, self.ask_passphrase, keys_exchanged),
+        }
+        # An empty configuration: neither ~/.fabric.yaml nor fabric's reading of ~/.ssh/config may change anything, and
+        # without a gateway fabric takes our socket.
+        config = fabric.Config(lazy=True, ssh_config=paramiko.SSHConfig())
+        connection = fabric.Connection(hop.host, hop.user, hop.port, config, gateway=False, connect_kwargs=settings)
+        connection.client.set_missing_host_key_policy(self._policy(hop))  # fabric's own accepts every key
+        resources.callback(connection.client.close)
+        try:
+            connection.open()
+        except paramiko.ssh_exception.IncompatiblePeer as error:
+            raise paramiko.ssh_exception.IncompatiblePeer(f"{error}{offer(connection.client, error)}") from error
+        transport: paramiko.Transport = connection.transport
+        return transport
+
+    def _policy(self, hop: Hop) -> paramiko.MissingHostKeyPolicy:
+        look_only = self.look_only and hop is self.route[-1]
+        return _StrictPolicy(hop.peer, self.host_keys, self.accept_new, look_only)
+
+    def _transport(self, hop: Hop, sock: Any, deadline: Deadline, options: dict[str, Any]) -> paramiko.Transport:
+        transport = SignalAwareTransport(sock, **options)
+        transport.handshake_timeout = deadline.left()
+        security = transport.get_security_options()
+        # Where a host has it: AES-GCM takes a third less of our processor than AES-CTR with an HMAC.
+        security.ciphers = tuple(sorted(security.ciphers, key=lambda name: "-gcm@" not in name))
+        # The type of key that we know comes first: a host with several keys must not look unknown.
+        transport.first_keys = tuple(self.host_keys.algorithms(hop.peer))
+        return transport
+
+
+class _StrictPolicy(paramiko.MissingHostKeyPolicy):
+    """paramiko is given no known hosts, so that every key comes here."""
+
+    def __init__(self, peer: Peer, host_keys: HostKeys, accept_new: bool, look_only: bool) -> None:
+        self._peer = peer
+        self._host_keys = host_keys
+        self._accept_new = accept_new
+        self._look_only = look_only
+
+    def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
+        if self._look_only:
+            raise UnknownHostKeyError(OfferedKey(self._peer, key), "not compared yet", "")
+        self._host_keys.check(self._peer, key, accept_new=self._accept_new)
+
+
+@contextlib.contextmanager
+def _dial_tcp(hop: Hop, deadline: Deadline) -> Iterator[socket.socket]:
+    """A TCP connection to the first of the host's addresses that answers; closed on leaving."""
+    addresses = socket.getaddrinfo(hop.host, hop.port, type=socket.SOCK_STREAM)
+    for position, (family, kind, protocol, _, address) in enumerate(addresses):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(max(0.01, deadline.left() / (len(addresses) - position)))
+            sock.connect(address)
+        except OSError:
+            sock.close()
+            if position == len(addresses) - 1:
+                raise
+            continue
+        with sock:
+            ssh_errors.tune(sock)
+            yield sock
+        return
+
+
+def _through(jump: paramiko.Transport, hop: Hop, deadline: Deadline) -> paramiko.Channel:
+    """A connection that the jump host opens for us."""
+    place, ours = (hop.host, hop.port), ("", 0)
+    return jump.open_channel("direct-tcpip", place, ours, timeout=max(0.01, deadline.left()))
+
+
+def _await_greeting(sock: socket.socket | paramiko.Channel, deadline: Deadline) -> None:
+    """A server speaks first (RFC 4253, 4.2): until it does, it takes none of our turns. Raises TimeoutError."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(sock, selectors.EVENT_READ)
+        if not selector.select(deadline.left()):
+            raise TimeoutError
+
+
+# Turns at SSH servers: many hosts may share one as their jump host, and it takes few logins at once.
+
+HANDSHAKES_PER_SERVER = 8  # sshd's MaxStartups drops logins at random from 10 on; matters most for a jump host
+
+
+class _Server:
+    """An SSH server, which many hosts share when it is their jump host.
+
+    failures: by hop, when we last failed to get through, and why.
+    """
+
+    def __init__(self) -> None:
+        self.slots = threading.Semaphore(HANDSHAKES_PER_SERVER)
+        self.failures: dict[Hop, tuple[float, ConnectError | AuthError]] = {}
+
+
+_servers: dict[tuple[str, int], _Server] = {}
+
+
+@contextlib.contextmanager
+def login_slot(hop: Hop, deadline: Deadline) -> Iterator[None]:
+    """At most so many handshakes with one server at once. What a jump host did to one who stood before us in the queue
+    it would do to us: a dead one is not dialled for each host behind it.
+    """
+    server = _servers.setdefault((hop.host, hop.port), _Server())
+    anybodys = replace(hop, peer=replace(hop.peer, node=""))
+    came_at = time.monotonic()
+    with deadline.paused():
+        server.slots.acquire()
+    try:
+        failed_at, failure = server.failures.get(anybodys, (0.0, None))
+        if failure and failed_at > came_at:
+            raise type(failure)(hop.peer.node, failure.message.removeprefix(f"{failure.node}: "), failure.remedy)
+        try:
+            yield
+        except (ConnectError, AuthError) as error:
+            if hop.peer.jump and not hung_up_early(error.__cause__):
+                server.failures[anybodys] = (time.monotonic(), error)
+            raise
+    finally:
+        server.slots.release()

@@ -1,0 +1,240 @@
+"""The table of a cluster's hosts: `up`, `status`, `node`."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.text import Text
+
+from orchestrator.errors import HostError
+from orchestrator.hosts.cluster import Cluster
+from orchestrator.planning.profiles import BlockTimes, RankProfile, measured_shares
+from orchestrator.results.network import Collectives, link_matrix
+from orchestrator.results.summary import NodeSummary, Summary
+from orchestrator.results.timeline import StageSummary
+from orchestrator.text import one_line
+from orchestrator.units import counted, format_bytes
+from orchestrator.views import console
+from orchestrator.views import console as tables
+from orchestrator.views.console import LEAST_NAME, UNKNOWN, age, figure, percent, table
+from orchestrator.views.documents import cluster_json
+from orchestrator.views.job_table import failure_words
+
+
+def print_cluster(cluster: Cluster) -> None:
+    _print_nodes(cluster, cluster_json(cluster)["nodes"], "added")
+
+
+def print_status(cluster: Cluster, silent: Mapping[str, HostError] | None) -> None:
+    """silent: the nodes that do not answer at this moment; None where nobody looked."""
+    nodes = cluster_json(cluster, silent)["nodes"]
+    _print_nodes(cluster, [{**node, "probed": age(node["probed"])} for node in nodes], "probed")
+    known = {name: problem.as_error(name) for name, problem in cluster.problems.items()}
+    console.fail_each({**known, **(silent or {})}.values())
+
+
+def _print_nodes(cluster: Cluster, nodes: Sequence[Mapping[str, Any]], when: str) -> None:
+    """when: the key of the time that comes last."""
+    columns = ("name", "IP", "id", "note", "GPU", "bandwidth", "image", "torch", "venv", "status", when)
+    rows = [[str(node["address" if column == "IP" else column.lower()] or "") for column in columns] for node in nodes]
+    filled = [index for index in range(len(columns)) if any(row[index] for row in rows)]  # a narrow screen has no room
+    shown = [[row[index] for index in filled] for row in rows]
+    drop = ("added", "venv", "note", "image", "id", "bandwidth")
+    console.out.print(table(f"cluster {cluster.name}", [columns[index] for index in filled], shown, drop=drop))
+    if cluster.master:
+        console.out.print(Text.assemble("master: ", console.plain(cluster.master_reason, "bold")))
+
+
+# The table of `orch profile`: how fast each rank is alone, and its part of a batch.
+
+
+def print_profiles(batch: int, known: Sequence[RankProfile]) -> None:
+    shares = measured_shares(batch, known)
+    tables.print_table(titles(batch), [cells(batch, each, shares.get(each.rank)) for each in known], right_from=2)
+    if words := blocks_words([each.profile.blocks for each in known if each.profile.blocks]):
+        console.put(words)
+
+
+def titles(batch: int) -> tuple[str, ...]:
+    return ("host", "GPU", "fixed ms", "ms/sample", "samples/s", "most at once", f"share of {batch}", "measured")
+
+
+def cells(batch: int, each: RankProfile, share: int | None) -> tuple[str, ...]:
+    """A line of the table. share: the rank's part of the batch, if it is known."""
+    (node, local_rank), known = each.rank, each.profile
+    return (
+        node if known.ranks == 1 else f"{node}:{local_rank}",
+        known.gpu or known.device_name,
+        figure(known.fixed_ms),
+        figure(known.sample_ms),
+        figure(known.samples_per_s(batch)),
+        str(known.cap) if known.cap else f"> {known.largest}",
+        UNKNOWN if share is None else str(share),
+        ("now" if each.fresh else known.created[:16].replace("T", " ")) + f" on {known.node}",
+    )
+
+
+def blocks_words(known: Sequence[BlockTimes]) -> str:
+    """What is known of the network's blocks, "" where no rank measured them."""
+    if not known:
+        return ""
+    stretches = min(blocks.stretches for blocks in known)
+    in_groups = f" in {counted(stretches, 'group')}" if stretches < known[0].count else ""
+    least, most = (figure(of(blocks.fixed_ms for blocks in known)) for of in (min, max))
+    fixed = least if least == most else f"{least} to {most}"
+    return f"blocks: {known[0].count} measured{in_groups}, fixed {fixed} ms a micro-batch"
+
+
+# The summary of a collected run: its hosts compared, and what that comes to.
+
+COLUMNS = (
+    *("node", "GPU", "ranks", "batch/rank", "samples/s", "alone*", "step ms"),
+    *("load", "compute", "sync", "wait"),
+)
+DISPENSABLE = ("ranks", "batch/rank", "load", "GPU", "alone*")
+"""What a narrow screen does without, the first ones first."""
+SLOWED_SHOWN = 5
+CLASSES_SHOWN = 20
+STAGE_COLUMNS = ("stage", "held by", "blocks", "work", "compute", "bubble", "wire", "waits for")
+
+
+def print_summary(summary: Summary) -> None:
+    """The comparison of the hosts, and what it comes to."""
+    if summary.collectives:
+        print_network(summary.collectives)
+    else:
+        print_hosts(summary)
+    if summary.first_failure:
+        console.put(failure_words(summary.first_failure))
+    for sentence in (*summary.missing, *summary.warnings):
+        console.warn(sentence)
+    for each in summary.faster:
+        console.put(each.words)
+        console.put(f"  try: {each.command}")
+    if summary.repeat:
+        console.put(f"repeat: {summary.repeat}")
+
+
+def print_hosts(summary: Summary) -> None:
+    title = f"{summary.experiment}: {summary.state}, {counted(summary.steps, 'measured step')}"
+    shown = table(title, COLUMNS, list(map(_cells, summary.nodes)), right_from=2, drop=DISPENSABLE)
+    console.out.print(shown)
+    if summary.samples_per_s is not None:
+        has_star = summary.efficiency is not None or any(column.header == "alone*" for column in shown.columns)
+        _print_speed(summary, has_star=has_star)
+    if summary.stages:
+        print_stages(summary)
+    for sentence in _findings(summary):
+        console.put(sentence)
+
+
+def print_stages(summary: Summary) -> None:
+    """How the network was cut, and where each part's time goes."""
+    rows = [_stage_cells(stage, several=summary.stages[-1].pipeline > 0) for stage in summary.stages]
+    shown = table("stages, ms a step", STAGE_COLUMNS, rows, right_from=3, left_from=7, drop=("work", "wire"))
+    console.out.print(shown)
+
+
+def _stage_cells(stage: StageSummary, *, several: bool) -> tuple[str, ...]:
+    """several: are there other pipelines beside?"""
+    number = f"{stage.pipeline + 1}.{stage.stage + 1}" if several else str(stage.stage + 1)
+    times = (figure(each) for each in (stage.compute_ms, stage.bubble_ms, stage.wire_ms))
+    return (number, stage.name, stage.blocks, percent(stage.work), *times, stage.waits_for or "-")
+
+
+def _cells(node: NodeSummary) -> tuple[str, ...]:
+    step = node.step_ms.p50 if node.step_ms else None
+    alone = node.solo_samples_per_s or node.own_samples_per_s
+    figures = (node.samples_per_s, alone, step, node.load_ms, node.compute_ms, node.sync_ms, node.wait_ms)
+    batch = "-" if node.batch_per_rank is None else str(node.batch_per_rank)
+    return (node.name, node.gpu, str(node.ranks), batch, *map(figure, figures))
+
+
+def _print_speed(summary: Summary, *, has_star: bool) -> None:
+    """How fast the whole was. has_star: a footnote says what the hosts alone are judged by."""
+    whole = f"cluster: {figure(summary.samples_per_s)} samples/s"
+    if summary.efficiency is not None:
+        whole += f", {percent(summary.efficiency)} of its hosts' combined standalone speed*"
+    console.put(whole)
+    if has_star:
+        console.out.print(f"* {summary.basis_words}", style="dim")
+    console.put(f"left out: {summary.left_out_words}")
+    if summary.samples_words:
+        console.put(summary.samples_words)
+    if summary.wall_clock_words:
+        console.put(summary.wall_clock_words)
+
+
+def _findings(summary: Summary) -> Iterator[str]:
+    """What limited the run, who was waited for, and what it learned."""
+    if summary.prediction and summary.of_prediction:
+        yield f"{summary.prediction.words}; measured {percent(summary.of_prediction)} of it"
+    if summary.bound:
+        yield summary.bound.words
+    if summary.straggler:
+        yield f"straggler: {summary.straggler.node} — {summary.straggler.reason}"
+    for node in summary.slowed[:SLOWED_SHOWN]:
+        yield node.slowed_words
+    if more := summary.slowed[SLOWED_SHOWN:]:
+        yield f"so were GPUs of {counted(len(more), 'more host')} (the report and `--json` name them)"
+    if summary.batch_norm:
+        yield summary.batch_norm.words
+    if summary.accuracy is not None:
+        loss = f" ({summary.not_finite.words})" if summary.not_finite else ""
+        yield f"test accuracy: {percent(summary.accuracy, 2)}{loss}"
+        yield from class_lines(summary.accuracy_per_class)
+    if summary.target:
+        yield f"target accuracy: {summary.target.words}"
+    if summary.curves.epochs:
+        yield f"epochs: {summary.curves.epoch_words}"
+
+
+def class_lines(accuracies: Mapping[str, float]) -> list[str]:
+    """In at most 80 columns; of many classes those that did worst."""
+    worst = sorted(accuracies, key=lambda name: accuracies[name])[:5]
+    shown = list(accuracies) if len(accuracies) <= CLASSES_SHOWN else worst
+    head = "  by class, %: " if shown is not worst else f"  worst of {len(accuracies)} classes, %: "
+    cells = ", ".join(f"{one_line(name, 24)}\u00a0{100 * accuracies[name]:.1f}" for name in shown)
+    wrapped = textwrap.wrap(head + cells, 80, subsequent_indent="    ", break_long_words=False) if cells else []
+    return [line.replace("\u00a0", " ") for line in wrapped]
+
+
+# What a run of collectives measured: a table of its operations, and one of its links.
+
+
+def print_network(found: Collectives) -> None:
+    """A line an operation: what a small call costs, how fast a large one is, and the line between."""
+    columns = ["operation", "size", "µs", "size", "bus Gbps", "of declared", "alpha µs", "beta Gbps", "off by at most"]
+    rows = []
+    for each in found.operations:
+        ends = format_bytes(each.smallest_bytes), figure(each.latency_us), format_bytes(each.largest_bytes)
+        line = percent(each.of_declared), figure(each.alpha_us), figure(each.beta_gbps), percent(each.worst_error)
+        rows.append((each.operation, *ends, figure(each.busbw_gbps), *line))
+    declared = f", declared {figure(found.declared_gbps)} Gbps" if found.declared_gbps else ""
+    drop = ("off by at most", "of declared")
+    console.out.print(table(f"collectives{declared}", columns, rows, right_from=1, drop=drop))
+    if found.links:
+        print_links(*link_matrix(found))
+
+
+def print_links(names: Sequence[str], gbps: Mapping[tuple[str, str], float]) -> None:
+    """From each host (a line) to each (a column), in as many tables as the screen's width asks for."""
+    title: str | None = "Gbps from one host to another, by itself"
+    first = max(len("from / to"), *map(len, names))
+    for part in _parts(names, max(LEAST_NAME, console.out.width - first)):
+        rows = [(a, *(figure(gbps.get((a, b))) for b in part)) for a in names]
+        console.out.print(table(title, ["from / to", *part], rows, right_from=1))
+        title = None
+
+
+def _parts(names: Sequence[str], width: int) -> Iterator[list[str]]:
+    """The names cut into runs that stand beside each other on so many columns, two before each; at least one a run."""
+    part: list[str] = []
+    for name in names:
+        if part and sum(len(each) + 2 for each in (*part, name)) > width:
+            yield part
+            part = []
+        part.append(name)
+    yield part

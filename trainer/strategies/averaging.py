@@ -1,0 +1,337 @@
+"""Every rank trains by itself, and every few updates all weights become their mean: `parameter_average`, and `local`.
+
+McDonald, Hall and Mann 2010; with several updates in between it is local SGD (Stich 2019). After every single update of
+SGD it is the exact gradient: w - lr * sum_j (m_j/n) g_j. The ranks' momenta stay their own.
+
+What travels is how far each rank came since the last average, so that it may be rounded to 16 bits: the weights
+themselves would lose their last digits. The mean of these changes is a step of an outer optimiser (DiLoCo,
+Douillard et al. 2023): with a learning rate of 1 and no momentum it leads to the mean of the weights.
+
+With `overlap` the ranks train on while the changes travel, and take the mean over so many updates later: what they came
+since then is put on top of it, and is part of the next change (CoCoD-SGD, Shen et al. 2019; Streaming DiLoCo, Douillard
+et al. 2025). Nothing is lost or counted twice; a mean is only that much older.
+
+An evaluation or a checkpoint looks at the mean of the weights, and leaves each rank its own: a run goes on as if nobody
+had looked.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.compute.buffers import bytes_of, flatten, parts_of, unflatten
+from trainer.compute.models import trainable
+from trainer.compute.timer import Brake, Timer
+from trainer.shared import gpu_work
+from trainer.shared.errors import TrainError
+from trainer.shared.settings import Settings
+from trainer.strategies.after_backward import AfterBackward
+from trainer.strategies.base import Base, Exchange, Strategy, WholeNetwork, first_rank, share_initial_state
+from trainer.strategies.gradient_sum import GradientSum
+from trainer.strategies.power_sgd import PowerSgd
+from trainer.strategies.without_samples import refuse_unused
+
+
+class ParameterAverage(Base):
+    """A rank counts by the samples it has trained on since the last average.
+
+    every: updates from one average to the next. overlap: those that go on while it travels, fewer than `every`.
+    is_exact: the update is to be that of one process, in which no parameter is left alone on some ranks only.
+    """
+
+    updates_alone = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sums: GradientSum,
+        timer: Timer,
+        brake: Brake,
+        every: int,
+        overlap: int = 0,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        is_exact: bool = False,
+    ) -> None:
+        self.model, self.is_exact = model, is_exact
+        self.sums = sums
+        self.timer = timer
+        self.brake = brake
+        self.every, self.overlap = every, overlap
+        self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
+        self.updates = 0  # of this round, as the samples
+        self.samples: float = 0
+        self.samples_of_all = 0
+        share_initial_state(model, sums.group)
+        self.has_begun = False  # a checkpoint may still be read before the first round
+        self.start: Tensor  # the weights with which the round began
+        self.sent_from: Tensor  # the weights at the end of the change that travels
+        self.way: Tensor
+        self.under_way = False
+        self.pieces: list[Any] = []  # parts of the weight change; empty once it has arrived
+        self.velocity = torch.zeros_like(flatten(trainable(model))) if outer_momentum else torch.empty(0)
+
+    def accumulate(self, loss_sum: Tensor, samples: int, batch: int) -> None:
+        (loss_sum / max(1, samples)).backward()
+
+    def backward_alone(self, loss_sum: Tensor, samples: int) -> None:
+        self.accumulate(loss_sum, samples, samples)
+        self.count(samples, of_all=0)
+
+    def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
+        self.accumulate(loss_sum, samples, samples)
+        if self.is_exact and any(weight.grad is None for weight in trainable(self.model)):
+            refuse_unused(self.model, loss_sum)
+        self.count(samples, of_all=batch)
+        self.brake.pause("sync")
+        self.pause_before_call()
+        return Exchange(self.timer.mark())
+
+    def count(self, samples: float, of_all: int) -> None:
+        """Called before the weights move by the gradient of so many samples. of_all: those of all ranks in an update
+        that all of them make, 0 in one of this rank's own.
+        """
+        if not self.has_begun:
+            self._begin()
+        self.samples += samples
+        self.samples_of_all += of_all
+
+    def pause_before_call(self) -> None:
+        if self.updates + 1 >= self.every:
+            self.brake.pause("call")
+
+    def after_update(self) -> None:
+        self.updates += 1
+        if self.under_way and self.updates >= self.overlap:
+            self._take_over()
+        if self.updates >= self.every:
+            self._send()
+            if not self.overlap:
+                self._take_over()
+
+    @property
+    def keeps_statistics(self) -> bool:
+        is_alone = self.sums.group.size() == 1
+        return (self.every == 1 or is_alone) and self.outer_lr == 1 and not self.outer_momentum
+
+    def settle(self) -> None:
+        for piece in self.pieces:
+            piece.wait()
+        self.pieces = []
+
+    def _begin(self) -> None:
+        self.has_begun, self.start = True, flatten(trainable(self.model))
+        self.sent_from, self.way = torch.empty_like(self.start), torch.empty_like(self.start)
+
+    def _send(self) -> None:
+        self.sums.executor(gpu_work.leave(bytes_of(self.way)), self._measure_way)
+        self.pieces, self.under_way = self.sums.begin_in_pieces(self.way), True
+        self.updates = self.samples = self.samples_of_all = 0
+
+    def _measure_way(self) -> None:
+        flatten(trainable(self.model), out=self.sent_from)
+        torch.sub(self.sent_from, self.start, out=self.way).mul_(self.samples / self.samples_of_all)
+
+    def _take_over(self) -> None:
+        self.settle()
+        self.under_way = False
+        arrive = gpu_work.arrive if self.updates else gpu_work.arrive_at_once
+        self.sums.executor(arrive(bytes_of(self.way)), self._go_on)
+
+    def _go_on(self) -> None:
+        self._step(self.start, self.velocity, self.way)
+        if self.updates:
+            ahead = torch.sub(self.start, self.sent_from, out=self.way)
+            for weight, part in parts_of(ahead, trainable(self.model)):
+                weight.add_(part)
+        else:  # to the same bits on every rank
+            unflatten(self.start, trainable(self.model))
+
+    def _step(self, start: Tensor, velocity: Tensor, way: Tensor) -> None:
+        """The outer optimiser's, in place, momentum as Nesterov has it."""
+        if self.outer_momentum:
+            velocity.mul_(self.outer_momentum).add_(way)
+            way.add_(velocity, alpha=self.outer_momentum)
+        start.add_(way, alpha=self.outer_lr)
+
+    # ---- what others see of it ----------------------------------------------------------------------------------
+
+    def whole(self) -> nn.Module:
+        """With the weights from which all would go on if they took over now what travels, and the plain mean of what
+        they have come since then. A copy, unless all have these weights: a look is no average, and no outer step.
+        """
+        if not self.updates and not self.under_way:
+            return self.model
+        self.settle()
+        start, since = self.start, self.start
+        if self.under_way:
+            start, since = self.start.clone(), self.sent_from
+            self._step(start, self.velocity.clone(), self.way.clone())
+        if self.updates:
+            came = flatten(trainable(self.model)).sub_(since).mul_(self.samples / self.samples_of_all)
+            for piece in self.sums.begin_in_pieces(came):
+                piece.wait()
+            start = came.add_(start)
+        network = copy.deepcopy(self.model)
+        unflatten(start, trainable(network))
+        return network
+
+    def own_state(self) -> dict[str, Tensor]:
+        """`weights` are this rank's own; `start`, and a change that has travelled, are the same on all ranks."""
+        kept = {"velocity.0": self.velocity}
+        if self.updates or self.under_way:
+            counts = torch.tensor([self.updates, self.samples, self.samples_of_all], dtype=torch.float64)
+            kept |= {"round.counts": counts, "round.start": self.start}
+            kept |= {f"weights.{number}": own.detach() for number, own in enumerate(trainable(self.model))}
+        if self.under_way:
+            self.settle()
+            kept |= {"travelling.from": self.sent_from, "travelling.way": self.way}
+        return kept
+
+    def expect(self, kept: Mapping[str, Tensor]) -> None:
+        if "round.counts" not in kept:
+            return
+        self._begin()
+        counts = kept["round.counts"].tolist()
+        if len(counts) != 3 or not all(math.isfinite(count) and count >= 0 for count in counts):
+            raise TrainError(
+                "resume: the checkpoint's round of local updates makes no sense: it is not as it was written"
+            )
+        self.updates, self.samples, self.samples_of_all = int(counts[0]), counts[1], int(counts[2])
+        self.under_way = "travelling.way" in kept
+
+    def regroup(self, part: float) -> None:
+        """The round goes on from the mean, which all have now, and which holds what travelled."""
+        if self.under_way:
+            self._step(self.start, self.velocity, self.way)
+        self.under_way = False
+        self.samples = self.samples_of_all * part
+
+
+def averaged(settings: Settings, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake) -> ParameterAverage:
+    """As the settings of `fidelity=local` have it."""
+    outer = (settings.outer_lr, settings.outer_momentum)
+    return ParameterAverage(model, sums, timer, brake, settings.local_steps, settings.overlap, *outer)
+
+
+# `fidelity=compressed`: gradients travel through PowerSGD.
+#
+# strategy = Compressed(model, sums, timer, brake, rank=2)
+
+TOGETHER = 500
+"""Updates after which all ranks take rank 0's weights: so seldom that they add less to an update than one more exchange
+of P would, which would leave the rounding of P Q^T in place besides.
+"""
+
+
+class Compressed(AfterBackward):
+    """All of a gradient at once, after backward: so little is left to send that there is nothing to hide."""
+
+    def __init__(self, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake, rank: int) -> None:
+        self.power_sgd = PowerSgd(trainable(model), rank)
+        super().__init__(model, sums, timer, brake, self.power_sgd)
+        self.updates = torch.zeros(1)
+
+    def after_update(self) -> None:
+        self.updates += 1
+        if self.updates % TOGETHER == 0:
+            self._share_rank_0s(self.model)
+
+    def own_state(self) -> dict[str, Tensor]:
+        return {"updates.compressed": self.updates, **self.power_sgd.state()}
+
+    def whole(self) -> nn.Module:
+        """A copy with rank 0's weights: a look brings no ranks together that would have stayed apart without it."""
+        network = copy.deepcopy(self.model)
+        self._share_rank_0s(network)
+        return network
+
+    def _share_rank_0s(self, network: nn.Module) -> None:
+        """Devices of different kinds orthogonalise P and round P Q^T differently, and nothing else would bring the
+        ranks together again.
+        """
+        for parameter in trainable(network):
+            dist.broadcast(parameter.detach(), src=first_rank(self.sums.group), group=self.sums.group)
+
+
+# Exact at first, while weights change fast, and a less exact strategy from then on: `compress_after`, `local_after`.
+#
+# strategy = ExactFirst(exact, Compressed(...), after=100)
+# strategy = ExactFirst(exact, ParameterAverage(...), after=100)       post-local SGD (Lin et al. 2020)
+
+
+class ExactFirst(WholeNetwork):
+    """exact: the strategy of the first `after` updates. later: that of all others."""
+
+    def __init__(self, exact: Strategy, later: Strategy, after: int) -> None:
+        self.exact: Strategy | None = exact
+        self.later = later
+        self.after = after
+        self.updates = torch.zeros(1)
+
+    @property
+    def _current(self) -> Strategy:
+        if self.updates >= self.after:
+            self.exact = None  # with its buckets, which take as much memory as all weights
+        return self.exact or self.later
+
+    @property
+    def model(self) -> nn.Module:
+        return self._current.model
+
+    @property
+    def keeps_statistics(self) -> bool:
+        return self._current.keeps_statistics
+
+    @property
+    def updates_alone(self) -> bool:
+        return self._current.updates_alone
+
+    @property
+    def meets_in_forward(self) -> bool:
+        return self._current.meets_in_forward
+
+    def no_loss(self) -> Tensor:
+        return self._current.no_loss()
+
+    def without_sync(self) -> AbstractContextManager[object]:
+        return self._current.without_sync()
+
+    def accumulate(self, loss_sum: Tensor, samples: int, batch: int) -> None:
+        self._current.accumulate(loss_sum, samples, batch)
+
+    def backward_alone(self, loss_sum: Tensor, samples: int) -> None:
+        self._current.backward_alone(loss_sum, samples)
+
+    def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
+        return self._current.backward(loss_sum, samples, batch)
+
+    def after_update(self) -> None:
+        self._current.after_update()
+        self.updates += 1
+
+    def settle(self) -> None:
+        self._current.settle()
+
+    def own_state(self) -> dict[str, Tensor]:
+        return {"updates.first": self.updates, **self.later.own_state()}
+
+    def expect(self, kept: Mapping[str, Tensor]) -> None:
+        if "updates.first" in kept:
+            self.updates.fill_(kept["updates.first"].sum())
+        if self.updates >= self.after:  # else the exact updates begin with the mean, which all have
+            self.later.expect(kept)
+
+    def regroup(self, part: float) -> None:
+        self.later.regroup(part)
+
+    def whole(self) -> nn.Module:
+        return self._current.whole()
