@@ -27,8 +27,8 @@ from orchestrator.errors import HostsError, UsageError
 from orchestrator.hosts.inventory_file import load_inventory
 from orchestrator.hosts.occupied import allow, not_allowed
 from orchestrator.jobs.job_queue import Rival
+from orchestrator.jobs.job_store import JobRecord
 from orchestrator.jobs.running import RunningJob
-from orchestrator.jobs.store import JobRecord
 from orchestrator.paths import Home, RunFolder
 from orchestrator.planning.job_spec import PYTHON, checked
 from orchestrator.planning.launch_plan import LaunchPlan

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 from orchestrator.doctor.seen import Host, Seen
 from orchestrator.doctor.table import Finding, checks_at, judge
 from orchestrator.errors import HostError, HostsError, OrchError, ProbeError, StateError, UnlikeError, UsageError
-from orchestrator.hosts import belongings, checks
-from orchestrator.hosts.belongings import Cleared, Mended, Reaped, Survey, Who
+from orchestrator.hosts import checks, work_folders
 from orchestrator.hosts.cluster import (
     Cluster,
     Problem,
@@ -37,7 +36,8 @@ from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.inventory import Inventory, Node
 from orchestrator.hosts.inventory_file import extra_again, with_secrets
 from orchestrator.hosts.probe import SLOW_TORCH_S, look, probe, shared_folders
-from orchestrator.jobs.store import ENDED
+from orchestrator.hosts.work_folders import Cleared, Mended, Reaped, Survey, Who
+from orchestrator.jobs.job_store import ENDED
 from orchestrator.owner import read_owner
 from orchestrator.planning.nccl import GpuHost, unlike_versions
 from orchestrator.store import Store
@@ -294,15 +294,15 @@ class Clusters:
 
     def look(self, cluster: Cluster) -> dict[str, Survey | HostError]:
         """What lies in each node's work folder, and whose it is."""
-        return self._on_each(cluster, belongings.survey_host)
+        return self._on_each(cluster, work_folders.survey_host)
 
     def reap(self, cluster: Cluster, *, end: bool) -> dict[str, Reaped | HostError]:
         """What jobs without a supervisor, and silent links, left on each node; `end` ends ours."""
-        return self._on_each(cluster, partial(belongings.reap, end=end))
+        return self._on_each(cluster, partial(work_folders.reap, end=end))
 
     def mend(self, cluster: Cluster, nodes: Sequence[Node], *, end: bool) -> dict[str, Mended | HostError]:
         """What starts and ends that were cut short left of ours on these nodes; `end` puts it in order."""
-        return self._on_each(cluster, partial(belongings.mend, end=end), nodes)
+        return self._on_each(cluster, partial(work_folders.mend, end=end), nodes)
 
     def down(self, cluster: Cluster, spared: Mapping[str, HostError] | None = None) -> dict[str, Cleared | HostError]:
         """Ends and removes what is this cluster's, and ours, on each node. spared: nodes to leave as they are, and why;
@@ -311,7 +311,7 @@ class Clusters:
         bare = cluster.with_venvs({})  # no environment is asked to remove itself
         spared = spared or {}
         nodes = [node for node in bare.nodes if node.name not in spared]
-        answers = {**self._on_each(bare, belongings.down, nodes), **spared}
+        answers = {**self._on_each(bare, work_folders.down, nodes), **spared}
         cleared = set(values(answers))
         with suppress(StateError):  # removed or damaged meanwhile: then no environment is remembered either
             self.store.change_cluster(cluster.name, lambda known: known.with_venvs(all_but(known.venvs, cleared)))
@@ -323,7 +323,7 @@ class Clusters:
         """nodes: of the cluster; None means all."""
         who = Who(read_owner(self.store.home), cluster.name)
         asked = cluster.nodes if nodes is None else nodes
-        return self.connections.each(asked, lambda host: action(host, who), deadline_s=belongings.CLEAR_S + 5)
+        return self.connections.each(asked, lambda host: action(host, who), deadline_s=work_folders.CLEAR_S + 5)
 
 
 def _usable(facts: Mapping[str, NodeFacts], problems: Mapping[str, object]) -> set[str]:

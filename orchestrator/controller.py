@@ -27,9 +27,9 @@ from orchestrator.transport.fanout import errors, values
 if TYPE_CHECKING:
     from orchestrator.clusters import Clusters
     from orchestrator.doctor.start import StartChecks
-    from orchestrator.hosts.belongings import Cleared
     from orchestrator.hosts.cluster import Cluster
     from orchestrator.hosts.inventory import Node
+    from orchestrator.hosts.work_folders import Cleared
     from orchestrator.jobs.collect import HeldError
     from orchestrator.jobs.job_queue import Queue
     from orchestrator.jobs.known import KnownJobs, LostJobs
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from orchestrator.planning.launch_plan import LaunchPlan
     from orchestrator.results.network import LinksCarried
     from orchestrator.results.summary import Summary
-    from orchestrator.starting.handover import Handovers
+    from orchestrator.starting.carry_over import Handovers
     from orchestrator.starting.planner import HostChooser, Planner
     from orchestrator.starting.retries import Asked, Retries
 
@@ -104,7 +104,7 @@ class Controller:
 
     @cached_property
     def handovers(self) -> Handovers:
-        from orchestrator.starting.handover import Handovers
+        from orchestrator.starting.carry_over import Handovers
 
         return Handovers(self.store, self.connections)
 
@@ -215,8 +215,8 @@ class Controller:
         that none of them was asked to run it. said: lines that an earlier plan of the same start has said.
         """
         from orchestrator.clusters import now_utc
+        from orchestrator.jobs.job_store import JobRecord
         from orchestrator.jobs.launch import launch
-        from orchestrator.jobs.store import JobRecord
 
         plan = plan.model_copy(update={"owner": read_owner(self.store.home)})
         handover = self.handovers.find(plan, blob)

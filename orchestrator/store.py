@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from orchestrator.errors import OrchError, StateError
 from orchestrator.files import make_folder
 from orchestrator.hosts.cluster import ListedCluster
-from orchestrator.jobs.store import ENDED, RememberedJobs
+from orchestrator.jobs.job_store import ENDED, RememberedJobs
 from orchestrator.record import write_record
 
 if TYPE_CHECKING:

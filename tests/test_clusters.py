@@ -10,7 +10,7 @@ import pytest
 from orchestrator import clusters
 from orchestrator.clusters import Clusters
 from orchestrator.errors import StateError, UsageError
-from orchestrator.hosts import belongings
+from orchestrator.hosts import work_folders
 from orchestrator.hosts.cluster import Cluster, Venv
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import Inventory
@@ -140,7 +140,7 @@ def test_a_release_by_what_was_read_before_undoes_nothing(rack: Rack) -> None:
 def test_a_down_forgets_environments_and_nothing_else(rack: Rack, python: str) -> None:
     venv = Venv(python=python, base_python=python, torch="2.0", torchvision="0.15")
     rack.ours.set_venvs("rack", {"a": venv})
-    rack.meanwhile(lambda: rack.theirs.release_node(rack.now, "b", restore=False), belongings, "down")
+    rack.meanwhile(lambda: rack.theirs.release_node(rack.now, "b", restore=False), work_folders, "down")
     rack.ours.down(rack.now)
     assert rack.now.released == ("b",) and rack.now.venvs == {}
 

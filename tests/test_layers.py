@@ -50,17 +50,17 @@ SPEAKS = {
     f"views.{name}"
     for name in (
         "host_tables",
-        "compare",
+        "run_comparison",
         "console",
         "following",
         "job_table",
     )
 }
-SPEAKS |= {"views.diagnosis", "views.job_table", "views.top"}
+SPEAKS |= {"views.doctor_tables", "views.job_table", "views.top"}
 SPEAKS |= {
     f"views.{name}"
     for name in (
-        "launch_plan",
+        "dry_run",
         "host_tables",
         "following",
         "study_table",

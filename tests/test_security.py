@@ -21,10 +21,10 @@ import pytest
 
 from orchestrator.controller import Controller
 from orchestrator.errors import HostError, OrchError, ProbeError, UsageError
-from orchestrator.hosts import belongings
-from orchestrator.hosts.belongings import Cleared, Who
+from orchestrator.hosts import work_folders
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.facts import Interface
+from orchestrator.hosts.work_folders import Cleared, Who
 from orchestrator.jobs import launch as control
 from orchestrator.jobs.collect import collect
 from orchestrator.jobs.frames import read_frames
@@ -435,7 +435,7 @@ def test_a_stranger_with_the_same_command_line_is_spared(tmp_path):
     ]
     try:
         host = ConnectedHost(LocalTransport("here"), sys.executable, None, str(tmp_path / "work"))
-        assert [found.there.job for found in belongings.reap(host, ada, end=True).found] == ["gone-1"]
+        assert [found.there.job for found in work_folders.reap(host, ada, end=True).found] == ["gone-1"]
         assert left.wait(10) == -9
         assert [stranger.poll() for stranger in strangers] == [None, None]
     finally:

@@ -58,7 +58,7 @@ def _work(settings: AnySettings, info: RankInfo, metrics: MetricsWriter) -> None
 
         measure(settings, info, metrics)
     elif settings.profile_s:
-        from trainer.measure.profiling import profile
+        from trainer.measure.profile_run import profile
 
         profile(settings, info, metrics)
     else:

@@ -218,8 +218,8 @@ _CODE = re.compile(r".*/code/[0-9a-f]{64}")
 
 if TYPE_CHECKING:
     from orchestrator.controller import Controller
-    from orchestrator.hosts.belongings import Cleared, Leftover, Reaped, Survey
     from orchestrator.hosts.cluster import Cluster
+    from orchestrator.hosts.work_folders import Cleared, Leftover, Reaped, Survey
     from orchestrator.jobs.pull import Output, Unpulled
 
 
@@ -331,8 +331,8 @@ def _wants_them(lost: Unpulled, out: Path, *, may_ask: bool) -> bool:
 
 def _pull_all(controller: Controller, cluster: Cluster, out: Path) -> None:
     """Ends the cluster's jobs first: a script may save its work when it is cancelled."""
+    from orchestrator.jobs.job_store import ENDED
     from orchestrator.jobs.pull import unpulled
-    from orchestrator.jobs.store import ENDED
     from orchestrator.paths import RunFolder
     from orchestrator.views import console
 

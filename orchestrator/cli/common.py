@@ -210,7 +210,7 @@ def agrees(question: str) -> bool:
 
 def chosen_id(controller: Controller, wanted: str | None, cluster: str | None) -> str:
     """The job that a line names, else the latest of its cluster, and then it says which one that is."""
-    from orchestrator.jobs.store import LATEST
+    from orchestrator.jobs.job_store import LATEST
     from orchestrator.views import console
 
     found = controller.store.find_job(wanted or LATEST, cluster)
@@ -239,7 +239,7 @@ def shown_cluster(controller: Controller, named: str | None) -> str | None:
 
 def collected(controller: Controller, wanted: str | None, out: Path, cluster: str | None) -> RunFolder:
     """The folder that a job was collected into: in `out`, else where it was collected last. Raises UsageError."""
-    from orchestrator.jobs.copies import newest_copy
+    from orchestrator.jobs.collected_copies import newest_copy
     from orchestrator.paths import RunFolder
 
     is_here = wanted and (out / wanted).is_dir()  # a folder of last month's run needs no memory of it

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from orchestrator.controller import Controller
     from orchestrator.doctor.seen import Seen
     from orchestrator.doctor.table import Diagnosis
-    from orchestrator.hosts.belongings import Mended
     from orchestrator.hosts.cluster import Cluster
     from orchestrator.hosts.inventory import Node
+    from orchestrator.hosts.work_folders import Mended
 
 
 @click.command()
@@ -76,7 +76,7 @@ def doctor(
     orch doctor --json | jq '.findings[] | select(.level == "block")'
     """
     from orchestrator.doctor.table import judge
-    from orchestrator.views import console, diagnosis
+    from orchestrator.views import console, doctor_tables
     from orchestrator.views.documents import doctor_json
 
     _refuse(inventory, cluster, collective, fix, as_json and not yes)
@@ -98,7 +98,7 @@ def doctor(
     if as_json:
         console.print_json({**doctor_json(name, found), "fixed": fixed})
     else:
-        diagnosis.print_diagnosis(found)
+        doctor_tables.print_diagnosis(found)
     if found.seen.unreached:
         sys.exit(HostError.exit_code)
     if found.blocks:

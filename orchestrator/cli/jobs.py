@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from orchestrator.controller import Controller
     from orchestrator.jobs.gauge import JobNow
     from orchestrator.jobs.gauging import GaugedJob
+    from orchestrator.jobs.job_store import JobRecord
     from orchestrator.jobs.running import RunningJob
-    from orchestrator.jobs.store import JobRecord
 
 
 SHOWN = 5
@@ -112,7 +112,7 @@ def _rescanned(controller: Controller, cluster: str | None, *, adopt: bool, yes:
 
 def _show_jobs(records: Sequence[JobRecord], limit: int) -> None:
     """records: newest first. limit: 0 means all."""
-    from orchestrator.jobs.store import ENDED
+    from orchestrator.jobs.job_store import ENDED
     from orchestrator.views import console, job_table
 
     job_table.print_jobs(records[: limit or None])
@@ -197,7 +197,7 @@ def logs(
     orch logs -t --since 10m
     orch logs -f -n 5 --grep 'loss|error'
     """
-    from orchestrator.jobs.copies import copied_lines, is_removed, last_of, newest_copy, nothing_left
+    from orchestrator.jobs.collected_copies import copied_lines, is_removed, last_of, newest_copy, nothing_left
     from orchestrator.jobs.lines import LogLine
     from orchestrator.views import console, following
 
@@ -250,7 +250,7 @@ def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) ->
     orch cancel --job mnist_lenet-20261121-0912-k3f
     orch cancel
     """
-    from orchestrator.jobs.store import ENDED
+    from orchestrator.jobs.job_store import ENDED
     from orchestrator.views import console, documents, job_table
 
     with open_controller() as controller:
@@ -281,7 +281,7 @@ def _left_queue(controller: Controller, wanted: str, as_json: bool) -> bool:
 
 def _meant(controller: Controller, cluster: str | None, yes: bool) -> RunningJob:
     """The latest job, once its person has said that it is the one to end. Raises UsageError where nobody does."""
-    from orchestrator.jobs.store import ENDED
+    from orchestrator.jobs.job_store import ENDED
 
     job = chosen_job(controller, None, cluster)
     known = job.refresh()
@@ -332,7 +332,7 @@ def why(wanted: str | None, all_frames: bool, cluster: str | None, as_json: bool
     orch why --json | jq .verdict
     """
     from orchestrator.jobs.diagnosis import diagnose
-    from orchestrator.jobs.store import ENDED
+    from orchestrator.jobs.job_store import ENDED
     from orchestrator.views import console, documents
     from orchestrator.views import job_table as views
 
@@ -402,7 +402,7 @@ def top(wanted: tuple[str, ...], every: float | None, once: bool, cluster: str |
 
 def _running(controller: Controller, wanted: Sequence[str], cluster: str | None) -> list[RunningJob]:
     """Names those whose plan is damaged, and leaves them out. Raises UsageError where nothing else runs."""
-    from orchestrator.jobs.store import ENDED
+    from orchestrator.jobs.job_store import ENDED
     from orchestrator.views import console
 
     if wanted:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
-from orchestrator.jobs.store import JobRecord
+from orchestrator.jobs.job_store import JobRecord
 from orchestrator.paths import RUNS, RunFolder
 from orchestrator.views import console
 

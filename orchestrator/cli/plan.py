@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from orchestrator.planning.job_spec import JobSpec
     from orchestrator.planning.profiles import Profile
     from orchestrator.studies.study import StudyRow
-    from orchestrator.views.plan import Outlook
+    from orchestrator.views.plan_rows import Outlook
 
 
 @click.command(cls=ScriptCommand)
@@ -90,7 +90,7 @@ def plan(
 
 def _own(spec: JobSpec, nodes: str | None, bandwidth: float | None, out: Path, cluster: str | None) -> Outlook:
     from orchestrator.planning.request import parse_job, refuse_without_trainer
-    from orchestrator.views.plan import outlook_of
+    from orchestrator.views.plan_rows import outlook_of
 
     job = parse_job(spec)
     refuse_without_trainer(job)
@@ -105,7 +105,7 @@ def _own(spec: JobSpec, nodes: str | None, bandwidth: float | None, out: Path, c
 def _imagined(spec: JobSpec, nodes: str, bandwidth: float | None) -> Outlook:
     from orchestrator.forecast.imagined import parse_groups
     from orchestrator.planning.request import parse_job
-    from orchestrator.views.plan import imagined_outlook
+    from orchestrator.views.plan_rows import imagined_outlook
 
     groups = parse_groups(nodes)
     if bandwidth is None:
@@ -121,7 +121,7 @@ def _imagined(spec: JobSpec, nodes: str, bandwidth: float | None) -> Outlook:
 def _show(outlook: Outlook) -> None:
     from orchestrator.views import console
     from orchestrator.views import console as tables
-    from orchestrator.views.plan import TITLES, changes, endings, headline, rows
+    from orchestrator.views.plan_rows import TITLES, changes, endings, headline, rows
 
     for sentence in headline(outlook):
         console.put(sentence)
@@ -192,13 +192,13 @@ def profile(
 
 def _follower() -> Callable[[RunningJob], None]:
     """What shows each measurement's job; a note of several once."""
-    from orchestrator.views import console, following, launch_plan
+    from orchestrator.views import console, dry_run, following
 
     said = set[str]()
 
     def follow(job: RunningJob) -> None:
         console.say(f"measuring {job.plan.master} alone: {job.id}")
-        launch_plan.warn_notes(job.plan, said)
+        dry_run.warn_notes(job.plan, said)
         following.print_events(job.follow(), show=lambda line: False, stream=console.err)
 
     return follow
@@ -284,13 +284,13 @@ def sweep(
 
 def _sweep_follower() -> Follow:
     """Shows a row's notes and events, without its output."""
-    from orchestrator.views import console, following, launch_plan
+    from orchestrator.views import console, dry_run, following
 
     said = set[str]()
 
     def follow(row: StudyRow, job: RunningJob) -> None:
         console.say(f"{row.name}: {job.id} on {', '.join(node.name for node in job.plan.nodes)}")
-        launch_plan.warn_notes(job.plan, said)
+        dry_run.warn_notes(job.plan, said)
         try:
             following.print_events(job.follow(), show=lambda line: False, stream=console.err)
         except KeyboardInterrupt:

@@ -187,7 +187,7 @@ def compare(jobs: tuple[str, ...], page: Path | None, out: Path, cluster: str | 
     from orchestrator.results.compare import compare as compared
     from orchestrator.views import console
     from orchestrator.views.charts import MOST_LINES
-    from orchestrator.views.compare import print_comparison, render_comparison
+    from orchestrator.views.run_comparison import print_comparison, render_comparison
 
     if not 2 <= len(jobs) <= MOST_LINES:
         raise UsageError(

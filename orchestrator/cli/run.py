@@ -138,7 +138,8 @@ def _save(controller: Controller, spec: JobSpec, file: Path) -> None:
 
 def _show_plan(plan: LaunchPlan, asked: Asked, as_json: bool) -> None:
     from orchestrator.planning.bundle import names_in
-    from orchestrator.views import console, documents, launch_plan
+    from orchestrator.views import console, documents
+    from orchestrator.views import dry_run as launch_plan
 
     shown, names = plan.masked(), names_in(asked.job.blob)
     if as_json:
@@ -188,7 +189,8 @@ def _follow_all(job: RunningJob, retries: Retries, way: _Way) -> RunningJob:
 
 def _launch(controller: Controller, asked: Asked) -> RunningJob:
     from orchestrator.units import counted
-    from orchestrator.views import console, launch_plan
+    from orchestrator.views import console
+    from orchestrator.views import dry_run as launch_plan
 
     said, tried = set[str](), list[str]()
 

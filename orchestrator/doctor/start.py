@@ -10,13 +10,16 @@ What changes seldom or takes long is left to `orch up` and `orch doctor`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from orchestrator.doctor.seen import Host, Level, Seen, Sight
 from orchestrator.doctor.table import Finding, checks_at, finding_of, judge
 from orchestrator.errors import HostError, ProbeError, RefusedError
-from orchestrator.forecast.memory import needed_bytes
+from orchestrator.forecast.gpu_catalogue import RESERVED_BYTES, activation_bytes
+from orchestrator.forecast.inputs import computed_shares
+from orchestrator.forecast.layers import gradient_bytes, is_known, layers_in, network_of
+from orchestrator.forecast.tensor_step import weight_bytes
 from orchestrator.hosts import occupied
 from orchestrator.hosts.answers import as_of_now
 from orchestrator.hosts.cluster import Cluster
@@ -27,6 +30,7 @@ from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.store import Store
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import for_each
+from trainer.shared.settings import Settings
 
 GPUS_S = 60.0
 """For a look at who is on them: twice what nvidia-smi may take."""
@@ -126,3 +130,35 @@ def _node(cluster: Cluster | None, planned: NodePlan) -> Node:
     known = {node.name: node for node in cluster.nodes} if cluster else {}
     node = known.get(planned.name) or Node(name=planned.name, host=planned.address)
     return node.model_copy(update={"device": planned.device})
+
+
+# How much of a GPU's memory a job takes, about. Pure.
+#
+#     needed_bytes(plan, plan.nodes[0])       # on each of its GPUs
+#
+# Of the trainer's networks by the catalogue's rule: weights, gradients and momentum, what forward keeps of each sample,
+# and what CUDA takes for itself. Of a script nothing but the last is known.
+
+HALF = ("bf16", "fp16")
+
+
+def needed_bytes(plan: LaunchPlan, node: NodePlan) -> int:
+    settings = plan.training
+    if settings is None or not is_known(settings.model):
+        return RESERVED_BYTES
+    layers = layers_in(network_of(settings))
+    kept = activation_bytes(layers) * (0.5 if settings.amp in HALF else 1.0)
+    weights = gradient_bytes(layers)
+    if settings.strategy == "tensor" and plan.shares:
+        last = node.first_rank + node.ranks
+        weights = max(weight_bytes(layers, plan.shares)[node.first_rank : last])
+    return round(RESERVED_BYTES + 3 * weights + _samples_at_once(settings, plan.shares, node) * kept)
+
+
+def _samples_at_once(settings: Settings, shares: Sequence[int], node: NodePlan) -> int:
+    """On each GPU; none for a profile, which tries how many fit. shares: of all ranks."""
+    if settings.profile_s:
+        return 0
+    own = computed_shares(settings.strategy, node.shares, sum(shares))
+    share = max(own, default=0) * node.ranks / max(1, len(node.gpu_uuids))
+    return round(min(share / max(1, settings.accumulate), settings.local_batch or share))

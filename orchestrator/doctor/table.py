@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from orchestrator.doctor import hosts, pairs, together
+from orchestrator.doctor import host_checks, pairs, together
 from orchestrator.doctor.seen import Applies, Check, Host, Judge, Level, Seen, Sight
 from orchestrator.errors import AuthError, ConnectError, HostError, HostKeyError
 from orchestrator.hosts import checks
@@ -37,7 +37,7 @@ def _unreached(seen: Seen, *kinds: type[HostError]) -> Iterator[Sight]:
 
 def _login(seen: Seen) -> Iterator[Sight]:
     yield from _unreached(seen, ConnectError, AuthError)
-    yield from on_each(hosts.login, level="warn")(seen)
+    yield from on_each(host_checks.login, level="warn")(seen)
 
 
 def _host_keys(seen: Seen) -> Iterator[Sight]:
@@ -106,7 +106,7 @@ def has_nvswitch(seen: Seen) -> str:
 
 
 def gpus_waiting(seen: Seen) -> Iterator[Sight]:
-    return on_each(hosts.fabric)(seen)
+    return on_each(host_checks.fabric)(seen)
 
 
 def are_several(seen: Seen) -> str:
@@ -122,7 +122,7 @@ def tried_collective(seen: Seen) -> str:
 
 
 def _locked(host: Host) -> Iterable[ChecksFinding]:
-    return hosts.locked_memory(host) if host.facts.rdma else ()
+    return host_checks.locked_memory(host) if host.facts.rdma else ()
 
 
 def _of_groups(judge: Judge) -> Judge:
@@ -141,12 +141,14 @@ def _check(
 
 _DRIVER, _GPUS = on_each(blocks(checks.driver)), on_each(blocks(checks.gpus))
 _DRIVERS = both(_DRIVER, on_each(warns(checks.driver_warnings), level="warn"))
-_NUMBER = both(_GPUS, on_each(hosts.other_count, level="warn"))
-_UNWELL, _LINK_DOWN = on_each(hosts.health), on_each(hosts.link_down)
-_LIMITS, _LOGIN_NOW = on_each(hosts.login_limits), on_each(hosts.login, level="warn")
-_CARD, _SPACE, _MEMORY, _YOUNG = map(on_each, (hosts.card, warns(checks.space), hosts.memory, hosts.young))
+_NUMBER = both(_GPUS, on_each(host_checks.other_count, level="warn"))
+_UNWELL, _LINK_DOWN = on_each(host_checks.health), on_each(host_checks.link_down)
+_LIMITS, _LOGIN_NOW = on_each(host_checks.login_limits), on_each(host_checks.login, level="warn")
+_CARD, _SPACE, _MEMORY, _YOUNG = map(
+    on_each, (host_checks.card, warns(checks.space), host_checks.memory, host_checks.young)
+)
 _PYTHON_AT_UP = both(on_each(blocks(checks.python, checks.torch)), on_each(warns(checks.packages), level="warn"))
-_INTERFACE_AT_UP = both(_of_groups(together.bound_addresses), on_each(hosts.link_down, warns(checks.interface)))
+_INTERFACE_AT_UP = both(_of_groups(together.bound_addresses), on_each(host_checks.link_down, warns(checks.interface)))
 _WORKDIR = on_each(blocks(checks.workdir))
 
 
@@ -179,9 +181,9 @@ CHECKS: tuple[Check, ...] = (
         "GPUs compute",
         "block",
         "`no kernel image`, or CUDA errors at the first step",
-        on_each(hosts.kernels),
+        on_each(host_checks.kernels),
         has_gpus,
-        up=on_each(hosts.kernels),
+        up=on_each(host_checks.kernels),
     ),
     _check(
         "P08",
@@ -198,9 +200,9 @@ CHECKS: tuple[Check, ...] = (
         "GPUs in use",
         "warn",
         "out of memory at the start, half the speed",
-        both(on_each(hosts.in_use), on_each(hosts.taken, level="block")),
+        both(on_each(host_checks.in_use), on_each(host_checks.taken, level="block")),
         has_gpus,
-        up=on_each(hosts.on_them),
+        up=on_each(host_checks.on_them),
     ),
     _check(
         "P10",
@@ -244,12 +246,14 @@ CHECKS: tuple[Check, ...] = (
         "interface and route",
         "warn",
         "ranks that dial a container's or another network",
-        both(together.routes, together.bound_addresses, on_each(hosts.link_down, hosts.interface)),
+        both(together.routes, together.bound_addresses, on_each(host_checks.link_down, host_checks.interface)),
         are_several,
         up=_INTERFACE_AT_UP,
         start=_LINK_DOWN,
     ),
-    _check("P16", "own host name", "warn", "`connectFullMesh failed` with other launchers", on_each(hosts.own_name)),
+    _check(
+        "P16", "own host name", "warn", "`connectFullMesh failed` with other launchers", on_each(host_checks.own_name)
+    ),
     _check(
         "P17", "one machine twice", "warn", "two ranks on one GPU, a master that waits", together.machines, are_several
     ),
@@ -273,7 +277,9 @@ CHECKS: tuple[Check, ...] = (
         start=_CARD,
     ),
     _check("P21", "InfiniBand", "warn", "`ibv_reg_mr: Cannot allocate memory`", on_each(_locked), has_rdma),
-    _check("P22", "GPU to GPU", "warn", "100 % GPU use and no progress", on_each(hosts.peer_access), has_several_gpus),
+    _check(
+        "P22", "GPU to GPU", "warn", "100 % GPU use and no progress", on_each(host_checks.peer_access), has_several_gpus
+    ),
     _check(
         "P23",
         "an all-reduce",
@@ -286,7 +292,7 @@ CHECKS: tuple[Check, ...] = (
     _check(
         "P25", "space", "warn", "a checkpoint or a loader that fails for want of space", _SPACE, up=_SPACE, start=_SPACE
     ),
-    _check("P26", "limits of a session", "warn", "`too many open files` in mid-run", on_each(hosts.limits)),
+    _check("P26", "limits of a session", "warn", "`too many open files` in mid-run", on_each(host_checks.limits)),
     _check(
         "P27",
         "clock",
@@ -299,13 +305,13 @@ CHECKS: tuple[Check, ...] = (
     _check(
         "P28", "variables", "warn", "ranks that choose other algorithms, and hang", together.environments, are_several
     ),
-    _check("P29", "left-over variables", "warn", "a launcher that obeys another job's", on_each(hosts.leftovers)),
+    _check("P29", "left-over variables", "warn", "a launcher that obeys another job's", on_each(host_checks.leftovers)),
     _check(
         "P30",
         "outliving the login",
         "block",
         "a job that ends when you log out",
-        both(on_each(hosts.outlives), on_each(hosts.may_end_with_it, level="warn")),
+        both(on_each(host_checks.outlives), on_each(host_checks.may_end_with_it, level="warn")),
     ),
     _check("P31", "running jobs", "warn", "two jobs on one GPU", together.running),
     _check(
@@ -313,7 +319,7 @@ CHECKS: tuple[Check, ...] = (
         "memory and control groups",
         "warn",
         "a rank that is killed without a word (137)",
-        on_each(hosts.group_limits, hosts.memory),
+        on_each(host_checks.group_limits, host_checks.memory),
         up=_MEMORY,
         start=_MEMORY,
     ),
@@ -333,7 +339,7 @@ CHECKS: tuple[Check, ...] = (
         "reboots",
         "warn",
         "a host that leaves in mid-run",
-        on_each(hosts.reboot, hosts.young),
+        on_each(host_checks.reboot, host_checks.young),
         up=_YOUNG,
         start=_YOUNG,
     ),

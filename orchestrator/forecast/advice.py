@@ -27,7 +27,7 @@ from orchestrator.forecast.step import (
     predict,
     speeds_of,
 )
-from orchestrator.forecast.tensor import MOST_RANKS
+from orchestrator.forecast.tensor_step import MOST_RANKS
 from trainer.shared.settings import overlap_of
 from trainer.shared.shares import equal_shares, fastest_shares, without_singles
 from trainer.shared.strategy_table import LOCAL_STEPS

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from orchestrator.errors import UsageError
 from orchestrator.forecast.advice import Scene
-from orchestrator.forecast.gpus import estimate_speed
+from orchestrator.forecast.gpu_catalogue import estimate_speed
 from orchestrator.forecast.layers import Layer
 from orchestrator.forecast.links import GOODPUT, NCCL, LinkCosts, Site
 from orchestrator.forecast.step import HostSpeed, Workload

@@ -15,7 +15,7 @@ from typing import Any
 
 from orchestrator.errors import UsageError
 from orchestrator.forecast.advice import BUCKETS_MIB, FIDELITIES, Kept, Scene
-from orchestrator.forecast.gpus import ERROR, activation_bytes, estimate_speed
+from orchestrator.forecast.gpu_catalogue import ERROR, activation_bytes, estimate_speed
 from orchestrator.forecast.layers import Block, Layer, gradient_bytes, is_known, layers_in, network_like, network_of
 from orchestrator.forecast.links import MeasuredLinks, wire_of
 from orchestrator.forecast.step import PREDICTED, Fidelity, Forecast, HostSpeed, Way, Workload, predict

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from orchestrator.forecast.advice import Scene
 from orchestrator.forecast.inputs import ForecastInputs, forecast_in, way_of
-from orchestrator.forecast.tensor import is_cut, memory_bytes
+from orchestrator.forecast.tensor_step import is_cut, memory_bytes
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.units import format_bytes, format_figure, format_percent
 from trainer.shared.settings import Settings

@@ -25,7 +25,7 @@ from typing import Literal
 import trainer.shared.gpu_work as gpu_work
 from orchestrator.forecast.layers import FLOAT_BYTES, Block, Layer, Shape, gradient_bytes
 from orchestrator.forecast.links import LinkCosts
-from orchestrator.forecast.tensor import Sent, time_step
+from orchestrator.forecast.tensor_step import Sent, time_step
 from orchestrator.planning.profiles import BlockTimes
 from trainer.shared.gpu_work import Work
 from trainer.shared.pace import BACKWARD, FORWARD, OPTIMISER

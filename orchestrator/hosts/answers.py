@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 
 from orchestrator.errors import ProbeError
 from orchestrator.hosts.facts import Count, Fact, Interfaces, NodeFacts
-from orchestrator.hosts.health import Health
+from orchestrator.hosts.host_health import Health
 from orchestrator.text import one_line
 
 Time = Annotated[float, Field(ge=0, lt=1e11)]

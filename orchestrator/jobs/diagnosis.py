@@ -21,9 +21,9 @@ from typing import Literal
 from orchestrator.errors import HostError
 from orchestrator.hosts.exec import reasons
 from orchestrator.jobs.gpu_reading import GpuLines, Reading, slowed_by_words
+from orchestrator.jobs.job_store import Kind, Verdict
 from orchestrator.jobs.looks import HostLook, ProcessLook, RankLook, StackFrame
 from orchestrator.jobs.metric_lines import parse_event
-from orchestrator.jobs.store import Kind, Verdict
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.units import counted, format_duration
 

@@ -20,10 +20,10 @@ from typing import Any
 
 from orchestrator.errors import ConnectError, HostError, HostsError
 from orchestrator.jobs.frames import Agent, Beat, FilePiece, Frame
+from orchestrator.jobs.job_store import FINAL_STATES, JobRecord
 from orchestrator.jobs.lines import Bars, LogLine, Splitter
 from orchestrator.jobs.live import LiveView, Notice, RunProgress, Silence, Standstill
 from orchestrator.jobs.stall import Asker, News, dropped_words, standstill
-from orchestrator.jobs.store import FINAL_STATES, JobRecord
 from orchestrator.planning.launch_plan import LaunchPlan
 
 LATE_S = 10.0

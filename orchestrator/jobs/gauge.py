@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from orchestrator.errors import HostError
 from orchestrator.jobs.frames import Agent, FilePiece, Frame
 from orchestrator.jobs.gpu_reading import GpuLines, Reading
+from orchestrator.jobs.job_store import JobRecord
 from orchestrator.jobs.live import HostRow, LiveView, RunProgress
 from orchestrator.jobs.metric_lines import WholeLines, parse_event
-from orchestrator.jobs.store import JobRecord
 from orchestrator.planning.launch_plan import LaunchPlan
 
 FRESH_S = 10.0

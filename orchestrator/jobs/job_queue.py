@@ -21,7 +21,7 @@ from typing import Any
 from orchestrator.errors import ConnectError, HostError, HostsError, OrchError, RefusedError, TurnError
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.occupied import OccupiedError
-from orchestrator.jobs.store import ENDED, FINAL_STATES, JobRecord, RememberedJobs, WaitingRun
+from orchestrator.jobs.job_store import ENDED, FINAL_STATES, JobRecord, RememberedJobs, WaitingRun
 from orchestrator.owner import read_owner
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.text import one_line, some

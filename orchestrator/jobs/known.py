@@ -18,14 +18,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import HostError, OrchError, StateError
-from orchestrator.hosts import belongings
-from orchestrator.hosts.belongings import Who
+from orchestrator.hosts import work_folders
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
+from orchestrator.hosts.work_folders import Who
 from orchestrator.jobs import launch
+from orchestrator.jobs.job_store import ENDED, JobRecord, RememberedJobs
 from orchestrator.jobs.stall import asks_for_it
 from orchestrator.jobs.state import combine
-from orchestrator.jobs.store import ENDED, JobRecord, RememberedJobs
 from orchestrator.owner import read_owner
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.record import SCHEMA, Owner
@@ -207,8 +207,8 @@ class LostJobs:
         return failed
 
     def _adopt_on_hosts(self, cluster: Cluster, owner: Owner, jobs: Sequence[str]) -> dict[str, HostError]:
-        take_over = partial(belongings.adopt, who=Who(owner, cluster.name), jobs=jobs)
-        return errors_by_node(self._connections.each(cluster.nodes, take_over, deadline_s=belongings.CLEAR_S + 5))
+        take_over = partial(work_folders.adopt, who=Who(owner, cluster.name), jobs=jobs)
+        return errors_by_node(self._connections.each(cluster.nodes, take_over, deadline_s=work_folders.CLEAR_S + 5))
 
 
 # Rebuilds what this controller lost of its jobs from what their hosts remember. Pure.

@@ -35,9 +35,9 @@ from orchestrator.files import folder_beneath, hash_file, make_folder, sync
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.jobs.collect import SPARE_BYTES, refuse_if_full
-from orchestrator.jobs.copies import is_removed
+from orchestrator.jobs.collected_copies import is_removed
 from orchestrator.jobs.frames import End, FilePiece, Held, Left, Whole, read_files
-from orchestrator.jobs.store import RememberedJobs
+from orchestrator.jobs.job_store import RememberedJobs
 from orchestrator.owner import read_owner
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from orchestrator.errors import UsageError
+from orchestrator.jobs.job_store import FirstFailure, JobRecord
 from orchestrator.jobs.launch import ask_host
-from orchestrator.jobs.store import FirstFailure, JobRecord
 from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.request import ParsedJob, parse_job

@@ -27,17 +27,17 @@ from orchestrator.errors import HostError, UsageError
 from orchestrator.files import own_folder
 from orchestrator.hosts.connections import CONNECT_S, Connections
 from orchestrator.jobs import collect, launch, pull
-from orchestrator.jobs.copies import is_removed, nothing_left, tails
+from orchestrator.jobs.collected_copies import is_removed, nothing_left, tails
 from orchestrator.jobs.diagnosis import diagnose
 from orchestrator.jobs.follow import Event, Follow, Heard
 from orchestrator.jobs.frames import Agent, Held
 from orchestrator.jobs.gauge import Gauge
+from orchestrator.jobs.job_store import ENDED, FINAL_STATES, JobRecord, RememberedJobs, Verdict
 from orchestrator.jobs.launch import on_all
 from orchestrator.jobs.looks import HostLook
 from orchestrator.jobs.pull import Output, Outputs, outputs
 from orchestrator.jobs.stall import Asker, answered, asks_for_it, dropped_words
 from orchestrator.jobs.state import combine, is_gone, is_half_started
-from orchestrator.jobs.store import ENDED, FINAL_STATES, JobRecord, RememberedJobs, Verdict
 from orchestrator.jobs.watch import watch, watch_records
 from orchestrator.owner import read_owner
 from orchestrator.paths import RunFolder

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.jobs.store import FINAL_STATES, Answer, JobRecord, Stall, StillRank, Verdict
+from orchestrator.jobs.job_store import FINAL_STATES, Answer, JobRecord, Stall, StillRank, Verdict
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.units import format_duration
 

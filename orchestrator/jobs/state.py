@@ -16,8 +16,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from orchestrator.errors import HostError
+from orchestrator.jobs.job_store import ENDED, FirstFailure, JobRecord, JobState, NotFinite
 from orchestrator.jobs.stall import joined, stall_of
-from orchestrator.jobs.store import ENDED, FirstFailure, JobRecord, JobState, NotFinite
 from orchestrator.planning.bundle import unsent_words
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
 

@@ -24,8 +24,8 @@ from orchestrator.controller import Controller
 from orchestrator.errors import OrchError, UsageError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.jobs import collect
+from orchestrator.jobs.job_store import FINAL_STATES
 from orchestrator.jobs.running import RunningJob
-from orchestrator.jobs.store import FINAL_STATES
 from orchestrator.paths import RunFolder
 from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan

@@ -18,8 +18,8 @@ from orchestrator.doctor.look import guilty
 from orchestrator.doctor.seen import Collective, Seen
 from orchestrator.errors import HostError, HostsError, OrchError
 from orchestrator.hosts.cluster import Cluster
+from orchestrator.jobs.job_store import FINAL_STATES
 from orchestrator.jobs.running import RunningJob
-from orchestrator.jobs.store import FINAL_STATES
 from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.request import parse_job
 

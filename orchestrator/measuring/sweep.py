@@ -21,8 +21,8 @@ from orchestrator.controller import Controller
 from orchestrator.errors import OrchError, UsageError
 from orchestrator.files import locked, own_folder, write_atomic
 from orchestrator.hosts.cluster import Cluster
+from orchestrator.jobs.job_store import FINAL_STATES
 from orchestrator.jobs.running import RunningJob
-from orchestrator.jobs.store import FINAL_STATES
 from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.launch_plan import NodePlan
 from orchestrator.planning.request import parse_job

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,10 @@ from . import answer
 from .layout import JobFolder, write_json
 from .meeting import Meeting
 from .memory import let_go_first
-from .own_start import make_folders, ranks_of, without_torchrun
 from .print_times import PrintTimes
 from .processes import adopt_orphans, catches, descendants, die_with_parent, end_all, pulse, signal_name
 from .pump import Pump
-from .script_start import WATCH
-from .watched import watched
+from .script_start import PACKAGE, STACKS, WATCH
 
 PARENT_DIED = signal.SIGUSR1
 FORWARDED = (signal.SIGINT, signal.SIGTERM)
@@ -254,6 +252,66 @@ def _report(job: JobFolder, ranks: list[int], event: dict[str, Any]) -> None:
                 os.write(handle, json.dumps({"rank": rank, **event}).encode() + b"\n")
         finally:
             os.close(handle)
+
+
+# The variables with which a rank's script is started so that it writes its stacks when asked, and steps are measured.
+#
+# environment |= watched(job, environment, stacks=job.rank(0) / "stacks")
+
+
+def watched(
+    job: JobFolder, environment: Mapping[str, str], *, steps: bool = True, stacks: Path | None = None
+) -> dict[str, str]:
+    """Has Python run `script_start` first, from a folder that holds nothing else. For a child of this process. {} where
+    a full disk has no room for that folder: the script is more.
+    """
+    folder = job.bin / "start"
+    try:
+        folder.mkdir(exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # another rank of this host made it
+            os.symlink(f"../{PACKAGE}/script_start.py", folder / "sitecustomize.py")
+    except OSError:
+        return {}
+    paths = filter(None, (str(folder), environment.get("PYTHONPATH")))
+    found = {"PYTHONPATH": os.pathsep.join(paths)}
+    if steps:
+        found[WATCH] = str(os.getpid())
+    if stacks:
+        found[STACKS] = f"{os.getpid()}:{stacks}"
+    return found
+
+
+# A command that starts all ranks of its host by itself, as a person types it: one wrapper stands for all of them.
+#
+# It sees nothing of the torchrun that started the wrapper. Its ranks write their metrics each into its own folder; what
+# they print is the command's, and stands in the first rank's logs.
+
+_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
+
+
+def ranks_of(node: Mapping[str, Any], local_rank: int) -> list[int]:
+    """The global numbers of the ranks that a wrapper stands for."""
+    numbers = [int(number) for number in node["rank_numbers"]]
+    return numbers if node.get("starts_ranks") else [numbers[local_rank]]
+
+
+def make_folders(job: JobFolder, others: list[int]) -> None:
+    """Those of the ranks behind the first one, which print nothing of their own."""
+    for rank in others:
+        job.rank(rank).mkdir(exist_ok=True)
+        for log in ("stdout.log", "stderr.log"):
+            (job.rank(rank) / log).touch(mode=0o600)
+
+
+def without_torchrun(environment: Mapping[str, str], job: JobFolder) -> dict[str, str]:
+    """What the command shall have; the trainer puts each rank's number for `{rank}`."""
+    kept = {name: value for name, value in environment.items() if not _is_torchruns(name)}
+    return {**kept, "ORCH_METRICS": f"{job.root}/rank-{{rank}}/metrics.jsonl"}
+
+
+def _is_torchruns(name: str) -> bool:
+    return name in _OF_TORCHRUN or name.startswith(_PREFIXES)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What Python runs before a rank's script, as its `sitecustomize`: it is to write its stacks when it is asked (`stacks`
 asks), and its steps are to be watched once torch is there.
 
-Python imports `sitecustomize` by itself, from a folder that stands in PYTHONPATH for this alone (`watched`). It undoes
+Python imports `sitecustomize` by itself, from a folder that stands in PYTHONPATH for this alone (`rank`). It undoes
 that at once: what the script and its children see is as if it had not been, and the host's own `sitecustomize`, where
 there is one, follows. A script that imports no torch never loads more than this file.
 """

@@ -35,7 +35,7 @@ from .beneath import READ
 from .layout import JobFolder, WorkFolder
 from .meeting import ESTABLISHED, connections, sockets_of
 from .processes import descendants, uses
-from .progress import RankProgress, progress_of
+from .rank_progress import RankProgress, progress_of
 from .stacks import Thread, asking, carried, disk_bytes
 from .stillness import Sample, what_it_does
 

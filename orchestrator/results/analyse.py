@@ -23,21 +23,21 @@ from pydantic import ValidationError
 
 from orchestrator.errors import OrchError
 from orchestrator.files import write_json
+from orchestrator.jobs.job_store import FirstFailure, JobRecord
 from orchestrator.jobs.metric_lines import count, number, text
 from orchestrator.jobs.stall import last_words
-from orchestrator.jobs.store import FirstFailure, JobRecord
 from orchestrator.paths import RunFolder
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.record import RECORD_LIMIT, SCHEMA, require_record
 from orchestrator.results import caveats
-from orchestrator.results.batch_norm import read_batch_norm, read_rebalances
+from orchestrator.results.batch_norm_groups import read_batch_norm, read_rebalances
 from orchestrator.results.caveats import left_on_hosts, left_out, tried_before
 from orchestrator.results.curves import Curves, SpeedCourse, read_curves, read_speed_course, read_target
 from orchestrator.results.events import Events, MetricsFile
-from orchestrator.results.faster import measured as faster_ways
 from orchestrator.results.measure import Figures, RankFigures, gpu_label, measure, write_steps
 from orchestrator.results.network import measures_collectives, not_measured, read_collectives, unpaced
+from orchestrator.results.single_host import measured as faster_ways
 from orchestrator.results.straggler import find_bound, find_straggler, read_gpu_use
 from orchestrator.results.summary import GpuSummary, NodeSummary, RankEnd, Summary
 from orchestrator.results.tables import read_events

@@ -10,8 +10,8 @@ import contextlib
 import json
 from collections.abc import Iterable
 
+from orchestrator.jobs.job_store import JobRecord
 from orchestrator.jobs.metric_lines import number
-from orchestrator.jobs.store import JobRecord
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.results.events import Events, Rejects

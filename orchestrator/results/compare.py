@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import Field
 
-from orchestrator.jobs.store import NotFinite
+from orchestrator.jobs.job_store import NotFinite
 from orchestrator.paths import RunFolder
 from orchestrator.record import SCHEMA, Record
 from orchestrator.results.curves import LEAST_STEPS, Curves, Interval, Place, interval, placed, ratio

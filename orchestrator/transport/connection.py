@@ -30,8 +30,8 @@ from orchestrator.transport.deadline import Deadline
 from orchestrator.transport.hostkeys import HostKeys, OfferedKey, Peer, UnknownHostKeyError
 from orchestrator.transport.login import AskPassphrase, Login
 from orchestrator.transport.route import Hop
-from orchestrator.transport.session import SignalAwareTransport
 from orchestrator.transport.ssh_errors import hung_up_early, offer, translated
+from orchestrator.transport.ssh_session import SignalAwareTransport
 
 _KEY_EXCHANGES = 16  # at once, over all hosts: more of them only make each last longer
 

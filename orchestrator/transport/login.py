@@ -27,7 +27,7 @@ from orchestrator.transport import shell
 from orchestrator.transport.certificates import SUFFIX, Certificate, is_public, public_of
 from orchestrator.transport.deadline import Deadline
 from orchestrator.transport.route import Hop
-from orchestrator.transport.session import HUNG_UP, SignalAwareTransport
+from orchestrator.transport.ssh_session import HUNG_UP, SignalAwareTransport
 
 AskPassphrase: TypeAlias = Callable[[str], "str | None"]
 _AgentKeys: TypeAlias = "dict[bytes, list[paramiko.AgentKey]]"

@@ -30,8 +30,8 @@ from orchestrator.transport.hostkeys import HostKeys, OfferedKey, UnknownHostKey
 from orchestrator.transport.login import AskPassphrase, opens
 from orchestrator.transport.login import unlock as _unlock
 from orchestrator.transport.route import Hop, Target, find_route
-from orchestrator.transport.session import STDERR, STDOUT, RemoteCommand
 from orchestrator.transport.ssh_errors import translated
+from orchestrator.transport.ssh_session import STDERR, STDOUT, RemoteCommand
 
 __all__ = ["SshTransport", "Target", "connect", "fetch_host_key", "unlock"]
 

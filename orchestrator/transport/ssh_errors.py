@@ -18,7 +18,7 @@ from orchestrator.errors import ConnectError
 from orchestrator.text import one_line
 from orchestrator.transport.deadline import Deadline
 from orchestrator.transport.route import Hop
-from orchestrator.transport.session import HUNG_UP, LinkLostError, SignalAwareTransport
+from orchestrator.transport.ssh_session import HUNG_UP, LinkLostError, SignalAwareTransport
 
 _BANNER_FAULT = "Error reading SSH protocol banner"
 

@@ -25,20 +25,20 @@ from starlette.routing import Route
 
 from orchestrator.controller import Controller, opened
 from orchestrator.errors import HostsError, NoJobError, OrchError, StateError, UsageError
-from orchestrator.jobs.copies import newest_copy
+from orchestrator.jobs.collected_copies import newest_copy
 from orchestrator.jobs.gauge import JobNow
-from orchestrator.jobs.store import ENDED
+from orchestrator.jobs.job_store import ENDED
 from orchestrator.paths import Home, RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.results.compare import compare
 from orchestrator.ui import pages
 from orchestrator.ui import pages as metrics
 from orchestrator.ui.pages import ACTS, NEEDED, planned
-from orchestrator.ui.watched import Watched
+from orchestrator.ui.watched_jobs import Watched
 from orchestrator.units import counted
 from orchestrator.views.charts import MOST_LINES
-from orchestrator.views.compare import render_comparison
 from orchestrator.views.documents import cluster_json, top_json
+from orchestrator.views.run_comparison import render_comparison
 
 EVERY_S = 1.0
 PLAIN = "text/plain; charset=utf-8"

@@ -23,9 +23,9 @@ from orchestrator.hosts.inventory_file import keys_of_new_node, node_with_defaul
 from orchestrator.hosts.occupied import not_allowed
 from orchestrator.jobs.gauge import HostNow, JobNow
 from orchestrator.jobs.job_queue import Waiting
+from orchestrator.jobs.job_store import ENDED, JobRecord
 from orchestrator.jobs.known import Jobs
 from orchestrator.jobs.stall import standstill
-from orchestrator.jobs.store import ENDED, JobRecord
 from orchestrator.planning.job_spec import FILE, OPTIONS, PAGE_FIELDS, checked, from_text, key_of
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.request import parse_pairs

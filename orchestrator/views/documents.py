@@ -24,15 +24,15 @@ if TYPE_CHECKING:  # `orch jobs` should not load what other documents are about
     from orchestrator.hosts.facts import NodeFacts
     from orchestrator.jobs.gauge import HostNow, JobNow
     from orchestrator.jobs.job_queue import Rival
+    from orchestrator.jobs.job_store import JobRecord, Verdict
     from orchestrator.jobs.looks import HostLook
     from orchestrator.jobs.pull import Output, OutputListing, Pulled
-    from orchestrator.jobs.store import JobRecord, Verdict
     from orchestrator.paths import RunFolder
     from orchestrator.planning.launch_plan import LaunchPlan
     from orchestrator.planning.profiles import RankProfile
     from orchestrator.studies.ledger import Outcome
     from orchestrator.studies.study import Study
-    from orchestrator.views.plan import Outlook
+    from orchestrator.views.plan_rows import Outlook
 
 MOST_LISTED = 100
 """A plan lists its hosts and shares where there are at most so many."""

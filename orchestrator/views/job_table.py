@@ -14,9 +14,9 @@ from orchestrator.errors import HostError
 from orchestrator.hosts.exec import MOST_BYTES, Ran, host_set, reasons
 from orchestrator.jobs.diagnosis import Standing, standings_of
 from orchestrator.jobs.job_queue import Rival
+from orchestrator.jobs.job_store import FirstFailure, JobRecord, Verdict
 from orchestrator.jobs.looks import HostLook, ProcessLook, StackFrame
 from orchestrator.jobs.stall import alarm_words
-from orchestrator.jobs.store import FirstFailure, JobRecord, Verdict
 from orchestrator.text import clean_lines, one_line
 from orchestrator.units import format_bytes, format_duration
 from orchestrator.views import console

@@ -22,8 +22,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from orchestrator.files import write_atomic
+from orchestrator.jobs.job_store import FirstFailure
 from orchestrator.jobs.lines import Drawing
-from orchestrator.jobs.store import FirstFailure
 from orchestrator.paths import RunFolder
 from orchestrator.results.network import Collectives, CollectiveTime, LinksCarried, link_matrix
 from orchestrator.results.summary import NodeSummary, RankEnd, Summary
@@ -34,7 +34,7 @@ from orchestrator.units import counted, format_bandwidth, format_bytes, format_d
 from orchestrator.views.charts import MARKED, PALETTE, draw_throughput, svg
 from orchestrator.views.console import figure, percent
 from orchestrator.views.run_charts import GpuCharts, by_clock, curve_charts, gpu_charts, read_course, speed_chart
-from orchestrator.views.timeline import TimelineDrawing, draw_timeline
+from orchestrator.views.step_timeline import TimelineDrawing, draw_timeline
 from trainer.shared.config import EXPERIMENTS
 
 _EVEN = 0.02

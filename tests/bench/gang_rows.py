@@ -31,7 +31,7 @@ from trainer.ranks import ending
 from trainer.ranks.process_group import join, leave
 from trainer.ranks.rank_info import RankInfo, read_rank_info
 from trainer.session.session import Session
-from trainer.setup import assemble, network, tensor
+from trainer.setup import assemble, rank_network, tensor_setup
 from trainer.setup.assemble import set_up
 from trainer.shared.config import parse_settings
 from trainer.shared.metrics import MetricsWriter
@@ -74,7 +74,7 @@ def prepared(asked: dict[str, Any], settings: dict[str, Any], info: RankInfo, gr
     pairs = {key: str(value) for key, value in settings.items() if key not in ("steps", "metrics")}
     pairs |= {"data": "synthetic", "samples": str(steps * settings["batch"]), "epochs": str(asked["blocks"])}
     assemble.join = lambda *_: group  # type: ignore[assignment]  # all rows meet in the gang that is there
-    network.dissect = tensor.dissect = dissected  # and are of one network
+    rank_network.dissect = tensor_setup.dissect = dissected  # and are of one network
     run = set_up(parse_settings(asked["exp"], pairs), info, MetricsWriter(file))
     run.console.speaks = False
     return run

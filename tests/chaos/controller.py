@@ -14,9 +14,9 @@ from pathlib import Path
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory_file import load_inventory
 from orchestrator.jobs.collect import claimed, collect
+from orchestrator.jobs.job_store import JobRecord
 from orchestrator.jobs.launch import launch
 from orchestrator.jobs.running import RunningJob
-from orchestrator.jobs.store import JobRecord
 from orchestrator.jobs.watch import watch
 from orchestrator.paths import Home, RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan

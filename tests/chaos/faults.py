@@ -23,9 +23,9 @@ from lab_net import Link
 
 from orchestrator.doctor import look as doctor
 from orchestrator.errors import HostError, OrchError
-from orchestrator.hosts import belongings
-from orchestrator.hosts.belongings import Who
+from orchestrator.hosts import work_folders
 from orchestrator.hosts.connections import Connections
+from orchestrator.hosts.work_folders import Who
 from orchestrator.jobs import launch
 from orchestrator.jobs.running import looks
 from orchestrator.paths import Home
@@ -616,7 +616,7 @@ def stale_record(r: Round) -> Generator[bool, None, Expected]:
     host = r.cell.connect()[r.victim]
     for request in ({"action": "status"}, {"action": "cancel", "job": old.name}):
         ask.ask(host, "control", {"workdir": r.workdir[r.victim], **request}, timeout_s=30)
-    belongings.reap(host, US, end=True)
+    work_folders.reap(host, US, end=True)
     remove(old)
     return Expected(state="succeeded", survives=True)
 
@@ -638,7 +638,7 @@ def down_of_others(r: Round) -> Generator[bool, None, Expected]:
 
 
 def _clear(host: ConnectedHost, who: Who) -> None:
-    belongings.reap(host, who, end=True)
-    cleared = belongings.down(host, who)
+    work_folders.reap(host, who, end=True)
+    cleared = work_folders.down(host, who)
     if cleared.ended or cleared.jobs or not cleared.left:
         raise RuntimeError(f"{host.node}: {who.cluster} of {who.owner.name} cleared {cleared}")

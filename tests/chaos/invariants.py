@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.jobs.collect import Collected
-from orchestrator.jobs.store import JobRecord
+from orchestrator.jobs.job_store import JobRecord
 from orchestrator.paths import RunFolder
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import OrchError
-from orchestrator.hosts.belongings import Who
+from orchestrator.hosts.work_folders import Who
 from orchestrator.jobs import launch as control
 from orchestrator.jobs.collect import Collected, claimed, collect
+from orchestrator.jobs.job_store import JobRecord
 from orchestrator.jobs.launch import launch
 from orchestrator.jobs.state import combine
-from orchestrator.jobs.store import JobRecord
 from orchestrator.paths import RunFolder
 from orchestrator.planning.build import RENDEZVOUS_PORT, torchrun_arguments
 from orchestrator.planning.bundle import pack_folder

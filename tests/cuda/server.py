@@ -26,7 +26,7 @@ import torch.distributed.fsdp  # noqa: F401
 import torchvision.models  # noqa: F401
 
 import trainer.measure.collectives
-import trainer.measure.profiling
+import trainer.measure.profile_run
 import trainer.train  # noqa: F401
 from tests.cuda import rank
 

@@ -35,7 +35,7 @@ def numbered() -> None:
     import torch
 
     from trainer.pipeline.stage import StageWork
-    from trainer.pipeline.update import PipelineUpdate
+    from trainer.pipeline.stage_update import PipelineUpdate
 
     def counted(run):
         def of_update(self):

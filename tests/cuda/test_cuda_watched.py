@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator import remote
 from orchestrator.remote.layout import JobFolder
-from orchestrator.remote.watched import watched
+from orchestrator.remote.rank import watched
 from tests.cuda.build import CannotBuild
 from tests.cuda.environment import environment
 from tests.support.watching import events_in

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from orchestrator.forecast.advice import Scene
-from orchestrator.forecast.gpus import estimate_speed
+from orchestrator.forecast.gpu_catalogue import estimate_speed
 from orchestrator.forecast.layers import layers_of
 from orchestrator.forecast.links import GOODPUT, NCCL, LinkCosts, Site
 from orchestrator.forecast.step import HostSpeed, Way, Workload, alone_samples_per_s, predict

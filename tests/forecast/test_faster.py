@@ -9,12 +9,12 @@ import pytest
 from orchestrator.clusters import Clusters
 from orchestrator.errors import HostError
 from orchestrator.forecast.advice import preference
-from orchestrator.forecast.faster import faster_ways
 from orchestrator.forecast.inputs import inputs_of
+from orchestrator.forecast.what_if import faster_ways
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
 from orchestrator.results.analyse import analyse
-from orchestrator.results.faster import WORTH, measured
+from orchestrator.results.single_host import WORTH, measured
 from orchestrator.views import console, host_tables
 from orchestrator.views.report import render_report
 from tests.support.plan_command import dry_run, orch, planned

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from orchestrator.errors import UsageError
-from orchestrator.forecast.gpus import activation_bytes, estimate_speed, failures
+from orchestrator.forecast.gpu_catalogue import activation_bytes, estimate_speed, failures
 from orchestrator.forecast.imagined import imagine, is_imagined, parse_groups
 from orchestrator.forecast.layers import Layer, layers_of
 from orchestrator.hosts.election import CARDS, find_card

@@ -10,7 +10,7 @@ from orchestrator.forecast.advice import Scene
 from orchestrator.forecast.inputs import inputs_of
 from orchestrator.forecast.layers import layers_of
 from orchestrator.forecast.links import GLOO, LinkCosts, Site
-from orchestrator.forecast.pipeline.chain import StageHost, chain_of, times_of
+from orchestrator.forecast.pipeline.block_costs import StageHost, chain_of, times_of
 from orchestrator.forecast.pipeline.choice import choose, stage_hosts
 from orchestrator.forecast.pipeline.clock import update_seconds
 from orchestrator.forecast.pipeline.course import Course

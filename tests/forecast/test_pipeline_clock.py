@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from orchestrator.forecast.gpus import estimate_speed
+from orchestrator.forecast.gpu_catalogue import estimate_speed
 from orchestrator.forecast.layers import gradient_bytes, layers_of
 from orchestrator.forecast.links import GLOO, LinkCosts, Site
-from orchestrator.forecast.pipeline.chain import Chain, ChainBlock, StageHost, chain_of
+from orchestrator.forecast.pipeline.block_costs import Chain, ChainBlock, StageHost, chain_of
 from orchestrator.forecast.pipeline.choice import time_update
 from orchestrator.forecast.pipeline.clock import update_seconds
 from orchestrator.forecast.pipeline.course import Course, stages_setting

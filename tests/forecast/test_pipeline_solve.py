@@ -10,10 +10,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.forecast.links import GLOO, LinkCosts, Site
-from orchestrator.forecast.pipeline.averages import Averages, joined_s
+from orchestrator.forecast.pipeline.block_costs import Chain, ChainBlock, StageHost
 from orchestrator.forecast.pipeline.bound import Family
-from orchestrator.forecast.pipeline.chain import Chain, ChainBlock, StageHost
-from orchestrator.forecast.pipeline.choice import solve_all, solve_replicas
+from orchestrator.forecast.pipeline.choice import Averages, joined_s, solve_all, solve_replicas
 from orchestrator.forecast.pipeline.clock import update_seconds
 from orchestrator.forecast.pipeline.course import Course
 from orchestrator.forecast.pipeline.solve import Space, orders_of, solve

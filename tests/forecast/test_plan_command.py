@@ -17,7 +17,7 @@ from orchestrator.forecast.step import HostSpeed, Workload
 from orchestrator.planning.profiles import Profile, kinds_of
 from orchestrator.results.analyse import analyse
 from orchestrator.results.summary import Summary
-from orchestrator.views.plan import Outlook, _hosts
+from orchestrator.views.plan_rows import Outlook, _hosts
 from orchestrator.views.report import render_report
 from tests.support.plan_command import RESNET, dry_run, orch, planned, remember
 from tests.support.run_folders import two_hosts

@@ -7,7 +7,7 @@ CPUs. A figure outside of its range is a finding, not an error.
 
 from __future__ import annotations
 
-from orchestrator.forecast.gpus import estimate_speed
+from orchestrator.forecast.gpu_catalogue import estimate_speed
 from orchestrator.forecast.layers import gradient_bytes, layers_of
 from orchestrator.hosts.election import find_card
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import ProbeError
 from orchestrator.hosts.answers import read_health
-from orchestrator.hosts.health import Health
+from orchestrator.hosts.host_health import Health
 from orchestrator.hosts.probe import examine, outlived
 from orchestrator.remote import cgroups, health, outlives, probe
 from orchestrator.remote import examine as program

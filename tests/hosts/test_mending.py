@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from orchestrator.hosts import belongings
-from orchestrator.hosts.belongings import Who
+from orchestrator.hosts import work_folders
+from orchestrator.hosts.work_folders import Who
 from orchestrator.record import Owner
 from orchestrator.remote import belongings as mending
 from orchestrator.remote import layout, processes
@@ -60,7 +60,7 @@ def test_halves_and_starts_of_ours_that_never_began_are_listed_and_then_removed(
 
 
 def test_what_is_young_may_be_at_work_and_stays(work):
-    found = belongings.mend(here(work.root), Who(ADA, "test"), end=True)
+    found = work_folders.mend(here(work.root), Who(ADA, "test"), end=True)
     assert (found.folders, found.why) == ((), ())
     assert (work.root / "jobs/undone").is_dir()
 
@@ -75,6 +75,6 @@ def test_while_others_are_at_work_there_nothing_is_removed(work, monkeypatch):
 
 def test_a_folder_that_is_not_ours_is_not_looked_into(tmp_path):
     (tmp_path / "jobs" / ".orch-gone-1").mkdir(parents=True)
-    found = belongings.mend(here(tmp_path), Who(ADA, "test"), end=True)
+    found = work_folders.mend(here(tmp_path), Who(ADA, "test"), end=True)
     assert (found.reaped.found, found.folders, found.why) == ((), (), ())
     assert (tmp_path / "jobs" / ".orch-gone-1").is_dir()

@@ -2,8 +2,8 @@
 
 import pytest
 
+from orchestrator.doctor.start import needed_bytes
 from orchestrator.errors import ConnectError
-from orchestrator.forecast.memory import needed_bytes
 from orchestrator.hosts.facts import Occupant
 from orchestrator.hosts.occupied import judge, warnings, without_jobs
 from orchestrator.planning.request import RunRequest

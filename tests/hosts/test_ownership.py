@@ -21,11 +21,11 @@ import pytest
 
 from orchestrator.controller import Controller
 from orchestrator.errors import HostError, HostsError, UsageError
-from orchestrator.hosts import belongings, checks
-from orchestrator.hosts.belongings import Who
+from orchestrator.hosts import checks, work_folders
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import Inventory, Node
 from orchestrator.hosts.probe import probe
+from orchestrator.hosts.work_folders import Who
 from orchestrator.jobs import launch
 from orchestrator.owner import read_owner
 from orchestrator.paths import Home
@@ -199,7 +199,7 @@ def test_reap_ends_what_is_ours_and_says_whose_the_rest_is(undisturbed):
 
 
 @pytest.mark.parametrize(
-    "look", [belongings.survey_host, lambda *who: belongings.reap(*who, end=False)], ids=["look", "reap"]
+    "look", [work_folders.survey_host, lambda *who: work_folders.reap(*who, end=False)], ids=["look", "reap"]
 )
 def test_a_look_blanks_what_ended_jobs_of_an_older_orch_still_hold(tmp_path, look):
     work = layout.WorkFolder(str(tmp_path / "work"))
@@ -259,7 +259,7 @@ def project(tmp_path):
 
 def test_down_of_a_folder_that_is_a_persons_own_removes_nothing(project):
     before = hashes(project)
-    answer = belongings.down(here(project), Who(ADA, "rack"))
+    answer = work_folders.down(here(project), Who(ADA, "rack"))
     assert (answer.removed, answer.jobs) == ((), {})
     assert "no work folder of orch" in answer.why[0]
     assert hashes(project) == before
@@ -334,7 +334,7 @@ def test_down_opens_what_a_script_closed_and_goes_on_where_another_users_file_st
 
 def test_a_folder_of_an_older_orch_is_taken_once_it_is_marked_by_hand(project):
     (project / ".orch-work").touch()
-    assert belongings.down(here(project), Who(ADA, "rack")).why == ()
+    assert work_folders.down(here(project), Who(ADA, "rack")).why == ()
     assert (project / "code/thesis.tex").exists()
 
 
@@ -343,7 +343,7 @@ def test_an_empty_folder_of_a_persons_own_may_be_used_and_goes_when_it_is_empty_
     work.root.mkdir()
     with claim.claimed(work):
         assert (work.root / ".orch-work").is_file()
-    assert belongings.down(here(work.root), Who(ADA, "rack")).removed == (str(work.root),)
+    assert work_folders.down(here(work.root), Who(ADA, "rack")).removed == (str(work.root),)
     assert not work.root.exists()
 
 
@@ -365,7 +365,7 @@ def test_an_environment_goes_with_its_last_user(tmp_path):
     users = [Who(ADA, "rack"), Who(ADA, "lab"), Who(BOB, "rack")]
     venv = venv_of(work, *users)
     for number, who in enumerate(users, 1):
-        answer = belongings.down(here(work), who)
+        answer = work_folders.down(here(work), who)
         assert venv.exists() == (number < 3)
         assert len(answer.why) == (number < 3)
     assert not work.exists()
@@ -375,10 +375,10 @@ def test_while_others_are_at_work_there_shared_things_stay(tmp_path):
     work = layout.WorkFolder(str(tmp_path / "work"))
     with claim.claimed(work):
         (work.codes / ("c" * 64)).mkdir(parents=True)
-        answer = belongings.down(here(work.root), Who(ADA, "rack"))
+        answer = work_folders.down(here(work.root), Who(ADA, "rack"))
         assert "at work there" in answer.why[0]
         assert (work.codes / ("c" * 64)).is_dir()
-    assert belongings.down(here(work.root), Who(ADA, "rack")).why == ()
+    assert work_folders.down(here(work.root), Who(ADA, "rack")).why == ()
     assert not work.root.exists()
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from orchestrator.errors import ConnectError, HostError
 from orchestrator.jobs.diagnosis import LONG_S, QUIET_S, VERY_LONG_S, diagnose
+from orchestrator.jobs.job_store import Verdict
 from orchestrator.jobs.looks import HostLook
-from orchestrator.jobs.store import Verdict
 from orchestrator.planning.launch_plan import LaunchPlan
 from tests.support.run_folders import Host, write_run
 

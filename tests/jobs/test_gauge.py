@@ -19,8 +19,8 @@ from orchestrator.errors import ConnectError
 from orchestrator.jobs.frames import Agent, FilePiece
 from orchestrator.jobs.gauge import FRESH_S, Gauge, HostNow, JobNow, held_up_by
 from orchestrator.jobs.gauging import GaugedJob
+from orchestrator.jobs.job_store import JobRecord
 from orchestrator.jobs.live import HostRow
-from orchestrator.jobs.store import JobRecord
 from orchestrator.views import documents, top
 from tests.jobs.test_live import plan_of
 

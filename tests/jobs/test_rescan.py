@@ -13,7 +13,7 @@ from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import Node
 from orchestrator.jobs import known
-from orchestrator.jobs.store import JobRecord
+from orchestrator.jobs.job_store import JobRecord
 from orchestrator.paths import Home
 from orchestrator.planning.launch_plan import Attempt, LaunchPlan
 from orchestrator.store import Store

@@ -16,7 +16,7 @@ import pytest
 from orchestrator.controller import opened
 from orchestrator.errors import ConnectError, HostError, OrchError, RefusedError, TooFewError
 from orchestrator.jobs import launch
-from orchestrator.jobs.store import FirstFailure
+from orchestrator.jobs.job_store import FirstFailure
 from orchestrator.paths import Home
 from orchestrator.planning.host_choice import HostRange
 from orchestrator.planning.job_spec import JobSpec

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import ConnectError
 from orchestrator.jobs import state
+from orchestrator.jobs.job_store import FirstFailure, JobRecord
 from orchestrator.jobs.launch import node_request
-from orchestrator.jobs.store import FirstFailure, JobRecord
 from tests.support.job_states import GONE, HOSTILE, PLAN, STATES, alive, known, over
 
 

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.jobs.copies import last_of, tails
+from orchestrator.jobs.collected_copies import last_of, tails
 from orchestrator.jobs.frames import FilePiece, parse_frame, rank_of_log
 from orchestrator.jobs.lines import LogLine, Splitter
 from orchestrator.jobs.live import Notice

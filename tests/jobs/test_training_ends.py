@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from orchestrator.jobs.job_store import NotFinite
 from orchestrator.jobs.state import first_not_finite
-from orchestrator.jobs.store import NotFinite
 from tests.support.job_states import PLAN
 from tests.support.local_cluster import Place
 from trainer.shared.metrics import NOT_FINITE

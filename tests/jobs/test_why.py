@@ -12,9 +12,9 @@ import pytest
 
 from orchestrator.errors import HostError
 from orchestrator.jobs.diagnosis import diagnose
+from orchestrator.jobs.job_store import Verdict
 from orchestrator.jobs.looks import HostLook
 from orchestrator.jobs.running import looks
-from orchestrator.jobs.store import Verdict
 from orchestrator.remote.layout import JobFolder
 from orchestrator.remote.why import see
 from tests.support.disks import disk_that_freezes

@@ -18,7 +18,7 @@ from orchestrator.hosts.facts import Interface, Route
 from orchestrator.hosts.inventory import Node, Paced
 from orchestrator.planning.launch_plan import Attempt, LaunchPlan
 from orchestrator.planning.profiles import kinds_of
-from orchestrator.views import launch_plan
+from orchestrator.views import dry_run
 from tests.support.plans import RESNET, a2000_v100, by_hand, host, node, pair, plan
 from tests.support.probed_hosts import facts, gpu
 
@@ -36,7 +36,7 @@ def test_the_plan_of_the_study_as_a_document():
 
 
 def test_the_plan_of_the_study_as_people_read_it(capsys):
-    launch_plan.print_plan(a2000_v100())
+    dry_run.print_plan(a2000_v100())
     golden("a2000_v100.txt", capsys.readouterr().out)
 
 

@@ -11,8 +11,8 @@ from orchestrator.hosts.cluster import Cluster, Problem
 from orchestrator.hosts.facts import RdmaPort
 from orchestrator.planning.nccl import GpuHost, unlike_versions
 from orchestrator.planning.request import RunRequest, request_of
-from orchestrator.views import launch_plan
-from orchestrator.views.plan import outlook_of
+from orchestrator.views import dry_run
+from orchestrator.views.plan_rows import outlook_of
 from tests.support.plans import RESNET, SCRIPT, by_hand, host, node, pair, plan
 from tests.support.probed_hosts import facts as facts_of
 from tests.support.probed_hosts import torch as torch_of
@@ -151,7 +151,7 @@ def test_what_a_person_sets_is_theirs(own, ours, stays):
 
 def test_a_dry_run_shows_each_setting_with_its_reason(capsys):
     made, _ = variables(gpu_host(41, rdma=(ROCE,)), gpu_host(42))
-    launch_plan.print_plan(made)
+    dry_run.print_plan(made)
     shown = capsys.readouterr().out.splitlines()
     assert "sets NCCL_IB_DISABLE=1: no InfiniBand or RoCE on n42" in shown
     assert "sets NCCL_DEBUG=WARN: so that NCCL says what went wrong" in shown

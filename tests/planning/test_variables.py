@@ -10,7 +10,7 @@ from orchestrator.hosts.inventory import Node
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import CodeFolder
 from orchestrator.planning.variables import read_variables, refuse_secret_words
-from orchestrator.views import launch_plan
+from orchestrator.views import dry_run
 from tests.support.plans import RESNET, host, plan
 
 OWN = {"HF_TOKEN": "hf_here", "HOME": "/root"}
@@ -120,7 +120,7 @@ def test_it_wins_over_the_inventory_on_every_host_and_is_kept_and_printed_withou
     for node in made.nodes:
         assert node.env.items() >= {"A": "job", "B": "file", "MINE": "s3cret", "NCCL_DEBUG": "INFO"}.items()
         assert node.env["NCCL_SOCKET_IFNAME"] == "=eno1"
-    launch_plan.print_plan(made.masked())
+    dry_run.print_plan(made.masked())
     shown = capsys.readouterr().out
     assert " --env A --env MINE --env NCCL_DEBUG " in run_line(made.masked())
     assert "MINE=***" in shown and "NCCL_DEBUG=INFO" in shown
@@ -132,7 +132,7 @@ def test_a_dry_run_can_be_copied(capsys):
     words = ("t.py", "two words", "$(exit 9)", "--local_rank={LOCAL_RANK}", "{rank}")
     nodes = tuple(node.model_copy(update={"command": words, "python": "~/my env/python"}) for node in made.nodes)
     code = CodeFolder(sha256="c0", source="/x", files=1, size_bytes=1)
-    launch_plan.print_plan(made.model_copy(update={"nodes": nodes, "code": code}))
+    dry_run.print_plan(made.model_copy(update={"nodes": nodes, "code": code}))
     shown = capsys.readouterr().out
     assert "rank runs  ~/'my env/python' t.py 'two words' '$(exit 9)' --local_rank=0 '{rank}'\n" in shown
     assert "--master-port 29500" in shown and "--log-dir ~/.orch/jobs/j-1/torchrun " in shown

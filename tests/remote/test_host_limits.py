@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import HostsError
-from orchestrator.hosts import belongings
-from orchestrator.hosts.belongings import Who
+from orchestrator.hosts import work_folders
 from orchestrator.hosts.probe import probe
+from orchestrator.hosts.work_folders import Who
 from orchestrator.record import Owner
 from orchestrator.remote import answer, memory, processes
 from orchestrator.transport.ask import ConnectedHost
@@ -282,7 +282,7 @@ def test_a_stopped_keeper_is_listed_by_reap_and_goes_on_by_it(tmp_path):
     with gang(tmp_path, WAITS, ranks=(1,)) as job:
 
         def reap(end):
-            return belongings.reap(job.hosts["a"], ada, end=end).found
+            return work_folders.reap(job.hosts["a"], ada, end=end).found
 
         ada = Who(Owner(id="a" * 32, name="ada@desk"), job.plan.cluster)
         job.plan = job.plan.model_copy(update={"owner": ada.owner})

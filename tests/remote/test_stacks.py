@@ -15,8 +15,8 @@ import pytest
 
 from orchestrator import remote
 from orchestrator.remote.layout import JobFolder
+from orchestrator.remote.rank import watched
 from orchestrator.remote.stacks import ASKS, Thread, asking, frames_of
-from orchestrator.remote.watched import watched
 from orchestrator.remote.why import full_pipes, see, state_of
 
 BEGINS = "import os, signal, sys, threading, time\ndef say(word): print(word, flush=True)\n"

@@ -21,12 +21,12 @@ from pydantic import ValidationError
 
 from orchestrator.hosts.connections import Connections
 from orchestrator.jobs import launch
+from orchestrator.jobs.job_store import JobRecord, Stall, StillRank, Verdict
 from orchestrator.jobs.known import KnownJobs
 from orchestrator.jobs.live import Notice, Standstill
 from orchestrator.jobs.running import RunningJob
 from orchestrator.jobs.stall import Asker, News, answered, is_due, stall_of, stall_words, standstill
 from orchestrator.jobs.state import combine
-from orchestrator.jobs.store import JobRecord, Stall, StillRank, Verdict
 from orchestrator.paths import Home, RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.remote import stillness

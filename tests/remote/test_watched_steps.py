@@ -12,8 +12,8 @@ import pytest
 
 from orchestrator import remote
 from orchestrator.remote.layout import JobFolder
+from orchestrator.remote.rank import watched
 from orchestrator.remote.script_start import WATCH
-from orchestrator.remote.watched import watched
 from tests.support.local_job import gang
 from tests.support.quick_python import quick_python
 from tests.support.watching import Measured, by_hand, events_in, unchanged

@@ -11,7 +11,7 @@ from orchestrator.errors import OrchError
 from orchestrator.results.analyse import analyse
 from orchestrator.results.compare import common_accuracy, compare, seconds_to
 from orchestrator.results.curves import Curves, EvaluationPoint, Moment
-from orchestrator.views.compare import render_comparison
+from orchestrator.views.run_comparison import render_comparison
 from tests.support.run_folders import steady_run
 
 

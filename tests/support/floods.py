@@ -28,7 +28,7 @@ import pickle, sys
 from types import SimpleNamespace
 from orchestrator.views import following
 from orchestrator.transport.ask import ConnectedHost
-from orchestrator.jobs.store import JobRecord
+from orchestrator.jobs.job_store import JobRecord
 from orchestrator.jobs.running import RunningJob
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.transport.local import LocalTransport

@@ -35,15 +35,15 @@ from orchestrator.errors import InventoryError, OrchError
 from orchestrator.hosts import checks
 from orchestrator.hosts.answers import read_facts
 from orchestrator.hosts.facts import NodeFacts
-from orchestrator.hosts.health import Health
+from orchestrator.hosts.host_health import Health
 from orchestrator.hosts.inventory import Inventory, Node
 from orchestrator.hosts.inventory_file import parse_inventory
 from orchestrator.hosts.yamlfile import read_yaml
 from orchestrator.jobs.frames import Agent, FilePiece, read_frames
+from orchestrator.jobs.job_store import JobRecord
 from orchestrator.jobs.lines import Splitter
 from orchestrator.jobs.live import LiveView, Notice
 from orchestrator.jobs.state import combine
-from orchestrator.jobs.store import JobRecord
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
 from orchestrator.remote import probe as remote_probe
 from orchestrator.remote.gpu_facts import gpu_facts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from orchestrator.jobs.store import JobRecord
+from orchestrator.jobs.job_store import JobRecord
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from tests.support.plans import CODE
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.inventory import Node
 from orchestrator.jobs import launch as control
+from orchestrator.jobs.job_store import JobRecord
 from orchestrator.jobs.launch import launch
 from orchestrator.jobs.state import combine
-from orchestrator.jobs.store import JobRecord
 from orchestrator.planning.build import torchrun_arguments
 from orchestrator.planning.bundle import pack_folder
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan

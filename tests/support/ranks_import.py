@@ -12,7 +12,7 @@ import torch._dynamo
 import torch.distributed.fsdp  # noqa: F401
 
 import trainer.measure.collectives
-import trainer.measure.profiling
+import trainer.measure.profile_run
 import trainer.strategies
 import trainer.train  # noqa: F401
 from tests.support.cheap_forks import make_forks_cheap

@@ -2,7 +2,7 @@
 
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.inventory import Node
-from orchestrator.jobs.store import JobRecord
+from orchestrator.jobs.job_store import JobRecord
 
 
 def cluster(name="lab", **changes):

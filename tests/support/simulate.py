@@ -36,7 +36,7 @@ from orchestrator.forecast.step import (
     speeds_of,
     wire_bytes,
 )
-from orchestrator.forecast.tensor import cast_s, meetings_of
+from orchestrator.forecast.tensor_step import cast_s, meetings_of
 from trainer.shared.shares import Speed
 from trainer.shared.strategy_table import STRATEGIES
 

@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 pytest.importorskip("torchvision")
 import torch
 
-from orchestrator.forecast.pipeline.chain import chain_of
+from orchestrator.forecast.pipeline.block_costs import chain_of
 from trainer.compute.models import build_model
 from trainer.paced.standin import Anatomy, dissect
 from trainer.pipeline.chain import survey

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from tests.support.gloo_ranks import Gang, group_of
-from trainer.compute import batch_norm
-from trainer.strategies.batch_norm import SynchronisedBatchNorm
+from trainer.compute import batch_norm_kernels
+from trainer.strategies.sync_batch_norm import SynchronisedBatchNorm
 
 SHARES = (0, 3, 0, 5)
 CHANNELS, EPS = 2, 1e-5
@@ -85,7 +85,7 @@ def fused(rank, _):
     norm.__class__, norm.group = SynchronisedBatchNorm, group_of(len(SHARES))
     begin = sum(SHARES[:rank])
     own = data()[begin : begin + SHARES[rank]]
-    found = computed(norm, lambda images: batch_norm.normalise(norm, images), own, own)
+    found = computed(norm, lambda images: batch_norm_kernels.normalise(norm, images), own, own)
     return [tensor.detach() for tensor in found], int(norm.num_batches_tracked)
 
 

@@ -20,7 +20,7 @@ from tests.support.trainer_ranks import of_event, started, trained
 from trainer.compute.timer import CpuTimer
 from trainer.ranks.loopback_store import served
 from trainer.ranks.process_group import leave
-from trainer.setup.tensor import refuse_arithmetic
+from trainer.setup.tensor_setup import refuse_arithmetic
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.setting_fields import SettingsError

@@ -16,9 +16,9 @@ from trainer.compute.models import build_model
 from trainer.paced.standin import Learner, LearnerExecutor, LearnerOptimizer, LearningPart, dissect
 from trainer.paced.stopwatch import StageClock, Stopwatch
 from trainer.pipeline.chain import survey
-from trainer.pipeline.layout import Layout
-from trainer.pipeline.paced import LearningStage
+from trainer.pipeline.paced_stages import LearningStage
 from trainer.pipeline.part import part_of
+from trainer.pipeline.stage_layout import Layout
 from trainer.setup.pipeline import chain_like, learning_cut
 from trainer.shared.errors import TrainError
 from trainer.shared.gpu_work import Work

@@ -24,7 +24,7 @@ from trainer.pipeline.chain import survey
 from trainer.setup.weights import fitting
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
-from trainer.shared.networks import MODEL_CHANNELS
+from trainer.shared.experiments import MODEL_CHANNELS
 from trainer.shared.setting_fields import SettingsError
 
 CIFAR = (3, 32, 32)

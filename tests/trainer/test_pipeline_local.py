@@ -16,13 +16,13 @@ from tests.support.gloo_ranks import Gang, group_of
 from tests.support.pipeline_update import updated
 from tests.trainer.test_pipeline import BLOCKS, network, optimiser, samples, shapes
 from trainer.compute.arithmetic import Full
-from trainer.compute.batch_norm import estimate_running_statistics
+from trainer.compute.batch_norm_kernels import estimate_running_statistics
 from trainer.compute.timer import NO_BRAKE, CpuTimer
 from trainer.pipeline.cuts import Cuts
-from trainer.pipeline.layout import Layout
 from trainer.pipeline.part import part_of
+from trainer.pipeline.pipeline_strategy import Pipeline
 from trainer.pipeline.stage import StageWork
-from trainer.pipeline.strategy import Pipeline
+from trainer.pipeline.stage_layout import Layout
 from trainer.shared.config import parse_settings
 from trainer.shared.setting_fields import SettingsError
 from trainer.shared.stages import parse_stages

@@ -17,7 +17,7 @@ from tests.support.trainer_ranks import ROOT, trained
 from trainer.compute.arithmetic import Full
 from trainer.compute.timer import CpuTimer
 from trainer.measure.ladder import Ladder, again, climb, made, record_of
-from trainer.measure.profiling import at_rest
+from trainer.measure.profile_run import at_rest
 from trainer.measure.updates import NoMemory, Subject, Times
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import DATA_SETS
@@ -233,7 +233,7 @@ def test_a_paced_rank_is_found_to_be_as_fast_as_its_pace_whatever_changes_that_h
 
 LOOKING = """
 import sys, torch
-from trainer.measure import profiling
+from trainer.measure import profile_run as profiling
 from trainer.__main__ import main
 
 class Seen(profiling.Subject):

@@ -21,7 +21,7 @@ from tests.support.checkpoint_driver import small_network
 from tests.support.gloo_ranks import RANKS, Gang, group_of
 from trainer import train as training
 from trainer.checkpoints.file import read_file
-from trainer.compute.batch_norm import estimate_running_statistics
+from trainer.compute.batch_norm_kernels import estimate_running_statistics
 from trainer.compute.models import running_statistics
 from trainer.ranks.rank_info import RankInfo
 from trainer.session import session

@@ -11,8 +11,8 @@ from trainer.compute.models import build_model
 from trainer.paced.standin import dissect
 from trainer.paced.stopwatch import StageClock
 from trainer.pipeline.chain import balanced, survey
-from trainer.pipeline.layout import Layout
 from trainer.pipeline.part import part_of
+from trainer.pipeline.stage_layout import Layout
 from trainer.shared.lanes import interleaved
 from trainer.shared.pace import Pace
 from trainer.shared.stages import Stage, check_stages, format_stages, parse_stages

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 import torch
 
 from trainer.compute.timer import CpuTimer
-from trainer.pipeline.update import Done
+from trainer.pipeline.stage_update import Done
 from trainer.shared import metrics
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.turns import Task

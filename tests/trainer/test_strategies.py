@@ -44,13 +44,13 @@ from trainer.compute import arithmetic
 from trainer.compute.arithmetic import build_precision
 from trainer.compute.models import build_model, gradient_bytes
 from trainer.compute.timer import Brake, CpuTimer
-from trainer.setup.batch_norm import check_batch_norm
+from trainer.setup.batch_norm_limits import check_batch_norm
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.setting_fields import SettingsError
 from trainer.shared.slow import Slow
 from trainer.strategies import build_strategy, fsdp, local_loss
-from trainer.strategies.batch_norm import synchronise_batch_norm, whole_batch_statistics
+from trainer.strategies.sync_batch_norm import synchronise_batch_norm, whole_batch_statistics
 from trainer.strategies.without_samples import no_loss
 
 EVERY = (*GRADIENTS, "parameter_average")

@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainer.compute.batch_norm import average_running_statistics
+from trainer.compute.batch_norm_kernels import average_running_statistics
 from trainer.compute.timer import CpuTimer
 from trainer.ranks.agreement import together
 from trainer.ranks.process_group import join, leave

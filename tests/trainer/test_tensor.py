@@ -18,8 +18,8 @@ from trainer.compute.models import build_model
 from trainer.compute.timer import NO_BRAKE, CpuTimer
 from trainer.strategies.base import local_loss
 from trainer.strategies.gradient_sum import GradientSum
-from trainer.tensor.strategy import SlicedParts, TensorParallel
-from trainer.tensor.tensor import Meeting, Sliced, cut, cut_channels, layers_of, survey
+from trainer.tensor.sliced_layers import Meeting, Sliced, cut, cut_channels, layers_of, survey
+from trainer.tensor.tensor_strategy import SlicedParts, TensorParallel
 
 CLASSES = 3
 SIDE = 13

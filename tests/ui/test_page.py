@@ -28,7 +28,7 @@ from orchestrator.planning.job_spec import JobSpec
 from orchestrator.ui import pages
 from orchestrator.ui.access import kept_token
 from orchestrator.ui.app import _Kept, _Site, application
-from orchestrator.ui.watched import Watched
+from orchestrator.ui.watched_jobs import Watched
 from tests.support.command_lines import command_lines_of_all_processes
 from tests.support.free_port import free_port
 from tests.support.served_page import TRAINS, address_of

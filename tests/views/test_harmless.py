@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from orchestrator.errors import HostError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.jobs.frames import FilePiece
+from orchestrator.jobs.job_store import JobRecord
 from orchestrator.jobs.lines import Splitter
 from orchestrator.jobs.live import HostRow, Notice, RunProgress, Standstill
-from orchestrator.jobs.store import JobRecord
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.results.analyse import analyse
 from orchestrator.results.summary import Summary
-from orchestrator.views import console, following, host_tables, job_table, launch_plan
+from orchestrator.views import console, dry_run, following, host_tables, job_table
 from orchestrator.views.report import LogEnd, render_report
 from tests.support.run_folders import two_hosts
 
@@ -104,7 +104,7 @@ def test_jobs(run, text):
 @given(hostile)
 def test_plans_and_clusters(run, text):
     plan = LaunchPlan.model_validate({**everywhere(json.loads(run.plan.read_text()), text), "notes": [text]})
-    assert_harmless(shown_by(lambda: launch_plan.print_plan(plan)))
+    assert_harmless(shown_by(lambda: dry_run.print_plan(plan)))
     cluster = Cluster(schema=1, name=text, file=text, nodes=(), master=text, master_reason=text)
     assert_harmless(shown_by(lambda: host_tables.print_cluster(cluster)))
 

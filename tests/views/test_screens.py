@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from orchestrator.jobs.store import FirstFailure
+from orchestrator.jobs.job_store import FirstFailure
 from orchestrator.paths import Home
 from orchestrator.results.analyse import analyse
 from orchestrator.store import Store

@@ -3,7 +3,7 @@
 import re
 
 from orchestrator.results.timeline import Bar, Message, Timeline, TimelineLane
-from orchestrator.views.timeline import LARGER, NARROW, draw_timeline
+from orchestrator.views.step_timeline import LARGER, NARROW, draw_timeline
 
 
 def lane(stage, bars, **more):

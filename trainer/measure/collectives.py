@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.compute.timer import Timer, timer_for
-from trainer.measure.links import measure_links
-from trainer.measure.timed_together import timed_together
+from trainer.measure.link_speeds import measure_links, timed_together
 from trainer.ranks.agreement import agreed, gather_lines, together
 from trainer.ranks.devices import choose_device, use_threads
 from trainer.ranks.process_group import join, leave

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from trainer.compute.models import stages_of
-from trainer.pipeline.layout import Layout
+from trainer.pipeline.stage_layout import Layout
 from trainer.shared.stages import Stage
 
 

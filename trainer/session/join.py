@@ -29,7 +29,7 @@ from trainer.data.batch import moved, tensors_of
 from trainer.data.own import Collate
 from trainer.measure.ladder import Ladder, Measuring, again, climb, record_of
 from trainer.measure.passes import record_blocks
-from trainer.measure.profiling import OF_BLOCKS, at_rest, held_beside
+from trainer.measure.profile_run import OF_BLOCKS, at_rest, held_beside
 from trainer.measure.updates import NoMemory, Times, Trainee
 from trainer.measure.visited import Visited
 from trainer.pipeline.chain import Block, survey_of

@@ -35,7 +35,7 @@ from trainer.compute.models import evaluated
 from trainer.data.batch import mapped, moved
 from trainer.data.loading import Batch, own_part
 from trainer.data.own import judged_batches
-from trainer.pipeline.strategy import Pipeline
+from trainer.pipeline.pipeline_strategy import Pipeline
 from trainer.ranks import ending as interrupt
 from trainer.ranks.agreement import gather_lines, sum_over_ranks
 from trainer.ranks.ending import let_others_rest

@@ -39,16 +39,15 @@ from trainer.paced.standin import (
     StandInExecutor,
     most_samples,
 )
-from trainer.pipeline.strategy import Pipeline
+from trainer.pipeline.pipeline_strategy import Pipeline
 from trainer.ranks.agreement import gather_lines, sum_over_ranks, together
 from trainer.ranks.devices import choose_device, use_threads
 from trainer.ranks.process_group import join
 from trainer.ranks.rank_info import RankInfo
 from trainer.rebalance.balance import Balance
 from trainer.rebalance.rebalancer import Rebalancer
-from trainer.setup.batch_norm import batch_norm_groups
+from trainer.setup.batch_norm_limits import batch_norm_groups
 from trainer.setup.material import EXAMPLES, Experiment, Material
-from trainer.setup.network import facts_of, needs_pairs, network
 from trainer.setup.pipeline import (
     PipelinePlan,
     build_pipeline,
@@ -60,8 +59,9 @@ from trainer.setup.pipeline import (
     real_part,
     shares_of_readers,
 )
+from trainer.setup.rank_network import facts_of, needs_pairs, network
 from trainer.setup.start_record import start_fields
-from trainer.setup.tensor import TensorPlan, build_tensor, paced_slices, plan_tensor, shares_of_reader
+from trainer.setup.tensor_setup import TensorPlan, build_tensor, paced_slices, plan_tensor, shares_of_reader
 from trainer.setup.weights import first_weights
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import MetricsWriter
@@ -74,10 +74,10 @@ from trainer.strategies.gradient_sum import DTYPES, GradientSum
 from trainer.strategies.horovod import package
 from trainer.strategies.single import Ddp
 from trainer.strategies.without_samples import Unused
-from trainer.tensor.strategy import READER
-from trainer.training.console import Console
+from trainer.tensor.tensor_strategy import READER
 from trainer.training.ema import Ema
 from trainer.training.loss_sum import Weights
+from trainer.training.rank_console import Console
 from trainer.training.rates import Clipping, rates_of
 from trainer.training.run import Run
 

@@ -22,17 +22,17 @@ from trainer.paced.standin import LearningPart, PacedPart, out_of_memory
 from trainer.paced.stopwatch import StageClock
 from trainer.pipeline.chain import Block, balanced, survey, survey_of
 from trainer.pipeline.cuts import Cuts, Form
-from trainer.pipeline.layout import Layout
-from trainer.pipeline.paced import LearningStage, PacedStage
+from trainer.pipeline.paced_stages import LearningStage, PacedStage
 from trainer.pipeline.part import Part, part_of
+from trainer.pipeline.pipeline_strategy import Pipeline
 from trainer.pipeline.stage import StageWork
-from trainer.pipeline.strategy import Pipeline
+from trainer.pipeline.stage_layout import Layout
 from trainer.ranks.agreement import gather_lines, together
 from trainer.ranks.process_group import timeout
 from trainer.ranks.rank_info import RankInfo
-from trainer.setup.batch_norm import check_batch_norm, check_pairs
+from trainer.setup.batch_norm_limits import check_batch_norm, check_pairs
 from trainer.setup.material import Material
-from trainer.setup.tensor import keep_records, refuse_arithmetic
+from trainer.setup.tensor_setup import keep_records, refuse_arithmetic
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import CHOSEN, DATA_SETS
 from trainer.shared.metrics import MetricsWriter

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from trainer.shared.experiments import OWN
-from trainer.shared.networks import LENET_PIXELS, MODEL_CHANNELS
+from trainer.shared.experiments import LENET_PIXELS, MODEL_CHANNELS, OWN
 from trainer.shared.setting_fields import declared, is_changed, without_effect
 from trainer.shared.shares import PROFILED
 from trainer.shared.stages import ALONE

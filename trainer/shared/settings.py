@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.shared.alpha_beta import BUS_FACTORS
-from trainer.shared.experiments import CHOSEN, DATA_SETS, NAMED, OWN, SCRIPT, DataSet
+from trainer.shared.experiments import CHOSEN, DATA_SETS, MODEL_CHANNELS, NAMED, OWN, SCRIPT, DataSet
 from trainer.shared.learning_rate import LR_SCHEDULES, parse_lr_steps
-from trainer.shared.networks import MODEL_CHANNELS
 from trainer.shared.setting_conflicts import mistakes_of, mistakes_of_network
 from trainer.shared.setting_fields import SettingsError, mistakes_of_value, not_among, setting
 from trainer.shared.shares import parse_shares, parse_speeds

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from trainer.strategies.batch_norm import is_synchronised
+from trainer.strategies.sync_batch_norm import is_synchronised
 from trainer.strategies.without_samples import no_loss
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from trainer.compute.buffers import leaves_of
 from trainer.compute.models import trainable
 from trainer.shared.errors import TrainError
-from trainer.strategies.batch_norm import SynchronisedBatchNorm
+from trainer.strategies.sync_batch_norm import SynchronisedBatchNorm
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """What each module has that is no note of its own; buffers are looked at by themselves."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.compute.batch_norm import REMEMBERED
+from trainer.compute.batch_norm_kernels import REMEMBERED
 
 # The generators that a rank draws from: `state = random_state()`, `set_random_state(state)`.
 

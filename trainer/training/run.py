@@ -17,16 +17,16 @@ from trainer.compute.timer import Brake, Timer
 from trainer.data.loading import Batches
 from trainer.data.sample_stream import RankBatches, SampleStream
 from trainer.paced.standin import StandInOptimizer
-from trainer.pipeline.strategy import Pipeline
+from trainer.pipeline.pipeline_strategy import Pipeline
 from trainer.ranks.rank_info import RankInfo
 from trainer.rebalance.rebalancer import Rebalancer
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.settings import Settings
 from trainer.strategies import Strategy
 from trainer.strategies.without_samples import Unused
-from trainer.training.console import Console
 from trainer.training.ema import Ema
 from trainer.training.loss_sum import Weights
+from trainer.training.rank_console import Console
 from trainer.training.rates import Clipping, Rates
 
 

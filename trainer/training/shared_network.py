@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from trainer.compute.batch_norm import BATCHES, average_running_statistics, estimate_running_statistics
+from trainer.compute.batch_norm_kernels import BATCHES, average_running_statistics, estimate_running_statistics
 from trainer.compute.models import has_batch_norm, moves_statistics
 from trainer.training.progress import random_state, set_random_state
 

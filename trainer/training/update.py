@@ -20,10 +20,10 @@ from torch import Tensor
 
 from trainer.compute.buffers import drop_gradients, leaves_of
 from trainer.data.batch import moved, pieces
-from trainer.pipeline.strategy import Pipeline
+from trainer.pipeline.pipeline_strategy import Pipeline
 from trainer.shared.errors import TrainError
 from trainer.strategies import Exchange, Strategy
-from trainer.strategies.batch_norm import refuse_other_ways
+from trainer.strategies.sync_batch_norm import refuse_other_ways
 from trainer.strategies.without_samples import without_effect
 from trainer.training.loss_sum import Weight, checked, scale
 from trainer.training.progress import Progress, random_state, set_random_state

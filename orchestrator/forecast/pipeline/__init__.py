@@ -1,1 +1,2 @@
-"""How a network is cut over hosts: `chain` is what is cut, `clock` tells how long an update takes, `solve` chooses."""
+"""How a network is cut over hosts: `block_costs` is what is cut, `clock` tells how long an update takes, `solve`
+chooses."""

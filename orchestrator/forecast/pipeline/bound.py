@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 from orchestrator.forecast.links import LinkCosts
-from orchestrator.forecast.pipeline.chain import Chain, StageHost, times_of
+from orchestrator.forecast.pipeline.block_costs import Chain, StageHost, times_of
 from orchestrator.forecast.pipeline.course import STATES, Course
 from trainer.shared.pace import OPTIMISER
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.forecast.links import LinkCosts
-from orchestrator.forecast.pipeline.chain import Chain
+from orchestrator.forecast.pipeline.block_costs import Chain
 from orchestrator.forecast.pipeline.course import Course, StageCost
 from orchestrator.forecast.pipeline.sums import sums_of
 from trainer.shared.pace import OPTIMISER

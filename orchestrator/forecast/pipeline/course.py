@@ -4,7 +4,7 @@
     course.stages(chain)[1].forward.at(16)          seconds of FORWARD of 16 samples in the second stage
     course.memory_bytes(chain)                      of each rank, stage by stage
 
-The first stage reads the samples; `trainer.pipeline.layout` has the same rules for the ranks themselves.
+The first stage reads the samples; `trainer.pipeline.stage_layout` has the same rules for the ranks themselves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from orchestrator.forecast.pipeline.chain import Chain, Line, StageHost, times_of
+from orchestrator.forecast.pipeline.block_costs import Chain, Line, StageHost, times_of
 from trainer.shared.lanes import Route, routes
 from trainer.shared.shares import equal_shares
 from trainer.shared.stages import Pipelines, Stage, format_stages

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from orchestrator.forecast.links import LinkCosts
+from orchestrator.forecast.pipeline.block_costs import Chain, StageHost
 from orchestrator.forecast.pipeline.bound import Cut, Family
-from orchestrator.forecast.pipeline.chain import Chain, StageHost
 from orchestrator.forecast.pipeline.clock import update_seconds
 from orchestrator.forecast.pipeline.course import STATES, Course
 from trainer.shared.turns import SPARE

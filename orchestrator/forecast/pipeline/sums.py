@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from orchestrator.forecast.links import LinkCosts
-from orchestrator.forecast.pipeline.chain import Chain, StageHost
+from orchestrator.forecast.pipeline.block_costs import Chain, StageHost
 from orchestrator.forecast.pipeline.course import Course
 
 

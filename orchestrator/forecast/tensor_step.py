@@ -18,7 +18,7 @@ from functools import lru_cache
 from math import prod
 
 import trainer.shared.gpu_work as gpu_work
-from orchestrator.forecast.gpus import activation_bytes
+from orchestrator.forecast.gpu_catalogue import activation_bytes
 from orchestrator.forecast.layers import FLOAT_BYTES, Layer, gradient_bytes
 from orchestrator.forecast.links import LinkCosts
 from trainer.shared.pace import BACKWARD, FORWARD, OPTIMISER

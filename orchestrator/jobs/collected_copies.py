@@ -22,9 +22,9 @@ from typing import Any
 from orchestrator.errors import HostsError, OrchError
 from orchestrator.jobs.follow import Event
 from orchestrator.jobs.frames import HEAD_BYTES, LOGS, NODE_FILES, FilePiece, Held
+from orchestrator.jobs.job_store import RememberedJobs
 from orchestrator.jobs.launch import ASK_S, on_all
 from orchestrator.jobs.lines import LogLine, Splitter
-from orchestrator.jobs.store import RememberedJobs
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.transport import ask

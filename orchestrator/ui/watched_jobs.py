@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from orchestrator.controller import opened
 from orchestrator.jobs.gauge import JobNow
 from orchestrator.jobs.gauging import GaugedJob
-from orchestrator.jobs.store import ENDED
+from orchestrator.jobs.job_store import ENDED
 from orchestrator.paths import Home
 
 UNSEEN_S = 15.0

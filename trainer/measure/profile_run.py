@@ -42,7 +42,7 @@ from trainer.ranks.agreement import together
 from trainer.ranks.devices import choose_device, use_threads
 from trainer.ranks.process_group import join, leave
 from trainer.ranks.rank_info import RankInfo
-from trainer.setup.network import stand_in
+from trainer.setup.rank_network import stand_in
 from trainer.setup.start_record import start_fields
 from trainer.setup.weights import build_optimizer
 from trainer.shared.experiments import DataSet

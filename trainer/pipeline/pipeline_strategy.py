@@ -23,17 +23,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.compute.batch_norm import REMEMBERED, average_running_statistics, estimating
+from trainer.compute.batch_norm_kernels import REMEMBERED, average_running_statistics, estimating
 from trainer.compute.models import fill_gradients, gradients_of, has_batch_norm, trainable
 from trainer.compute.timer import Brake, CpuTimer, Timer, covered_ms
 from trainer.pipeline.cuts import Cuts
 from trainer.pipeline.evaluation import outputs, pass_on
-from trainer.pipeline.layout import Layout, MicroBatch
-from trainer.pipeline.links import ACTIVATIONS, GRADIENTS, LABELS, LOSSES, Receiver, Sender
-from trainer.pipeline.paced import PacedStage
+from trainer.pipeline.paced_stages import PacedStage
 from trainer.pipeline.part import StageParts
 from trainer.pipeline.stage import StageWork
-from trainer.pipeline.update import PipelineUpdate
+from trainer.pipeline.stage_layout import Layout, MicroBatch
+from trainer.pipeline.stage_links import ACTIVATIONS, GRADIENTS, LABELS, LOSSES, Receiver, Sender
+from trainer.pipeline.stage_update import PipelineUpdate
 from trainer.shared.turns import in_flight_of_rank
 from trainer.strategies.after_backward import allreduce_flat
 from trainer.strategies.averaging import ParameterAverage

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
-from orchestrator.forecast.gpus import activation_bytes
+from orchestrator.forecast.gpu_catalogue import activation_bytes
 from orchestrator.forecast.layers import FLOAT_BYTES, Block, blocks_of
 from orchestrator.planning.profiles import BlockTimes, TaskTime
 from trainer.shared.pace import OPTIMISER

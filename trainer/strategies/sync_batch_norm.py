@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
-from trainer.compute import batch_norm as fused_batch_norm
+from trainer.compute import batch_norm_kernels as fused_batch_norm
 from trainer.ranks.agreement import differing
 from trainer.shared.errors import TrainError
 

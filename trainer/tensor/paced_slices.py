@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainer.paced.standin import PacedPart
 from trainer.paced.stopwatch import StageClock
 from trainer.shared.pace import BACKWARD, FORWARD
-from trainer.tensor.tensor import Layer, Meeting
+from trainer.tensor.sliced_layers import Layer, Meeting
 
 
 class PacedSlices(PacedPart):

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from trainer.compute.batch_norm import estimate_running_statistics
+from trainer.compute.batch_norm_kernels import estimate_running_statistics
 from trainer.compute.models import has_batch_norm
 from trainer.compute.timer import Brake, Timer
 from trainer.strategies.base import Base, Exchange, weighted
-from trainer.tensor.tensor import Layer, Meeting
+from trainer.tensor.sliced_layers import Layer, Meeting
 
 READER = 0
 """The rank that samples, losses and judgements count for: all ranks have the same."""

@@ -15,14 +15,14 @@ from typing import Any
 
 from orchestrator.forecast.advice import FIDELITIES, GAIN, Advice, Choice, Scene, WhatIf, advise, changed
 from orchestrator.forecast.cut import pipeline_for
-from orchestrator.forecast.faster import MOST_CUTS, faster_ways
-from orchestrator.forecast.gpus import ERROR, HOST_DAYS, RESTART_S, FailureCosts, failures
+from orchestrator.forecast.gpu_catalogue import ERROR, HOST_DAYS, RESTART_S, FailureCosts, failures
 from orchestrator.forecast.imagined import HostGroup, imagine
 from orchestrator.forecast.inputs import ForecastInputs, allowed, kept, memory_words
 from orchestrator.forecast.layers import gradient_bytes, layers_in, network_of
 from orchestrator.forecast.links import GOODPUT
 from orchestrator.forecast.pipeline.choice import PipelineChoice
 from orchestrator.forecast.step import PREDICTED, HostSpeed
+from orchestrator.forecast.what_if import MOST_CUTS, faster_ways
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import LIMITS, Faster, LaunchPlan
 from orchestrator.planning.profiles import GPU_SETTINGS

@@ -10,9 +10,9 @@ from trainer.data.sample_stream import SampleStream
 from trainer.paced.standin import Anatomy, Learner, StandIn, dissect, memory_needed
 from trainer.paced.stopwatch import Stopwatch
 from trainer.ranks.rank_info import RankInfo
-from trainer.setup.batch_norm import check_batch_norm, check_estimated, check_pairs, check_whole_batch
+from trainer.setup.batch_norm_limits import check_batch_norm, check_estimated, check_pairs, check_whole_batch
 from trainer.setup.material import Experiment, Material
-from trainer.setup.tensor import keep_records, refuse_arithmetic
+from trainer.setup.tensor_setup import keep_records, refuse_arithmetic
 from trainer.shared.experiments import CHOSEN, DATA_SETS, DataSet
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.pace import Pace, no_pace_for

@@ -19,7 +19,7 @@ from orchestrator.forecast.outlook import prediction_of, runnable
 from orchestrator.forecast.step import Way
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import Faster, LaunchPlan
-from orchestrator.results.faster import WORTH, may_leave, settings_on
+from orchestrator.results.single_host import WORTH, may_leave, settings_on
 from trainer.shared.config import OF_PIPELINE, fields_of
 from trainer.shared.experiments import OWN
 from trainer.shared.setting_fields import SettingsError

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from trainer.pipeline.layout import MicroBatch
+from trainer.pipeline.stage_layout import MicroBatch
 from trainer.shared.turns import Task, Turns
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import permutations
 
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from trainer.compute.timer import Timer
-from trainer.measure.timed_together import timed_together
 from trainer.ranks.agreement import agreed
 from trainer.shared.alpha_beta import algorithm_gbps
 from trainer.shared.metrics import MetricsWriter
@@ -58,3 +57,17 @@ def pass_on(buffer: torch.Tensor, source: int, target: int, group: dist.ProcessG
         dist.send(buffer, target, group=group)
     elif dist.get_rank() == target:
         dist.recv(buffer, source, group=group)
+
+
+# Timing work that all ranks begin at once.
+
+
+def timed_together(timer: Timer, work: Callable[[], object]) -> float:
+    """Seconds of this rank's work, which all ranks begin at once."""
+    timer.wait()
+    dist.barrier()  # over Gloo, between the hosts' programs
+    begin = timer.mark()
+    work()
+    end = timer.mark()
+    timer.wait()
+    return timer.ms(begin, end) / 1000
