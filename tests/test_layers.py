@@ -56,7 +56,7 @@ SPEAKS = {
         "job_table",
     )
 }
-SPEAKS |= {"views.doctor_tables", "views.job_table", "views.top"}
+SPEAKS |= {"views.host_tables", "views.job_table", "views.top"}
 SPEAKS |= {
     f"views.{name}"
     for name in (

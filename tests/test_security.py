@@ -37,7 +37,7 @@ from orchestrator.store import Store
 from orchestrator.transport import CommandResult
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import for_each
-from orchestrator.transport.local import LocalTransport
+from orchestrator.transport.shell import LocalTransport
 from tests.support import fuzz
 from tests.support.local_job import gang
 from tests.support.plans import pair, plan

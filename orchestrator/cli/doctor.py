@@ -76,7 +76,7 @@ def doctor(
     orch doctor --json | jq '.findings[] | select(.level == "block")'
     """
     from orchestrator.doctor.table import judge
-    from orchestrator.views import console, doctor_tables
+    from orchestrator.views import console, host_tables
     from orchestrator.views.documents import doctor_json
 
     _refuse(inventory, cluster, collective, fix, as_json and not yes)
@@ -98,7 +98,7 @@ def doctor(
     if as_json:
         console.print_json({**doctor_json(name, found), "fixed": fixed})
     else:
-        doctor_tables.print_diagnosis(found)
+        host_tables.print_diagnosis(found)
     if found.seen.unreached:
         sys.exit(HostError.exit_code)
     if found.blocks:

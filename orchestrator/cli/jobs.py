@@ -28,9 +28,9 @@ from orchestrator.errors import HostError, OrchError, UsageError
 
 if TYPE_CHECKING:
     from orchestrator.controller import Controller
-    from orchestrator.jobs.gauge import JobNow
     from orchestrator.jobs.gauging import GaugedJob
     from orchestrator.jobs.job_store import JobRecord
+    from orchestrator.jobs.live_stats import JobNow
     from orchestrator.jobs.running import RunningJob
 
 

@@ -125,7 +125,7 @@ def _print_refusal(error: OrchError, findings: Sequence[Finding]) -> None:
 
 
 def _save(controller: Controller, spec: JobSpec, file: Path) -> None:
-    from orchestrator.planning.job_file import write_job
+    from orchestrator.planning.job_forms import write_job
     from orchestrator.views import console
 
     if not is_job_file(file.name):

@@ -188,7 +188,7 @@ def _laid_over(path: Path, values: Mapping[str, Any], added: Sequence[str]) -> J
     """The job of a file, with the options of the line over it. Raises UsageError."""
     import os
 
-    from orchestrator.planning.job_file import read_job
+    from orchestrator.planning.job_forms import read_job
     from orchestrator.planning.job_spec import JobSpec
     from orchestrator.planning.variables import read_variables
 

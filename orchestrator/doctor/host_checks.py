@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from orchestrator.doctor.seen import Host
 from orchestrator.hosts import checks
 from orchestrator.hosts.checks import Finding
-from orchestrator.hosts.host_health import GpuHealth
+from orchestrator.hosts.facts import GpuHealth
 from orchestrator.hosts.occupied import ELSEWHERE, NOT_EXCLUSIVE, WAIT, without_jobs
 from orchestrator.hosts.occupied import warnings as occupied
-from orchestrator.jobs.gpu_reading import POWER_CAP, SYNC_BOOST, slowed_by_words
+from orchestrator.jobs.live_stats import POWER_CAP, SYNC_BOOST, slowed_by_words
 from orchestrator.text import some
 from orchestrator.units import counted, format_bytes, format_duration
 

@@ -8,8 +8,7 @@ from typing import Literal
 
 from orchestrator.errors import HostError
 from orchestrator.hosts.checks import wants_cuda
-from orchestrator.hosts.facts import Gpu, NodeFacts
-from orchestrator.hosts.host_health import Health
+from orchestrator.hosts.facts import Gpu, Health, NodeFacts
 from orchestrator.hosts.inventory import Node
 
 Level = Literal["block", "warn"]

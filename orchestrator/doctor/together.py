@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from orchestrator.doctor.seen import Host, Seen, Sight
 from orchestrator.hosts import checks
+from orchestrator.hosts.cluster import masked_env
 from orchestrator.hosts.exec import host_set
-from orchestrator.hosts.masking import masked_env
 from orchestrator.hosts.wheels import numbers
 from orchestrator.planning.nccl import GpuHost, unlike_versions
 from orchestrator.text import some

@@ -12,9 +12,8 @@ from typing import Any
 
 from orchestrator.errors import UsageError
 from orchestrator.forecast.advice import preference, ways
-from orchestrator.forecast.cut import pipeline_for, prediction_of_pipeline, settled
+from orchestrator.forecast.cut import BASIS, pipeline_for, prediction_of_pipeline, settled
 from orchestrator.forecast.inputs import ForecastInputs, allowed, forecast_in, kept, way_of
-from orchestrator.forecast.slices import BASIS
 from orchestrator.forecast.step import Way
 from orchestrator.planning.build import Draft
 from orchestrator.planning.launch_plan import LaunchPlan, Prediction

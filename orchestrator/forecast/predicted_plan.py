@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.errors import UsageError
-from orchestrator.forecast.cut import stage_notes, with_stages
+from orchestrator.forecast.cut import slice_notes, stage_notes, with_stages
 from orchestrator.forecast.inputs import blocks_in, inputs_of, memory_notes, speeds_of, with_rounds
 from orchestrator.forecast.layers import layers_in
 from orchestrator.forecast.links import read_network
 from orchestrator.forecast.outlook import prediction_of, with_best_way
-from orchestrator.forecast.slices import slice_notes
 from orchestrator.forecast.step import HostSpeed, alone_samples_per_s
 from orchestrator.forecast.what_if import faster_ways, without_slow
 from orchestrator.hosts.election import Candidate

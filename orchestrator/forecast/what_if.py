@@ -17,7 +17,7 @@ from orchestrator.forecast.cut import pipeline_for
 from orchestrator.forecast.inputs import ForecastInputs, allowed, forecast_in, kept, parts_needed, way_of
 from orchestrator.forecast.outlook import prediction_of, runnable
 from orchestrator.forecast.step import Way
-from orchestrator.planning.command_line import run_line
+from orchestrator.planning.job_forms import run_line
 from orchestrator.planning.launch_plan import Faster, LaunchPlan
 from orchestrator.results.single_host import WORTH, may_leave, settings_on
 from trainer.shared.config import OF_PIPELINE, fields_of

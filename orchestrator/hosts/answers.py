@@ -16,8 +16,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, ValidationError
 
 from orchestrator.errors import ProbeError
-from orchestrator.hosts.facts import Count, Fact, Interfaces, NodeFacts
-from orchestrator.hosts.host_health import Health
+from orchestrator.hosts.facts import Count, Fact, Health, Interfaces, NodeFacts
 from orchestrator.text import one_line
 
 Time = Annotated[float, Field(ge=0, lt=1e11)]

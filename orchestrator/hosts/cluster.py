@@ -19,7 +19,6 @@ from orchestrator.files import locked, own_folder, write_atomic
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.grammar import NAME
 from orchestrator.hosts.inventory import Node
-from orchestrator.hosts.masking import mask, masked_env
 from orchestrator.hosts.node_names import names_in
 from orchestrator.paths import Home
 from orchestrator.record import SCHEMA, AnyRecord, Record, RecordError, read_record, write_record
@@ -350,3 +349,27 @@ def damaged(path: Path, why: str) -> StateError:
     is_cluster = path.parent.name == "clusters"
     remedy = "`orch up INVENTORY` writes it again" if is_cluster else "`orch jobs --rescan` rebuilds it from the hosts"
     return StateError(f"{path} is damaged ({why})", remedy)
+
+
+# Environment variables and shell as they may be shown: without what may be a secret. Pure.
+
+MASK = "***"
+
+# Settings of known libraries. The value of any other variable of `env` may be a secret, whatever it is called.
+_HARMLESS = re.compile(
+    r"(OMP|MKL|KMP|OPENBLAS|NCCL|GLOO|TP|UCX|CUDA|CUDNN|CUBLAS|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|XLA|ORCH)_[A-Z0-9_]+"
+    r"|PYTHON[A-Z]+|(LD_LIBRARY_)?PATH|TMPDIR|LANG|TZ|LC_[A-Z]+"
+)
+
+_SECRET = re.compile(r"token|secret|passw|credential|api_?key|private_?key|access_?key", re.IGNORECASE)
+
+
+def masked_env(env: dict[str, str]) -> dict[str, str]:
+    """Every name, and the values of those that are known to be no secrets."""
+    harmless = {name for name in env if _HARMLESS.fullmatch(name) and not _SECRET.search(name)}
+    return {name: value if name in harmless else MASK for name, value in env.items()}
+
+
+def mask(shell: str | None) -> str | None:
+    """Shows only that there is such a piece of shell: any of its words may be a secret."""
+    return shell and MASK

@@ -25,7 +25,7 @@ from orchestrator.paths import Home
 from orchestrator.transport import Transport
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import errors_by_node, for_each
-from orchestrator.transport.local import LocalTransport
+from orchestrator.transport.shell import LocalTransport
 
 if TYPE_CHECKING:  # both are slow to load: a list of jobs does without nodes, a cluster of local ones without paramiko
     from orchestrator.hosts.inventory import Node

@@ -19,10 +19,9 @@ from pydantic import ValidationError
 
 from orchestrator.errors import InventoryError, Mistake, UsageError
 from orchestrator.hosts import grammar
-from orchestrator.hosts.cluster import Cluster
+from orchestrator.hosts.cluster import MASK, Cluster
 from orchestrator.hosts.grammar import MOST_HOSTS
 from orchestrator.hosts.inventory import Defaults, Entry, Inventory, InventoryFile, Node, Written, mistake_of, once
-from orchestrator.hosts.masking import MASK
 from orchestrator.hosts.node_names import without_brackets
 from orchestrator.hosts.occupied import not_allowed
 from orchestrator.hosts.yamlfile import REFUSED, Document, KeyPath, read_yaml, resolve_scalar

@@ -16,8 +16,7 @@ from typing import Any
 
 from orchestrator.hosts.answers import read_facts, read_health
 from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.facts import MAX_PEERS, NodeFacts
-from orchestrator.hosts.host_health import Health
+from orchestrator.hosts.facts import MAX_PEERS, Health, NodeFacts
 from orchestrator.transport.ask import ConnectedHost, ask, understood
 from orchestrator.transport.fanout import for_each, values
 

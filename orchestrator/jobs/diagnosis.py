@@ -20,8 +20,8 @@ from typing import Literal
 
 from orchestrator.errors import HostError
 from orchestrator.hosts.exec import reasons
-from orchestrator.jobs.gpu_reading import GpuLines, Reading, slowed_by_words
 from orchestrator.jobs.job_store import Kind, Verdict
+from orchestrator.jobs.live_stats import GpuLines, Reading, slowed_by_words
 from orchestrator.jobs.looks import HostLook, ProcessLook, RankLook, StackFrame
 from orchestrator.jobs.metric_lines import parse_event
 from orchestrator.planning.launch_plan import LaunchPlan

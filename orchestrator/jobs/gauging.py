@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 
 from orchestrator.errors import HostError, OrchError
 from orchestrator.jobs.follow import since_s
-from orchestrator.jobs.gauge import Gauge, JobNow
 from orchestrator.jobs.job_store import JobRecord
+from orchestrator.jobs.live_stats import Gauge, JobNow
 from orchestrator.jobs.running import RunningJob
 
 

@@ -31,9 +31,9 @@ from orchestrator.jobs.collected_copies import is_removed, nothing_left, tails
 from orchestrator.jobs.diagnosis import diagnose
 from orchestrator.jobs.follow import Event, Follow, Heard
 from orchestrator.jobs.frames import Agent, Held
-from orchestrator.jobs.gauge import Gauge
 from orchestrator.jobs.job_store import ENDED, FINAL_STATES, JobRecord, RememberedJobs, Verdict
 from orchestrator.jobs.launch import on_all
+from orchestrator.jobs.live_stats import Gauge
 from orchestrator.jobs.looks import HostLook
 from orchestrator.jobs.pull import Output, Outputs, outputs
 from orchestrator.jobs.stall import Asker, answered, asks_for_it, dropped_words
@@ -41,8 +41,7 @@ from orchestrator.jobs.state import combine, is_gone, is_half_started
 from orchestrator.jobs.watch import watch, watch_records
 from orchestrator.owner import read_owner
 from orchestrator.paths import RunFolder
-from orchestrator.planning.command_line import spec_of
-from orchestrator.planning.job_file import write_job
+from orchestrator.planning.job_forms import spec_of, write_job
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.record import write_record
 from orchestrator.text import one_line

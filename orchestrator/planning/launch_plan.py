@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
-from orchestrator.hosts.masking import mask, masked_env
+from orchestrator.hosts.cluster import mask, masked_env
 from orchestrator.record import SCHEMA, Owner, Record
 from orchestrator.units import format_figure, format_percent
 

@@ -14,9 +14,8 @@ from typing import Any, cast
 from . import membership, verdict
 from .host_state import HostState
 from .link import Door, Link, greet_member
-from .membership import LEASE_S
+from .membership import LEASE_S, Peers
 from .messages import Failure, Order, Status, failure
-from .peers import Peers
 from .plain_asyncio import asyncio
 from .programs import KILL_S, until
 from .rendezvous import Rendezvous

@@ -2,7 +2,7 @@
 
     gather()         # {"limits": {"nofile": {"soft": 1024, "hard": 1048576}, ...}, "uptime_s": 4711.0, ...}
 
-The keys are those of `Health` (`orchestrator/hosts/host_health.py`); `orchestrator/doctor/` judges them.
+The keys are those of `Health` (`orchestrator/hosts/facts.py`); `orchestrator/doctor/` judges them.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ CUT = 8
 
 
 class HostState:
-    """cut: whom this host does not reach, and how (`peers`). changed: called after every change."""
+    """cut: whom this host does not reach, and how (`membership`). changed: called after every change."""
 
     def __init__(
         self, job: JobFolder, node: dict[str, Any], cut: Mapping[str, str], changed: Callable[[], None]

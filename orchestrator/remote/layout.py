@@ -172,7 +172,7 @@ class JobFolder:
                     file.truncate()
 
     def read_peers(self) -> dict[str, list[Any]]:
-        """By host, the fields of a `way.Place`; {} before the word to go."""
+        """By host, the fields of a `mesh.Place`; {} before the word to go."""
         try:
             return dict(json.loads(self.peers.read_text()))
         except (OSError, ValueError):

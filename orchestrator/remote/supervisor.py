@@ -1,7 +1,7 @@
 """The one process of ours that stays on a host while a job runs: starts torchrun, watches, and leaves nothing behind.
 
 Its parent, the keeper, starts it and cleans up should it be killed. It starts and ends this host's ranks (`programs`),
-and speaks with the other hosts' supervisors (`membership`, `peers`). The master's supervisor is the hub, too: it
+and speaks with the other hosts' supervisors (`membership`, `membership`). The master's supervisor is the hub, too: it
 decides when all start, stop and finish (`coordinator`). All of it works with no controller in sight.
 """
 
@@ -21,14 +21,13 @@ from . import verdict
 from .coordinator import HEARSAY_S, JOIN_S, Coordinator
 from .host_state import HostState
 from .layout import JobFolder, write_last_word, write_record
-from .membership import LEASE_S, Membership, Pulse
+from .membership import LEASE_S, Membership, Peers, Pulse, Unreached
+from .mesh import Place
 from .messages import AgentRecord, Failure, FinalState, Order, Process, failure, finish
-from .peers import Peers, Unreached
 from .plain_asyncio import asyncio
 from .processes import identify
 from .programs import Programs
 from .stillness import LOOK_S as STILL_LOOK_S
-from .way import Place
 
 GO_S = 300.0
 """Prepared but not asked to start for this long: the controller is gone, undo. Longer than the slowest upload takes."""

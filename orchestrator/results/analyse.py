@@ -27,7 +27,7 @@ from orchestrator.jobs.job_store import FirstFailure, JobRecord
 from orchestrator.jobs.metric_lines import count, number, text
 from orchestrator.jobs.stall import last_words
 from orchestrator.paths import RunFolder
-from orchestrator.planning.command_line import run_line
+from orchestrator.planning.job_forms import run_line
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.record import RECORD_LIMIT, SCHEMA, require_record
 from orchestrator.results import caveats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
-from orchestrator.planning.command_line import run_line
+from orchestrator.planning.job_forms import run_line
 from orchestrator.planning.launch_plan import Faster, LaunchPlan
 from orchestrator.results.summary import NodeSummary
 from trainer.shared.config import begun_with, names_of

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from orchestrator.jobs.gpu_reading import POWER_CAP, REASONS, Reading, slowed_by_words
+from orchestrator.jobs.live_stats import POWER_CAP, REASONS, Reading, slowed_by_words
 from orchestrator.record import Record
 from orchestrator.units import format_percent
 

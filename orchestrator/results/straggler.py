@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.jobs.gpu_reading import GpuLines, Reading
+from orchestrator.jobs.live_stats import GpuLines, Reading
 from orchestrator.jobs.metric_lines import parse_event, whole_lines
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.results.measure import Figures, RankFigures
@@ -139,7 +139,7 @@ def _mean(values: Iterable[float | None]) -> float:
 #
 #     read_gpu_use(run.gpu("v100"))       # GpuUse(utilisation=93.5, memory_bytes=12884901888, slowed=None)
 #
-# A line that is no reading counts for nothing (`jobs/gpu_reading.py`).
+# A line that is no reading counts for nothing (`jobs/live_stats.py`).
 
 
 @dataclass(frozen=True)

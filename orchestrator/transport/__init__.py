@@ -1,4 +1,4 @@
-"""How a host is reached: one narrow interface with two implementations (`ssh`, `local`).
+"""How a host is reached: one narrow interface with two implementations (`ssh`, `shell`).
 
 A transport runs one shell command on one host. That is all it does: every other thing we do on a host is a
 standalone Python program of ours sent on standard input (see `ask.py`), so nothing needs to be installed there

@@ -26,8 +26,8 @@ from starlette.routing import Route
 from orchestrator.controller import Controller, opened
 from orchestrator.errors import HostsError, NoJobError, OrchError, StateError, UsageError
 from orchestrator.jobs.collected_copies import newest_copy
-from orchestrator.jobs.gauge import JobNow
 from orchestrator.jobs.job_store import ENDED
+from orchestrator.jobs.live_stats import JobNow
 from orchestrator.paths import Home, RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.results.compare import compare

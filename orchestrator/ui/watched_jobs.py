@@ -11,9 +11,9 @@ import time
 from dataclasses import dataclass
 
 from orchestrator.controller import opened
-from orchestrator.jobs.gauge import JobNow
 from orchestrator.jobs.gauging import GaugedJob
 from orchestrator.jobs.job_store import ENDED
+from orchestrator.jobs.live_stats import JobNow
 from orchestrator.paths import Home
 
 UNSEEN_S = 15.0

@@ -22,9 +22,9 @@ if TYPE_CHECKING:  # `orch jobs` should not load what other documents are about
     from orchestrator.forecast.pipeline.choice import PipelineChoice
     from orchestrator.hosts.cluster import Cluster, Current, ListedCluster
     from orchestrator.hosts.facts import NodeFacts
-    from orchestrator.jobs.gauge import HostNow, JobNow
     from orchestrator.jobs.job_queue import Rival
     from orchestrator.jobs.job_store import JobRecord, Verdict
+    from orchestrator.jobs.live_stats import HostNow, JobNow
     from orchestrator.jobs.looks import HostLook
     from orchestrator.jobs.pull import Output, OutputListing, Pulled
     from orchestrator.paths import RunFolder

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.text import Text
 
-from orchestrator.hosts.masking import MASK
+from orchestrator.hosts.cluster import MASK
 from orchestrator.planning.launch_plan import Faster, LaunchPlan, NodePlan
 from orchestrator.text import one_line, place, some
 from orchestrator.transport import shell

@@ -23,7 +23,7 @@ from orchestrator.forecast.links import GOODPUT
 from orchestrator.forecast.pipeline.choice import PipelineChoice
 from orchestrator.forecast.step import PREDICTED, HostSpeed
 from orchestrator.forecast.what_if import MOST_CUTS, faster_ways
-from orchestrator.planning.command_line import run_line
+from orchestrator.planning.job_forms import run_line
 from orchestrator.planning.launch_plan import LIMITS, Faster, LaunchPlan
 from orchestrator.planning.profiles import GPU_SETTINGS
 from orchestrator.units import counted, format_bandwidth, format_duration

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from orchestrator.jobs.gpu_reading import Reading
+from orchestrator.jobs.live_stats import Reading
 from orchestrator.results.curves import Curves, HostCourse, Place, placed
 from orchestrator.results.slowed import is_slowed
 from orchestrator.results.straggler import readings

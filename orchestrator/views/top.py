@@ -12,8 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.jobs.gauge import HostNow, JobNow
-from orchestrator.jobs.gpu_reading import Reading
+from orchestrator.jobs.live_stats import HostNow, JobNow, Reading
 from orchestrator.jobs.stall import standstill
 from orchestrator.text import one_line
 from orchestrator.units import format_bytes

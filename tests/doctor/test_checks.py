@@ -9,8 +9,7 @@ import pytest
 from orchestrator.doctor.seen import Collective, Mesh, Seen
 from orchestrator.doctor.table import CHECKS, judge
 from orchestrator.errors import AuthError, ConnectError, HostKeyError, ProbeError
-from orchestrator.hosts.facts import Interface, Occupant
-from orchestrator.hosts.host_health import Disk, Limit, NetworkCard
+from orchestrator.hosts.facts import Disk, Interface, Limit, NetworkCard, Occupant
 from tests.support.examined_hosts import GPU_UUIDS, UNLIMITED, gpu_health, host, pairs, seen
 from tests.support.probed_hosts import CPU_TORCH, CU132, GIB, NO_GPU, PACED, gpu, torch
 

@@ -13,7 +13,7 @@ from orchestrator.doctor.table import checks_at, judge
 from orchestrator.errors import ProbeError
 from orchestrator.hosts.answers import as_of_now
 from orchestrator.hosts.cluster import Cluster
-from orchestrator.hosts.host_health import Health, NetworkCard
+from orchestrator.hosts.facts import Health, NetworkCard
 from orchestrator.jobs.launch import Prepared
 from orchestrator.paths import Home
 from orchestrator.remote.health import now

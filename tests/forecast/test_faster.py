@@ -11,7 +11,7 @@ from orchestrator.errors import HostError
 from orchestrator.forecast.advice import preference
 from orchestrator.forecast.inputs import inputs_of
 from orchestrator.forecast.what_if import faster_ways
-from orchestrator.planning.command_line import run_line
+from orchestrator.planning.job_forms import run_line
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
 from orchestrator.results.analyse import analyse
 from orchestrator.results.single_host import WORTH, measured

@@ -21,7 +21,7 @@ from orchestrator.views.plan_rows import Outlook, _hosts
 from orchestrator.views.report import render_report
 from tests.support.plan_command import RESNET, dry_run, orch, planned, remember
 from tests.support.run_folders import two_hosts
-from trainer.measure.visited import blocks_on_paper
+from trainer.measure.block_times import blocks_on_paper
 from trainer.shared.shares import Speed
 
 

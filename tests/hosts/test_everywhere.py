@@ -15,7 +15,7 @@ from orchestrator.errors import ProbeError
 from orchestrator.hosts import exec
 from orchestrator.hosts.exec import MOST_BYTES, line_of
 from orchestrator.transport.ask import ConnectedHost, exchange
-from orchestrator.transport.local import LocalTransport
+from orchestrator.transport.shell import LocalTransport
 from tests.support.ssh_rack import ssh_rack
 from tests.support.sshd import needs_sshd, wait_for
 

@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import ProbeError
 from orchestrator.hosts.answers import read_health
-from orchestrator.hosts.host_health import Health
+from orchestrator.hosts.facts import Health
 from orchestrator.hosts.probe import examine, outlived
 from orchestrator.remote import cgroups, health, outlives, probe
 from orchestrator.remote import examine as program
 from orchestrator.remote import health as gpu_health
 from orchestrator.transport.ask import ConnectedHost
-from orchestrator.transport.local import LocalTransport
+from orchestrator.transport.shell import LocalTransport
 from tests.support.fuzz import strings
 from tests.support.quick_python import quick_python
 

@@ -34,7 +34,7 @@ from orchestrator.record import Owner
 from orchestrator.remote import claim, layout, processes
 from orchestrator.store import Store
 from orchestrator.transport.ask import ConnectedHost
-from orchestrator.transport.local import LocalTransport
+from orchestrator.transport.shell import LocalTransport
 from tests.support.local_job import gang
 
 WAITS = "import os, time\nopen('weights', 'w').write('w')\nprint('on', flush=True)\ntime.sleep(300)\n"

@@ -21,7 +21,7 @@ from orchestrator.paths import Home
 from orchestrator.remote import commands, health, probe
 from orchestrator.transport.ask import ConnectedHost, ask
 from orchestrator.transport.fanout import for_each, values
-from orchestrator.transport.local import LocalTransport
+from orchestrator.transport.shell import LocalTransport
 from tests.support.probed_hosts import node
 from tests.support.quick_python import quick_python
 from tests.support.sshd import needs_sshd, running_sshd, wait_for

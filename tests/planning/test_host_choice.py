@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import ConnectError, HostError, TooFewError, UsageError
-from orchestrator.planning.command_line import run_line, spec_of
 from orchestrator.planning.host_choice import (
     HostRange,
     Worth,
@@ -20,6 +19,7 @@ from orchestrator.planning.host_choice import (
     ranked,
     those_there,
 )
+from orchestrator.planning.job_forms import run_line, spec_of
 from tests.support.plans import a2000_v100
 
 NAMES = [f"gpu{number:02d}" for number in range(1, 9)]

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import InventoryError, UsageError
-from orchestrator.planning.command_line import spec_of
-from orchestrator.planning.job_file import job_text, read_job, write_job
+from orchestrator.planning.job_forms import job_text, read_job, spec_of, write_job
 from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.launch_plan import LOCAL_RANK, CodeFolder
 from tests.support.plans import a2000_v100

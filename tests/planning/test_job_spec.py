@@ -19,7 +19,7 @@ from orchestrator.cli import main
 from orchestrator.cli.run import run
 from orchestrator.cli.spec_words import spec_of
 from orchestrator.errors import UsageError
-from orchestrator.planning.job_file import job_text, read_job
+from orchestrator.planning.job_forms import job_text, read_job
 from orchestrator.planning.job_spec import OPTIONS, PYTHON, JobSpec, checked, key_of, words
 
 WORD = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=8)

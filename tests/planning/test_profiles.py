@@ -16,7 +16,7 @@ from orchestrator.hosts.connections import Connections
 from orchestrator.jobs.retry_policy import settings_of
 from orchestrator.measuring.profiling import Profiling
 from orchestrator.paths import Home, RunFolder
-from orchestrator.planning.command_line import run_line
+from orchestrator.planning.job_forms import run_line
 from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
 from orchestrator.planning.profiles import BlockTimes, Kind, Profile, kinds_of, tf32_of

@@ -18,7 +18,7 @@ import yaml
 
 from orchestrator.cli import main
 from orchestrator.errors import UsageError
-from orchestrator.hosts.masking import masked_env
+from orchestrator.hosts.cluster import masked_env
 from orchestrator.jobs.launch import agents, cancel, node_request
 from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.request import parse_job

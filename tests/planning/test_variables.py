@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.errors import UsageError
 from orchestrator.hosts.inventory import Node
-from orchestrator.planning.command_line import run_line
+from orchestrator.planning.job_forms import run_line
 from orchestrator.planning.launch_plan import CodeFolder
 from orchestrator.planning.variables import read_variables, refuse_secret_words
 from orchestrator.views import dry_run

@@ -18,7 +18,7 @@ from orchestrator.provision import push as datapush
 from orchestrator.provision.push import Pushed, read_manifest
 from orchestrator.provision.service import DATA_FOLDER, data_folder
 from orchestrator.transport.ask import ConnectedHost
-from orchestrator.transport.local import LocalTransport
+from orchestrator.transport.shell import LocalTransport
 from tests.support.lab import lab
 from tests.support.terminal import Person
 from tests.support.wire import marker_of

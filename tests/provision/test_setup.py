@@ -25,7 +25,7 @@ from orchestrator.provision.venvs import Made, Requirements, WantedVersions, cho
 from orchestrator.record import Owner
 from orchestrator.remote import environment
 from orchestrator.transport.ask import ConnectedHost
-from orchestrator.transport.local import LocalTransport
+from orchestrator.transport.shell import LocalTransport
 from tests.support.lab import lab
 from tests.support.quick_python import quick_python, with_quick_venv
 from tests.support.terminal import Person

@@ -18,7 +18,7 @@ from orchestrator.hosts.work_folders import Who
 from orchestrator.record import Owner
 from orchestrator.remote import answer, memory, processes
 from orchestrator.transport.ask import ConnectedHost
-from orchestrator.transport.local import LocalTransport
+from orchestrator.transport.shell import LocalTransport
 from tests.support.disks import small_disk
 from tests.support.local_job import LAUNCHER, gang, launcher_arguments
 

@@ -18,7 +18,7 @@ from orchestrator.remote.layout import WorkFolder, write_json
 from orchestrator.transport import ask as call
 from orchestrator.transport import shell
 from orchestrator.transport.ask import ConnectedHost, ask
-from orchestrator.transport.local import LocalTransport
+from orchestrator.transport.shell import LocalTransport
 
 WHOLE = {"limit_bytes": None, "times": False}
 

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.remote import mesh, way
+from orchestrator.remote import mesh
+from orchestrator.remote import mesh as way
 from orchestrator.remote.mesh import Mesh
 from orchestrator.transport.ask import ConnectedHost, exchange
-from orchestrator.transport.local import LocalTransport
+from orchestrator.transport.shell import LocalTransport
 from tests.remote.test_peers import full, nobody, small_only
 
 TOKEN = b"t" * 32

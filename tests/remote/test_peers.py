@@ -5,10 +5,10 @@ import socket
 
 import pytest
 
-from orchestrator.remote import peers as wire
-from orchestrator.remote import way
-from orchestrator.remote.peers import Peers, Unreached
-from orchestrator.remote.way import Place
+from orchestrator.remote import membership as wire
+from orchestrator.remote import mesh
+from orchestrator.remote.membership import Peers, Unreached
+from orchestrator.remote.mesh import Place
 
 TOKEN = b"t" * 32
 SOON_S = 20.0
@@ -19,7 +19,7 @@ def _short_times(monkeypatch):
     for name, seconds in {"BEAT_S": 0.05, "PAUSE_S": 0.05, "CUT_S": 1.0}.items():
         monkeypatch.setattr(wire, name, seconds)
     for name, seconds in {"CONNECT_S": 0.5, "ANSWER_S": 0.5, "FILTERED_S": 0.5, "SILENT_S": 1.0}.items():
-        monkeypatch.setattr(way, name, seconds)
+        monkeypatch.setattr(mesh, name, seconds)
 
 
 class Ring:

@@ -9,7 +9,7 @@ from orchestrator.results.analyse import analyse
 from orchestrator.views.report import fidelity_words, render_report
 from tests.support.run_folders import Host, end, start, step, write_run
 from trainer.compute.microbatches import MicroBatches
-from trainer.setup.batch_norm_limits import batch_norm_groups
+from trainer.setup.rank_network import batch_norm_groups
 from trainer.shared.config import parse_settings
 
 NORMED, PLAIN = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), nn.Sequential(nn.Linear(4, 4))

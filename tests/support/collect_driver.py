@@ -19,7 +19,7 @@ from orchestrator.jobs.frames import names_of
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.transport.ask import ConnectedHost
-from orchestrator.transport.local import LocalTransport
+from orchestrator.transport.shell import LocalTransport
 
 WRITING = os.O_WRONLY | os.O_RDWR
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from trainer.compute.arithmetic import Full
 from trainer.compute.models import build_model, stages_of
-from trainer.pipeline.part import part_of
-from trainer.pipeline.stage import StageWork
+from trainer.pipeline.stage import StageWork, part_of
 from trainer.shared.stages import Stage, parse_stages
 from trainer.strategies.base import local_loss, weighted
 

@@ -20,7 +20,7 @@ from tests.support.sums import NEWEST_FSDP
 from trainer.compute.microbatches import MicroBatches
 from trainer.data.sample_stream import SampleStream
 from trainer.shared.shares import scale_shares, split_batch
-from trainer.shared.turns import PER_STAGE
+from trainer.shared.stages import PER_STAGE
 
 TESTS = 7
 """Samples of an evaluation."""

@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from orchestrator.doctor.seen import Collective, Host, Mesh, Pair, Seen
-from orchestrator.hosts.facts import Interface, RdmaPort, Route
-from orchestrator.hosts.host_health import Disk, GpuHealth, Health, Limit, NetworkCard
+from orchestrator.hosts.facts import Disk, GpuHealth, Health, Interface, Limit, NetworkCard, RdmaPort, Route
 from tests.support.probed_hosts import facts, gpu, node, torch
 
 NAMES = ("a2000", "v100", "a16")

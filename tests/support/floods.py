@@ -31,7 +31,7 @@ from orchestrator.transport.ask import ConnectedHost
 from orchestrator.jobs.job_store import JobRecord
 from orchestrator.jobs.running import RunningJob
 from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.transport.local import LocalTransport
+from orchestrator.transport.shell import LocalTransport
 
 plan = LaunchPlan.model_validate_json(sys.stdin.read())
 record = JobRecord(schema=1, id=plan.job, state="running", exp="x", cluster="c", nodes=("a",))

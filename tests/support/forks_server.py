@@ -47,7 +47,7 @@ def orch() -> Callable[[list[str]], Any]:
         "results.analyse",
         "measuring.sweep",
         "transport.ssh",
-        "transport.local",
+        "transport.shell",
         "transport.sources",
     )
     made = {name: import_module(f"orchestrator.{name}") for name in names}

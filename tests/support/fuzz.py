@@ -34,8 +34,7 @@ from orchestrator.doctor.table import checks_at, judge
 from orchestrator.errors import InventoryError, OrchError
 from orchestrator.hosts import checks
 from orchestrator.hosts.answers import read_facts
-from orchestrator.hosts.facts import NodeFacts
-from orchestrator.hosts.host_health import Health
+from orchestrator.hosts.facts import Health, NodeFacts
 from orchestrator.hosts.inventory import Inventory, Node
 from orchestrator.hosts.inventory_file import parse_inventory
 from orchestrator.hosts.yamlfile import read_yaml

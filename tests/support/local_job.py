@@ -26,7 +26,7 @@ from orchestrator.remote import processes, reader
 from orchestrator.remote.agent import agent_state
 from orchestrator.remote.layout import JobFolder
 from orchestrator.transport.ask import ConnectedHost
-from orchestrator.transport.local import LocalTransport
+from orchestrator.transport.shell import LocalTransport
 from tests.support.quick_python import quick_python
 
 LAUNCHER = Path(__file__).with_name("fake_torchrun.py")

@@ -19,7 +19,7 @@ from trainer.data.sample_stream import SampleStream
 from trainer.shared.config import parse_settings
 from trainer.shared.strategy_table import AFTER_BACKWARD
 from trainer.strategies import after_backward, build_strategy, fsdp, horovod, local_loss, single
-from trainer.strategies.without_samples import without_effect
+from trainer.strategies.base import without_effect
 
 NEWEST_FSDP = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 HAS_HOROVOD = importlib.util.find_spec("horovod") is not None

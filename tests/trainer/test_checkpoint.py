@@ -32,8 +32,7 @@ from PIL import Image
 from tests.support import forks
 from tests.support.checkpoint_driver import run_rank
 from tests.support.quick_python import quick_python
-from trainer.checkpoints.copies import keeper_of
-from trainer.checkpoints.file import Checkpoint, name_of, newest, open_folder, parse, read_file, write_file
+from trainer.checkpoints.file import Checkpoint, keeper_of, name_of, newest, open_folder, parse, read_file, write_file
 from trainer.checkpoints.kept_state import for_other_ranks
 from trainer.shared.errors import TrainError
 

@@ -18,8 +18,7 @@ from tests.support.gloo_ranks import Gang, group_of
 from tests.support.sums import EXAMPLE, HAS_HOROVOD, Case, data_of, network, settings_for, worst
 from tests.support.trainer_ranks import of_event, started, trained
 from trainer.compute.timer import CpuTimer
-from trainer.ranks.loopback_store import served
-from trainer.ranks.process_group import leave
+from trainer.ranks.process_group import leave, served
 from trainer.setup.tensor_setup import refuse_arithmetic
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError

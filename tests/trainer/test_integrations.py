@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.integrations.names import ACCURACY, LOSS, TRAINING_LOSS, found
-from trainer.integrations.records import Batches, Records, finite
+from trainer.integrations.records import ACCURACY, LOSS, TRAINING_LOSS, Batches, Records, finite, found
 
 
 @pytest.mark.parametrize(

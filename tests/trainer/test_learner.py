@@ -17,7 +17,7 @@ from trainer.paced.standin import Learner, LearnerExecutor, LearnerOptimizer, Le
 from trainer.paced.stopwatch import StageClock, Stopwatch
 from trainer.pipeline.chain import survey
 from trainer.pipeline.paced_stages import LearningStage
-from trainer.pipeline.part import part_of
+from trainer.pipeline.stage import part_of
 from trainer.pipeline.stage_layout import Layout
 from trainer.setup.pipeline import chain_like, learning_cut
 from trainer.shared.errors import TrainError

@@ -18,7 +18,7 @@ from orchestrator.forecast.layers import blocks_of
 from tests.support.trainer_ranks import of_event, started, trained
 from trainer.checkpoints.file import read_file
 from trainer.compute.models import build_model, has_batch_norm, skeleton_of, stages_of
-from trainer.measure.visited import blocks_on_paper
+from trainer.measure.block_times import blocks_on_paper
 from trainer.paced.standin import dissect
 from trainer.pipeline.chain import survey
 from trainer.setup.weights import fitting

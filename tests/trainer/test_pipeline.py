@@ -21,10 +21,9 @@ from trainer.checkpoints import kept_state
 from trainer.compute.arithmetic import Full
 from trainer.compute.models import stages_of
 from trainer.compute.timer import NO_BRAKE, CpuTimer
-from trainer.pipeline.cuts import Cuts
-from trainer.pipeline.part import part_of
+from trainer.pipeline.chain import Cuts
 from trainer.pipeline.pipeline_strategy import Pipeline
-from trainer.pipeline.stage import StageWork
+from trainer.pipeline.stage import StageWork, part_of
 from trainer.pipeline.stage_layout import Layout
 from trainer.shared.stages import Stage, parse_stages
 from trainer.strategies.gradient_sum import GradientSum

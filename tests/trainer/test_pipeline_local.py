@@ -18,10 +18,9 @@ from tests.trainer.test_pipeline import BLOCKS, network, optimiser, samples, sha
 from trainer.compute.arithmetic import Full
 from trainer.compute.batch_norm_kernels import estimate_running_statistics
 from trainer.compute.timer import NO_BRAKE, CpuTimer
-from trainer.pipeline.cuts import Cuts
-from trainer.pipeline.part import part_of
+from trainer.pipeline.chain import Cuts
 from trainer.pipeline.pipeline_strategy import Pipeline
-from trainer.pipeline.stage import StageWork
+from trainer.pipeline.stage import StageWork, part_of
 from trainer.pipeline.stage_layout import Layout
 from trainer.shared.config import parse_settings
 from trainer.shared.setting_fields import SettingsError

@@ -16,8 +16,8 @@ from torch.nn.functional import cross_entropy
 
 from orchestrator.planning.profiles import Measurement
 from tests.support.gloo_ranks import RANKS, group_of
-from trainer.compute.meta_pass import work_of
-from trainer.measure.visited import Visited
+from trainer.compute.models import work_of
+from trainer.measure.block_times import Visited
 from trainer.ranks.rank_info import RankInfo
 from trainer.session import join
 from trainer.session.join import Ranks, Rehearsal, fits

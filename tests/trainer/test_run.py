@@ -28,7 +28,7 @@ from trainer.compute.models import build_model
 from trainer.data.loading import loader_processes
 from trainer.data.sample_stream import SampleStream
 from trainer.ranks.rank_info import read_rank_info
-from trainer.setup.batch_norm_limits import check_batch_norm, check_pairs
+from trainer.setup.rank_network import check_batch_norm, check_pairs
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import EVENT_FIELDS

@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 import trainer
 from tests.support.gloo_ranks import RANKS, script_met
 from tests.support.sums import NEWEST_FSDP
-from trainer.data.batch import moved, pieces, tensors_of
+from trainer.data.augment import moved, pieces, tensors_of
 from trainer.data.sample_stream import SampleStream
 from trainer.ranks.rank_info import RankInfo
 from trainer.session.join import ASKED, Ranks, asked_for, join

@@ -11,12 +11,20 @@ from trainer.compute.models import build_model
 from trainer.paced.standin import dissect
 from trainer.paced.stopwatch import StageClock
 from trainer.pipeline.chain import balanced, survey
-from trainer.pipeline.part import part_of
+from trainer.pipeline.stage import part_of
 from trainer.pipeline.stage_layout import Layout
-from trainer.shared.lanes import interleaved
 from trainer.shared.pace import Pace
-from trainer.shared.stages import Stage, check_stages, format_stages, parse_stages
-from trainer.shared.turns import Task, Turns, in_flight_of, in_flight_of_rank
+from trainer.shared.stages import (
+    Stage,
+    Task,
+    Turns,
+    check_stages,
+    format_stages,
+    in_flight_of,
+    in_flight_of_rank,
+    interleaved,
+    parse_stages,
+)
 
 NAMES = st.text("abcxyz-.0189", min_size=1, max_size=6)
 

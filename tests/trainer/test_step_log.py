@@ -12,10 +12,10 @@ pytest.importorskip("torch")
 import torch
 
 from trainer.compute.timer import CpuTimer
-from trainer.pipeline.stage_update import Done
+from trainer.pipeline.deferred import Done
 from trainer.shared import metrics
 from trainer.shared.metrics import MetricsWriter
-from trainer.shared.turns import Task
+from trainer.shared.stages import Task
 from trainer.strategies import Exchange
 from trainer.training import step_log
 from trainer.training.progress import Progress

@@ -31,12 +31,11 @@ from trainer.setup import assemble
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import MetricsWriter
-from trainer.shared.pace import Pace
+from trainer.shared.pace import PLACES, Pace
 from trainer.shared.settings import Settings
-from trainer.shared.slow import PLACES
 from trainer.shared.strategy_table import STRATEGIES
 from trainer.strategies import build_strategy, local_loss, weighted
-from trainer.strategies.without_samples import no_loss, without_effect
+from trainer.strategies.base import no_loss, without_effect
 from trainer.train import train_epoch
 from trainer.training.ema import judged
 from trainer.training.run import Run

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trainer.compute import timer as brakes
 from trainer.compute.timer import Brake, CpuTimer, covered_ms
-from trainer.shared.slow import Slow
+from trainer.shared.pace import Slow
 
 
 class Seconds(CpuTimer):

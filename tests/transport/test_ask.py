@@ -13,7 +13,7 @@ from orchestrator.errors import ConnectError, HostError, ProbeError
 from orchestrator.transport import CommandResult
 from orchestrator.transport import ask as call
 from orchestrator.transport.ask import ConnectedHost, ask
-from orchestrator.transport.local import LocalTransport
+from orchestrator.transport.shell import LocalTransport
 from orchestrator.transport.sources import needed, shipped_sources
 
 

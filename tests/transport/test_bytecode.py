@@ -9,7 +9,7 @@ import pytest
 from orchestrator.remote import keeper
 from orchestrator.transport import sources
 from orchestrator.transport.ask import ConnectedHost, ask
-from orchestrator.transport.local import LocalTransport
+from orchestrator.transport.shell import LocalTransport
 from orchestrator.transport.sources import bytecode
 from tests.support.local_job import gang
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ConnectError, ProbeError
-from orchestrator.transport import local
-from orchestrator.transport.local import LocalTransport
+from orchestrator.transport import shell
+from orchestrator.transport.shell import LocalTransport
 from tests.support.sshd import wait_for
 
 HERE = LocalTransport("here")
@@ -50,7 +50,7 @@ def test_what_made_itself_a_session_lives_on(tmp_path: Path) -> None:
 
 
 def test_output_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "MAX_OUTPUT_BYTES", 1 << 20)
+    monkeypatch.setattr(shell, "MAX_OUTPUT_BYTES", 1 << 20)
     with pytest.raises(ProbeError, match="longer than 1048576 bytes"):
         HERE.run("yes", timeout_s=30)
 

@@ -13,7 +13,7 @@ from orchestrator.errors import ConnectError, ProbeError
 from orchestrator.jobs.frames import Agent, Beat, FilePiece, read_frames
 from orchestrator.transport import ask as call
 from orchestrator.transport.ask import MAX_NOISE_BYTES, ConnectedHost, ask, exchange, new_marker, open_stream
-from orchestrator.transport.local import LocalTransport
+from orchestrator.transport.shell import LocalTransport
 from tests.support.lab import lab
 from tests.support.terminal import Person
 

@@ -9,14 +9,14 @@ from rich.console import Console
 
 from orchestrator.doctor.seen import Mesh, Pair
 from orchestrator.doctor.table import judge
-from orchestrator.views import console, doctor_tables
+from orchestrator.views import console, host_tables
 from tests.support.examined_hosts import NAMES, host, pairs, seen
 
 
 def printed(looked_at, monkeypatch, width=200):
     stream = io.StringIO()
     monkeypatch.setattr(console, "out", Console(file=stream, width=width, soft_wrap=True, highlight=False))
-    doctor_tables.print_diagnosis(judge(looked_at))
+    host_tables.print_diagnosis(judge(looked_at))
     return stream.getvalue()
 
 

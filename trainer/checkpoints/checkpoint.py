@@ -34,11 +34,11 @@ from torch import Tensor, nn
 
 from trainer.checkpoints import kept_state
 from trainer.checkpoints.between_ranks import apart, broadcast, describe, described_as, flat_bytes, gather
-from trainer.checkpoints.copies import Copies
 from trainer.checkpoints.file import (
     BUFFERS,
     SCHEMA,
     Checkpoint,
+    Copies,
     forget_older,
     name_of,
     newest,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trainer.shared.slow import Slow
+from trainer.shared.pace import Slow
 
 Mark = Any
 """A moment on a device's time line: seconds of the host's clock, or an event of the GPU's."""

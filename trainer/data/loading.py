@@ -25,8 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
 from trainer.data import resident
-from trainer.data.augment import AUGMENTATIONS, Augmentation
-from trainer.data.batch import start_of
+from trainer.data.augment import AUGMENTATIONS, Augmentation, start_of
 from trainer.data.fetch import folder, prepare
 from trainer.data.resident import in_stream
 from trainer.data.sample_stream import RankBatches

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from trainer.data.batch import cut, start_of
+from trainer.data.augment import cut, start_of
 from trainer.data.sample_stream import RankBatches, derive_seed
 from trainer.shared.errors import TrainError
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from accelerate.tracking import GeneralTracker
 
-from trainer.integrations import names
+from trainer.integrations import records
 from trainer.integrations.records import Records, finite
 
 
@@ -48,8 +48,8 @@ class OrchTracker(GeneralTracker):
             return
         number = finite(values.get("epoch"))
         epoch = None if number is None else int(number)
-        loss = names.found(values, self._loss, names.TRAINING_LOSS)
+        loss = records.found(values, self._loss, records.TRAINING_LOSS)
         if loss is not None:
             self._records.tell(epoch=epoch, loss=loss)
-        accuracy = names.found(values, self._accuracy, names.ACCURACY)
-        self._records.evaluated(epoch, accuracy, names.found(values, self._eval_loss, names.LOSS), None)
+        accuracy = records.found(values, self._accuracy, records.ACCURACY)
+        self._records.evaluated(epoch, accuracy, records.found(values, self._eval_loss, records.LOSS), None)

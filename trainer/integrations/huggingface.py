@@ -16,7 +16,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import find_batch_size
 
-from trainer.integrations import names
+from trainer.integrations import records
 from trainer.integrations.records import Records
 
 
@@ -58,7 +58,7 @@ class OrchCallback(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **named: Any) -> None:
         values = metrics or {}
-        accuracy = names.found(values, self._accuracy, names.ACCURACY)
+        accuracy = records.found(values, self._accuracy, records.ACCURACY)
         self._records.evaluated(self._epoch, accuracy, values.get("eval_loss"), values.get("eval_runtime"))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:

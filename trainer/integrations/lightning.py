@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainer.integrations import names
+from trainer.integrations import records
 from trainer.integrations.records import Batches, Records
 
 try:
@@ -84,7 +84,7 @@ class OrchCallback(Callback):
         values = trainer.callback_metrics
         self._records.evaluated(
             trainer.current_epoch,
-            names.found(values, self._accuracy, names.ACCURACY),
-            names.found(values, self._loss, names.LOSS),
+            records.found(values, self._accuracy, records.ACCURACY),
+            records.found(values, self._loss, records.LOSS),
             time.monotonic() - self._validation_began_s,
         )

@@ -32,18 +32,18 @@ from trainer.compute.graphs import WARM, replayable, why_not
 from trainer.compute.models import build_model, gradient_bytes, stages_of
 from trainer.compute.timer import timer_for
 from trainer.data.loading import agree_on_facts, choose_loader, resident_bytes
+from trainer.measure.block_times import blocks_on_paper
 from trainer.measure.ladder import FIRST, Ladder, again, climb, made, record_of
 from trainer.measure.passes import record_blocks
 from trainer.measure.updates import Subject
-from trainer.measure.visited import blocks_on_paper
 from trainer.paced.standin import StandIn, StandInOptimizer, most_samples
 from trainer.pipeline.chain import survey
 from trainer.ranks.agreement import together
 from trainer.ranks.devices import choose_device, use_threads
 from trainer.ranks.process_group import join, leave
 from trainer.ranks.rank_info import RankInfo
+from trainer.setup.assemble import start_fields
 from trainer.setup.rank_network import stand_in
-from trainer.setup.start_record import start_fields
 from trainer.setup.weights import build_optimizer
 from trainer.shared.experiments import DataSet
 from trainer.shared.metrics import MetricsWriter

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from trainer.compute.buffers import bytes_of
 from trainer.compute.executor import Executor
-from trainer.compute.meta_pass import Visit, meta_pass
-from trainer.compute.models import skeleton_of, stages_of
+from trainer.compute.models import Visit, meta_pass, skeleton_of, stages_of
 from trainer.paced.stopwatch import StageClock, Stopwatch
 from trainer.shared.errors import TrainError
 from trainer.shared.gpu_work import Work

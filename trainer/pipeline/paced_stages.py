@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainer.compute.arithmetic import Full
 from trainer.paced.standin import LearningPart, PacedPart
-from trainer.pipeline.cuts import Cuts
+from trainer.pipeline.chain import Cuts
 from trainer.pipeline.stage import StageWork
 from trainer.shared.pace import BACKWARD, FORWARD
 

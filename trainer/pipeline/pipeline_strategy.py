@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,15 +27,12 @@ from torch import Tensor, nn
 from trainer.compute.batch_norm_kernels import REMEMBERED, average_running_statistics, estimating
 from trainer.compute.models import fill_gradients, gradients_of, has_batch_norm, trainable
 from trainer.compute.timer import Brake, CpuTimer, Timer, covered_ms
-from trainer.pipeline.cuts import Cuts
-from trainer.pipeline.evaluation import outputs, pass_on
+from trainer.pipeline.chain import Cuts
+from trainer.pipeline.deferred import PipelineUpdate
 from trainer.pipeline.paced_stages import PacedStage
-from trainer.pipeline.part import StageParts
-from trainer.pipeline.stage import StageWork
+from trainer.pipeline.stage import ACTIVATIONS, GRADIENTS, LABELS, LOSSES, Receiver, Sender, StageParts, StageWork
 from trainer.pipeline.stage_layout import Layout, MicroBatch
-from trainer.pipeline.stage_links import ACTIVATIONS, GRADIENTS, LABELS, LOSSES, Receiver, Sender
-from trainer.pipeline.stage_update import PipelineUpdate
-from trainer.shared.turns import in_flight_of_rank
+from trainer.shared.stages import in_flight_of_rank
 from trainer.strategies.after_backward import allreduce_flat
 from trainer.strategies.averaging import ParameterAverage
 from trainer.strategies.base import Base, Exchange
@@ -263,3 +261,93 @@ class Pipeline(Base):
     @property
     def _senders(self) -> list[Sender]:
         return [*self.to_next.values(), *self.to_before.values(), *self.to_last.values()]
+
+
+# Data on their way through a pipeline: `for logits, labels in outputs(pipeline, part, batches): ...` on every rank.
+#
+# Each of the first stage's ranks sends its batches forward, and the ranks of the last stage see what comes of them.
+
+_HEADER = 5
+"""A tag: samples of the batch that follows, 0 at the end; and the rank that read them."""
+_PASSED = 6
+"""Likewise of `pass_on`: where an update has been announced, the other tags are waited for already."""
+
+
+@dataclass(frozen=True)
+class _Batch:
+    inputs: Tensor
+    labels: Tensor
+    reader: int
+
+
+def outputs(
+    of: Any, part: Callable[[Tensor], Any], batches: Iterable[tuple[Tensor, Tensor]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits and labels on the last stage's ranks, nothing on the others. of: a Pipeline. part: what this rank's stage
+    does. batches: of a first stage's rank.
+    """
+    dtype = next(of.model.parameters()).dtype
+    following = of.following
+    for batch in _read(of, batches) if of.is_first else _received(of, dtype):
+        output: Any = part(batch.inputs)
+        if following is None:
+            yield output, batch.labels
+            continue
+        number = torch.tensor([len(of.cuts.check_output(output, len(batch.inputs))), batch.reader])
+        dist.send(number, following, group=of.group, tag=_HEADER)
+        of.to_next[following].send(output)
+    if following is not None:
+        dist.send(torch.zeros(2, dtype=torch.int64), following, group=of.group, tag=_HEADER)
+
+
+def pass_on(of: Any, part: Callable[[Tensor], Any], batches: Iterable[Tensor]) -> None:
+    """Images through all stages of a pipeline, between any two updates, for what the stages see of them; on every rank.
+
+    of, part, batches: as of `outputs`.
+    """
+    following = of.following
+    for inputs in (batch.to(of.device) for batch in batches) if of.is_first else _passed(of):
+        output: Any = part(inputs)
+        if following is not None:
+            of.cuts.check_output(output, len(inputs))
+            dist.send(torch.tensor([len(output)]), following, group=of.group, tag=_PASSED)
+            dist.send(output.cpu().contiguous(), following, group=of.group, tag=_PASSED)
+    if following is not None:
+        dist.send(torch.zeros(1, dtype=torch.int64), following, group=of.group, tag=_PASSED)
+
+
+def _passed(of: Any) -> Iterator[Tensor]:
+    dtype = next(of.model.parameters()).dtype
+    for source in of.preceding:
+        while True:
+            samples = torch.empty(1, dtype=torch.int64)
+            dist.recv(samples, source, group=of.group, tag=_PASSED)
+            if not samples:
+                break
+            inputs = torch.empty((int(samples), *of.cuts.before), dtype=dtype)
+            dist.recv(inputs, source, group=of.group, tag=_PASSED)
+            yield inputs.to(of.device)
+
+
+def _read(of: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[_Batch]:
+    for images, labels in batches:
+        if of.to_last:
+            of.to_last[of.judge(of.rank)].send(of.cuts.check_labels(labels, len(images)))
+        yield _Batch(images.to(of.device), labels.to(of.device), of.rank)
+
+
+def _received(of: Any, dtype: torch.dtype) -> Iterator[_Batch]:
+    shape = of.cuts.before or ()
+    for source in of.preceding:
+        while True:
+            header = torch.empty(2, dtype=torch.int64)
+            dist.recv(header, source, group=of.group, tag=_HEADER)
+            samples, reader = header.tolist()
+            if not samples:
+                break
+            of.inputs[source].expect((samples, *shape), dtype)
+            labels = torch.empty(0, dtype=torch.int64)
+            if of.labels:
+                of.labels[reader].expect((samples, *of.cuts.labels.shape), of.cuts.labels.dtype)
+                labels = of.labels[reader].wait()
+            yield _Batch(of.inputs[source].wait(), labels, reader)

@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.compute.microbatches import MicroBatches
-from trainer.shared.lanes import routes
-from trainer.shared.stages import Pipelines, Stage, check_stages, ranks_of, stage_names
+from trainer.shared.stages import Pipelines, Stage, check_stages, ranks_of, routes, stage_names
 
 
 @dataclass(frozen=True)

@@ -25,21 +25,20 @@ from trainer.compute.arithmetic import (
 )
 from trainer.compute.buffers import drop_gradients
 from trainer.compute.timer import Mark, Timer, timer_for
-from trainer.data.batch import moved, tensors_of
+from trainer.data.augment import moved, tensors_of
 from trainer.data.own import Collate
+from trainer.measure.block_times import Visited
 from trainer.measure.ladder import Ladder, Measuring, again, climb, record_of
 from trainer.measure.passes import record_blocks
 from trainer.measure.profile_run import OF_BLOCKS, at_rest, held_beside
 from trainer.measure.updates import NoMemory, Times, Trainee
-from trainer.measure.visited import Visited
 from trainer.pipeline.chain import Block, survey_of
 from trainer.ranks.agreement import together
 from trainer.ranks.process_group import leave
 from trainer.ranks.rank_info import read_rank_info
 from trainer.session.session import Ending, Forward, Judge, Session
-from trainer.setup.assemble import Met, meet, prepare
+from trainer.setup.assemble import Met, meet, prepare, start_fields
 from trainer.setup.material import AnyOptimizer, Own
-from trainer.setup.start_record import start_fields
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import SCRIPT

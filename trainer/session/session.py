@@ -32,7 +32,7 @@ from trainer.checkpoints.checkpoint import CheckpointKeeper
 from trainer.checkpoints.kept_state import Stateful
 from trainer.compute.arithmetic import DTYPES, Full
 from trainer.compute.models import evaluated
-from trainer.data.batch import mapped, moved
+from trainer.data.augment import mapped, moved
 from trainer.data.loading import Batch, own_part
 from trainer.data.own import judged_batches
 from trainer.pipeline.pipeline_strategy import Pipeline

@@ -27,6 +27,7 @@ from trainer.compute.arithmetic import (
 from trainer.compute.executor import ON_DEVICE, Executor
 from trainer.compute.graphs import Graphs, replayable, why_not
 from trainer.compute.microbatches import MicroBatches
+from trainer.compute.models import gradient_bytes, trainable
 from trainer.compute.timer import Brake, Timer, timer_for
 from trainer.data.loading import Opened, agree_on_facts
 from trainer.data.sample_stream import RankBatches, SampleStream
@@ -40,13 +41,13 @@ from trainer.paced.standin import (
     most_samples,
 )
 from trainer.pipeline.pipeline_strategy import Pipeline
+from trainer.ranks import process_group
 from trainer.ranks.agreement import gather_lines, sum_over_ranks, together
 from trainer.ranks.devices import choose_device, use_threads
 from trainer.ranks.process_group import join
 from trainer.ranks.rank_info import RankInfo
 from trainer.rebalance.balance import Balance
 from trainer.rebalance.rebalancer import Rebalancer
-from trainer.setup.batch_norm_limits import batch_norm_groups
 from trainer.setup.material import EXAMPLES, Experiment, Material
 from trainer.setup.pipeline import (
     PipelinePlan,
@@ -59,21 +60,20 @@ from trainer.setup.pipeline import (
     real_part,
     shares_of_readers,
 )
-from trainer.setup.rank_network import facts_of, needs_pairs, network
-from trainer.setup.start_record import start_fields
+from trainer.setup.rank_network import batch_norm_groups, facts_of, needs_pairs, network
 from trainer.setup.tensor_setup import TensorPlan, build_tensor, paced_slices, plan_tensor, shares_of_reader
 from trainer.setup.weights import first_weights
 from trainer.shared.errors import TrainError
-from trainer.shared.metrics import MetricsWriter
-from trainer.shared.settings import Settings
+from trainer.shared.metrics import SCHEMA, MetricsWriter
+from trainer.shared.settings import AnySettings, Settings
 from trainer.shared.shares import Speed, at_most, parse_speeds, split_batch
 from trainer.shared.stages import format_stages
 from trainer.shared.strategy_table import LOCAL_STEPS
 from trainer.strategies import Strategy, build_strategy
+from trainer.strategies.base import Unused
 from trainer.strategies.gradient_sum import DTYPES, GradientSum
 from trainer.strategies.horovod import package
 from trainer.strategies.single import Ddp
-from trainer.strategies.without_samples import Unused
 from trainer.tensor.tensor_strategy import READER
 from trainer.training.ema import Ema
 from trainer.training.loss_sum import Weights
@@ -424,3 +424,46 @@ def room_of(
         return int(largest * free / taken) if largest and taken > 0 else None
 
     return estimate
+
+
+# The `start` record: who this rank is, what it trains and on what.
+
+
+def start_fields(
+    settings: AnySettings,
+    info: RankInfo,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    trained: tuple[str, nn.Module] | None,
+) -> dict[str, Any]:
+    """trained: the network and its name; None where nothing is trained, and so nothing is paced."""
+    name, model = trained or (None, None)
+    on_gpu = device.type == "cuda"
+    return {
+        "schema": SCHEMA,
+        "host": info.host,
+        "node": info.node,
+        "rank": info.rank,
+        "local_rank": info.local_rank,
+        "world_size": info.world_size,
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
+        "torch": torch.__version__,
+        "nccl": process_group.version() if on_gpu else None,
+        "backend": dist.get_backend(group),
+        "model": name,
+        "parameters": sum(parameter.numel() for parameter in trainable(model)) if model else None,
+        "gradient_bytes": gradient_bytes(model) if model else None,
+        "paced": info.pace is not None and model is not None,
+        "settings": dataclasses.asdict(settings),
+        "samples_from": None,
+    }
+
+
+def cpu_name() -> str:
+    """As the kernel calls it, e.g. `Intel(R) Xeon(R) Gold 6130`; `cpu` where it does not say."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "cpu")
+    except OSError:
+        return "cpu"

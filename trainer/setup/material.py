@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from trainer.compute.models import build_model, meta_copy, without_numbers
-from trainer.data.batch import tensors_of
+from trainer.data.augment import tensors_of
 from trainer.data.loading import Opened, choose_loader, loader_processes, open_batches
 from trainer.data.own import Collate, OwnBatches
 from trainer.data.sample_stream import RankBatches
 from trainer.data.sets import find_facts
 from trainer.paced.standin import StandInOptimizer
-from trainer.pipeline.cuts import Form
+from trainer.pipeline.chain import Form
 from trainer.ranks.rank_info import RankInfo
 from trainer.setup.weights import build_optimizer
 from trainer.shared.errors import TrainError

@@ -20,18 +20,16 @@ from trainer.compute.timer import Brake, Timer
 from trainer.data.sample_stream import SampleStream
 from trainer.paced.standin import LearningPart, PacedPart, out_of_memory
 from trainer.paced.stopwatch import StageClock
-from trainer.pipeline.chain import Block, balanced, survey, survey_of
-from trainer.pipeline.cuts import Cuts, Form
+from trainer.pipeline.chain import Block, Cuts, Form, balanced, survey, survey_of
 from trainer.pipeline.paced_stages import LearningStage, PacedStage
-from trainer.pipeline.part import Part, part_of
 from trainer.pipeline.pipeline_strategy import Pipeline
-from trainer.pipeline.stage import StageWork
+from trainer.pipeline.stage import Part, StageWork, part_of
 from trainer.pipeline.stage_layout import Layout
 from trainer.ranks.agreement import gather_lines, together
 from trainer.ranks.process_group import timeout
 from trainer.ranks.rank_info import RankInfo
-from trainer.setup.batch_norm_limits import check_batch_norm, check_pairs
 from trainer.setup.material import Material
+from trainer.setup.rank_network import check_batch_norm, check_pairs
 from trainer.setup.tensor_setup import keep_records, refuse_arithmetic
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import CHOSEN, DATA_SETS
@@ -39,8 +37,7 @@ from trainer.shared.metrics import MetricsWriter
 from trainer.shared.pace import Pace
 from trainer.shared.settings import Settings
 from trainer.shared.shares import Speed, scale_shares
-from trainer.shared.stages import ALONE, Stage, parse_stages, stage_names
-from trainer.shared.turns import PER_STAGE, in_flight_of_rank
+from trainer.shared.stages import ALONE, PER_STAGE, Stage, in_flight_of_rank, parse_stages, stage_names
 from trainer.strategies.averaging import ParameterAverage, averaged
 from trainer.strategies.base import share_initial_state
 from trainer.strategies.gradient_sum import DTYPES as SENT_IN

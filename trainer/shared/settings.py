@@ -12,10 +12,10 @@ from typing import Any
 from trainer.shared.alpha_beta import BUS_FACTORS
 from trainer.shared.experiments import CHOSEN, DATA_SETS, MODEL_CHANNELS, NAMED, OWN, SCRIPT, DataSet
 from trainer.shared.learning_rate import LR_SCHEDULES, parse_lr_steps
+from trainer.shared.pace import Slow, parse_slow
 from trainer.shared.setting_conflicts import mistakes_of, mistakes_of_network
 from trainer.shared.setting_fields import SettingsError, mistakes_of_value, not_among, setting
 from trainer.shared.shares import parse_shares, parse_speeds
-from trainer.shared.slow import Slow, parse_slow
 from trainer.shared.stages import parse_stages
 from trainer.shared.strategy_table import AFTER_BACKWARD, FIDELITIES, LOCAL_STEPS, OPTIMIZERS, STRATEGIES, SWITCH
 

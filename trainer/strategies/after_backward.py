@@ -19,9 +19,16 @@ from trainer.compute.buffers import bytes_of, flatten, unflatten
 from trainer.compute.models import gradients_of
 from trainer.compute.timer import Brake, Timer
 from trainer.shared import gpu_work
-from trainer.strategies.base import Base, Exchange, first_rank, share_initial_state, weighted
+from trainer.strategies.base import (
+    Base,
+    Exchange,
+    first_rank,
+    refuse_sparse,
+    refuse_unused,
+    share_initial_state,
+    weighted,
+)
 from trainer.strategies.gradient_sum import GradientSum
-from trainer.strategies.without_samples import refuse_sparse, refuse_unused
 
 Gradients = Sequence[Tensor]
 Swap = Callable[[Gradients, GradientSum], None]

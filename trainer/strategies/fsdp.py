@@ -19,8 +19,15 @@ from trainer.compute.models import gradient_bytes, meta_copy, trainable
 from trainer.compute.timer import Brake, Timer
 from trainer.ranks.agreement import differing
 from trainer.shared.errors import TrainError
-from trainer.strategies.base import Base, Exchange, share_initial_state, weighted
-from trainer.strategies.without_samples import refuse_sparse, refuse_unused, sparse_of
+from trainer.strategies.base import (
+    Base,
+    Exchange,
+    refuse_sparse,
+    refuse_unused,
+    share_initial_state,
+    sparse_of,
+    weighted,
+)
 
 
 class Fsdp(Base):

@@ -21,11 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.compute.timer import Brake, Timer
-from trainer.ranks.loopback_store import LoopbackStore, served
-from trainer.ranks.process_group import before_leaving, store_of_all, timeout
+from trainer.ranks.process_group import LoopbackStore, before_leaving, served, store_of_all, timeout
 from trainer.shared.errors import TrainError
-from trainer.strategies.base import Base, Exchange, share_initial_state, weighted
-from trainer.strategies.without_samples import refuse_unused
+from trainer.strategies.base import Base, Exchange, refuse_unused, share_initial_state, weighted
 
 _meetings: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 """Of these ranks, whose addresses of an earlier meeting are still in the store."""

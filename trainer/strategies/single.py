@@ -13,9 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.compute.models import gradient_bytes
 from trainer.compute.timer import Brake, Timer
 from trainer.shared.errors import TrainError
-from trainer.strategies.base import Base, Exchange, backward_weighted, weighted
+from trainer.strategies.base import Base, Exchange, backward_weighted, no_loss, refuse_unused, weighted
 from trainer.strategies.gradient_sum import GradientSum, fitted_bucket_bytes
-from trainer.strategies.without_samples import no_loss, refuse_unused
 
 
 class Alone(Base):

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, linear
 
-from trainer.compute.meta_pass import how_it_failed
-from trainer.compute.models import has_hooks, skeleton_of, storage_of
+from trainer.compute.models import has_hooks, how_it_failed, skeleton_of, storage_of
 from trainer.compute.timer import Timer
 from trainer.shared import gpu_work
 from trainer.shared.errors import TrainError

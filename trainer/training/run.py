@@ -23,7 +23,7 @@ from trainer.rebalance.rebalancer import Rebalancer
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.settings import Settings
 from trainer.strategies import Strategy
-from trainer.strategies.without_samples import Unused
+from trainer.strategies.base import Unused
 from trainer.training.ema import Ema
 from trainer.training.loss_sum import Weights
 from trainer.training.rank_console import Console

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from trainer.compute.timer import Timer, covered_ms
 from trainer.shared.metrics import MOST_TASKS, STAGE_TIMES
-from trainer.shared.turns import Task
+from trainer.shared.stages import Task
 from trainer.strategies import Exchange
 from trainer.training.loss_sum import report_not_finite
 from trainer.training.progress import Progress

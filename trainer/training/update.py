@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 
 from trainer.compute.buffers import drop_gradients, leaves_of
-from trainer.data.batch import moved, pieces
+from trainer.data.augment import moved, pieces
 from trainer.pipeline.pipeline_strategy import Pipeline
 from trainer.shared.errors import TrainError
 from trainer.strategies import Exchange, Strategy
+from trainer.strategies.base import without_effect
 from trainer.strategies.sync_batch_norm import refuse_other_ways
-from trainer.strategies.without_samples import without_effect
 from trainer.training.loss_sum import Weight, checked, scale
 from trainer.training.progress import Progress, random_state, set_random_state
 from trainer.training.step_log import Step

@@ -31,9 +31,8 @@ from trainer.shared import gpu_work
 from trainer.shared.pace import OPTIMISER
 from trainer.shared.settings import Settings, overlap_of
 from trainer.shared.shares import scale_shares
-from trainer.shared.stages import check_stages, parse_stages
+from trainer.shared.stages import PER_STAGE, check_stages, parse_stages
 from trainer.shared.strategy_table import LOCAL_STEPS
-from trainer.shared.turns import PER_STAGE
 
 # Several pipelines beside each other, for many hosts: the more stages, the longer each waits for the others. Pure.
 #

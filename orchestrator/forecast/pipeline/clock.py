@@ -2,7 +2,7 @@
 
     update_seconds(chain, [course], wire)
 
-Each rank does what `trainer.shared.turns` has it do, the rule by which the ranks of a run choose, too. A message takes
+Each rank does what `trainer.shared.stages` has it do, the rule by which the ranks of a run choose, too. A message takes
 its sender's way out and its receiver's way in for as long as its bytes need there, one after the other; what it costs
 beside its bytes delays it and leaves the link free. A stage's next update begins when its own optimiser is done,
 whatever later stages still do: so updates overlap, and the first ones, before all runs evenly, are left out.
@@ -20,7 +20,7 @@ from orchestrator.forecast.pipeline.block_costs import Chain
 from orchestrator.forecast.pipeline.course import Course, StageCost
 from orchestrator.forecast.pipeline.sums import sums_of
 from trainer.shared.pace import OPTIMISER
-from trainer.shared.turns import Task, Turns
+from trainer.shared.stages import Task, Turns
 
 LEFT_OUT, UPDATES = 2, 4
 """Updates before all runs evenly, and those played in all."""

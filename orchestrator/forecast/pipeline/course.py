@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from orchestrator.forecast.pipeline.block_costs import Chain, Line, StageHost, times_of
-from trainer.shared.lanes import Route, routes
 from trainer.shared.shares import equal_shares
-from trainer.shared.stages import Pipelines, Stage, format_stages
-from trainer.shared.turns import in_flight_of_rank
+from trainer.shared.stages import Pipelines, Route, Stage, format_stages, in_flight_of_rank, routes
 
 STATES = 3
 """Copies of its weights that a stage holds: themselves, their gradients, SGD's momentum."""

@@ -22,7 +22,7 @@ from orchestrator.forecast.pipeline.block_costs import Chain, StageHost
 from orchestrator.forecast.pipeline.bound import Cut, Family
 from orchestrator.forecast.pipeline.clock import update_seconds
 from orchestrator.forecast.pipeline.course import STATES, Course
-from trainer.shared.turns import SPARE
+from trainer.shared.stages import SPARE
 
 LEAST_SAMPLES = 8
 """Of a micro-batch: BatchNorm's group, whose statistics get the noisier the smaller it is. Chosen, not measured."""
