@@ -1,0 +1,146 @@
+"""Two tiers of tests, and the CPU time that each folder of them may take.
+
+`pytest` without a path runs the first tier: all that judges values, and one real run for each promise. `pytest --all`
+runs the tests marked `second`, too, and more examples of each property. A path or a name runs all of its tests.
+
+A run of a whole tier fails if a folder took more CPU seconds than its budget in tests/data/test_costs.json, scaled by
+the speed of this machine. It also lists the files that take longest, which begin first, so that none of them runs by
+itself at the end. BUDGETS=write renews both; COSTS=FILE writes the seconds of each test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+COSTS = Path(__file__).parents[1] / "data" / "test_costs.json"
+SLACK = 1.5
+"""Above the measured CPU seconds: cores that share their units count more of them for the same work."""
+LEAST_S = 5.0
+"""Less than this is not worth a budget of its own."""
+EXAMPLES = {"first": 12, "all": 40, "thorough": 400}
+"""Of each property that hypothesis tries."""
+
+
+def add_options(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", dest="all_tests", help="run the tests of the second tier, too")
+
+
+class Tiers:
+    """Leaves out the second tier, counts CPU seconds by folder, and holds them to their budgets."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        is_whole = config.args_source is config.ArgsSource.TESTPATHS and not config.option.keyword
+        self.tier = "all" if config.option.all_tests else "first" if is_whole else ""
+        self._is_whole = is_whole
+        self._spent_s: dict[str, float] = defaultdict(float)
+        """CPU seconds by folder."""
+        self._lasted_s: dict[str, float] = defaultdict(float)
+        """By file."""
+        self._tests: dict[str, tuple[float, float]] = {}
+        self._kept = json.loads(COSTS.read_text()) if COSTS.exists() else {}
+        self._before = (os.getpid(), _cpu_s())
+        thorough = os.environ.get("THOROUGH")
+        examples = EXAMPLES["thorough" if thorough else self.tier or "all"]
+        # Next to other tests everything takes longer: the time of an example is no failure.
+        settings.register_profile(
+            "tier", deadline=None, max_examples=examples, suppress_health_check=[HealthCheck.too_slow]
+        )
+        settings.load_profile("tier")
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        second = [item for item in items if item.get_closest_marker("second")] if self.tier == "first" else []
+        config.hook.pytest_deselected(items=second)
+        left_out = {*second}
+        longest = self._kept.get("files_s", {})
+        items[:] = sorted(
+            (item for item in items if item not in left_out),
+            key=lambda item: -longest.get(item.nodeid.partition("::")[0], 0),
+        )
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> object:
+        report: pytest.TestReport = yield
+        pid, before_s = self._before
+        now_s = _cpu_s()
+        report.cpu_s = now_s - (before_s if pid == os.getpid() else 0.0)  # type: ignore[attr-defined]
+        self._before = (os.getpid(), now_s)
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        cpu_s = getattr(report, "cpu_s", 0.0)
+        self._spent_s[folder_of(report.nodeid)] += cpu_s
+        self._lasted_s[report.nodeid.partition("::")[0]] += report.duration
+        before = self._tests.get(report.nodeid, (0.0, 0.0))
+        self._tests[report.nodeid] = (before[0] + cpu_s, before[1] + report.duration)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if path := os.environ.get("COSTS"):
+            Path(path).write_text(json.dumps(self._tests))
+        if not self._is_whole or exitstatus not in (0, 1):
+            return
+        if os.environ.get("BUDGETS") == "write":
+            self._write()
+        elif self._over():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self._is_whole:
+            return
+        total_s = sum(self._spent_s.values())
+        most = sorted(self._spent_s.items(), key=lambda each: -each[1])[:8]
+        shown = ", ".join(f"{folder} {spent_s:.0f}" for folder, spent_s in most)
+        terminalreporter.write_line(f"CPU seconds: {total_s:.0f}, most in {shown}")
+        for line in self._over():
+            terminalreporter.write_line(line, red=True)
+
+    def _over(self) -> list[str]:
+        if self.tier not in self._kept:
+            return []
+        scale = loop_s() / self._kept["loop_s"]
+        return [
+            f"{folder}: {spent_s:.0f} CPU s, its budget is {allowed_s:.0f} (tests/data/test_costs.json)"
+            for folder, spent_s in sorted(self._spent_s.items())
+            if spent_s > (allowed_s := scale * self._kept[self.tier].get(folder, LEAST_S))
+        ]
+
+    def _write(self) -> None:
+        kept = self._kept
+        scale = kept.setdefault("loop_s", loop_s()) / loop_s()
+        kept[self.tier] = {
+            folder: round(max(LEAST_S, SLACK * scale * spent_s)) for folder, spent_s in sorted(self._spent_s.items())
+        }
+        if self.tier == "all":
+            longest = sorted(self._lasted_s.items(), key=lambda each: -each[1])
+            kept["files_s"] = {file: round(lasted_s) for file, lasted_s in longest if lasted_s >= LEAST_S}
+        COSTS.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def folder_of(nodeid: str) -> str:
+    """`jobs` of tests/jobs/test_pull.py::test_x; `.` of a file at the root."""
+    parts = nodeid.partition("::")[0].split("/")
+    return parts[1] if len(parts) > 2 else "."
+
+
+def _cpu_s() -> float:
+    """Of this process and of its children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def loop_s() -> float:
+    """CPU seconds of a fixed piece of work here, the least of three: how fast this machine is."""
+    times = []
+    for _ in range(3):
+        before_s = time.process_time()
+        sum(number * number for number in range(2_000_000))
+        times.append(time.process_time() - before_s)
+    return round(min(times), 4)
