@@ -9,8 +9,11 @@ tests/cli/test_reference.py fails where a page is older than these.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ import click
 
 from orchestrator.cli import SECTIONS, main
 from orchestrator.doctor.table import CHECKS
-from orchestrator.hosts.inventory_file import inventory_schema
+from orchestrator.hosts import inventory as inventories
 from trainer.shared.config import EXPERIMENTS, TRAINING, fields_of
 from trainer.shared.setting_fields import declared
 
@@ -81,6 +84,28 @@ def inventory() -> str:
     parts += ["## `paced`: the speed of a GPU that is not there", _keys(definitions["PacedEntry"]["properties"])]
     parts += ["## `slowdown`, within `paced`", _keys(definitions["SlowdownEntry"]["properties"])]
     return _page(parts)
+
+
+def inventory_schema() -> dict[str, Any]:
+    """The JSON Schema (2020-12) of an inventory file, for editors, with what the code says below each key."""
+    schema = inventories.InventoryFile.model_json_schema()
+    for name, docs in _docs_of_keys().items():
+        for key, described in schema["$defs"].get(name, {}).get("properties", {}).items():
+            described |= {"description": docs[key]} if key in docs else {}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "orch inventory"}
+
+
+def _docs_of_keys() -> dict[str, dict[str, str]]:
+    """By class and key. pydantic reads them, too, but at each import."""
+    found: dict[str, dict[str, str]] = {}
+    for kind in ast.parse(inspect.getsource(inventories)).body:
+        if isinstance(kind, ast.ClassDef):
+            inherited = [found.get(base.id, {}) for base in kind.bases if isinstance(base, ast.Name)]
+            found[kind.name] = {key: text for docs in inherited for key, text in docs.items()}
+            for field, doc in pairwise(kind.body):
+                if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr):
+                    found[kind.name][field.target.id] = inspect.cleandoc(doc.value.value)
+    return found
 
 
 def _keys(properties: Mapping[str, Any]) -> str:

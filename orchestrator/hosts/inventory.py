@@ -90,9 +90,7 @@ Patience = Annotated[str, AfterValidator(_checked_only(_patience)), _schema(exam
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, defer_build=True, extra="ignore", use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(frozen=True, defer_build=True, extra="ignore", allow_inf_nan=False)
 
 
 class Written(_Model):

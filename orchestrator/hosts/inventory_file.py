@@ -66,12 +66,6 @@ def node_from_keys(keys: Mapping[str, Any], source: str, defaults: Mapping[str, 
     return parse_inventory(document).nodes[0]
 
 
-def inventory_schema() -> dict[str, Any]:
-    """The JSON Schema (2020-12) of an inventory file, for editors."""
-    schema = InventoryFile.model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "orch inventory"}
-
-
 def _mistakes_of_form(document: Document) -> list[Mistake]:
     try:
         InventoryFile.model_validate(document.values)

@@ -18,7 +18,6 @@ from pydantic import ValidationError
 from orchestrator.errors import HostError
 from orchestrator.jobs.job_store import ENDED, FirstFailure, JobRecord, JobState, NotFinite
 from orchestrator.jobs.stall import joined, stall_of
-from orchestrator.planning.bundle import unsent_words
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
 
 PREPARE_S = 120.0
@@ -132,6 +131,8 @@ def _is_young(known: JobRecord, now: datetime) -> bool:
 def _ended(known: JobRecord, record: Mapping[str, Any], code: CodeFolder) -> JobRecord:
     """record: as `remote/supervisor.py` wrote it on a host, so nothing in it is taken on trust."""
     failure = _first_failure(record)
+    from orchestrator.planning.bundle import unsent_words  # brings tarfile, which no list of jobs needs
+
     if failure and failure.log_line and (unsent := unsent_words(code, failure.log_line)):
         failure = failure.model_copy(update={"reason": f"{failure.reason}: {unsent}"})
     state: JobState = record["state"]

@@ -38,6 +38,7 @@ def build_plan(draft: Draft) -> LaunchPlan:
         exp=request.name,
         kind=request.kind,
         cluster=draft.cluster,
+        asked=request.spec.updated(env=dict.fromkeys(request.spec.env)) if request.spec.env else request.spec,
         settings=_document(request, draft.decided),
         master=master.node.name,
         master_address=master.address,

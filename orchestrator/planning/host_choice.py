@@ -7,26 +7,15 @@ ranked(there, Worth({"a": 12.0, "c": 30.0}, "the fastest"), pin=None)           
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.errors import HostError, TooFewError, UsageError
 from orchestrator.hosts.exec import together
+from orchestrator.planning.job_spec import HostRange
 from orchestrator.planning.launch_plan import HostChoice, LeftOut
 from orchestrator.text import one_line, some
 from orchestrator.units import counted
-
-FORM = "MIN:MAX or N, numbers of hosts, 1 <= MIN <= MAX"
-
-
-@dataclass(frozen=True)
-class HostRange:
-    min_hosts: int
-    max_hosts: int
-
-    def __str__(self) -> str:
-        return f"--hosts {self.min_hosts}:{self.max_hosts}"
 
 
 @dataclass(frozen=True)
@@ -36,15 +25,6 @@ class Worth:
     figures: Mapping[str, float]
     words: str
     """What the hosts with the highest figures are: `the fastest`."""
-
-
-def parse_hosts(text: str) -> HostRange:
-    """Raises UsageError."""
-    found = re.fullmatch(r"([0-9]{1,5})(?::([0-9]{1,5}))?", text)
-    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-    if not 1 <= least <= most:
-        raise UsageError(f"--hosts {text}: expected {FORM}", "like --hosts 2:4")
-    return HostRange(least, most)
 
 
 def check_range(wanted: HostRange, candidates: Sequence[str]) -> None:

@@ -277,9 +277,10 @@ def spec_of(plan: LaunchPlan, nodes: Collection[str] = (), settings: AnySettings
     choice = _choice_again(plan) if len(names) == len(plan.nodes) else None
     attempt = plan.attempt
     values = {
-        **(_program(plan) if plan.kind != "experiment" else {"exp": plan.exp}),
+        **(_program(plan) if plan.kind != "experiment" else {"exp": plan.exp, "resume": None}),
         "settings": _settings(plan, settings),
         "env": dict.fromkeys(plan.variables),
+        "env_files": [],
         "nodes": list(choice.candidates) if choice else names,
         "hosts": choice.words if choice else None,
         "share": plan.share_gpus,
@@ -292,7 +293,7 @@ def spec_of(plan: LaunchPlan, nodes: Collection[str] = (), settings: AnySettings
     if attempt:
         values |= {"retries": attempt.most - 1, "retry_on": "any" if attempt.any_cause else "hosts"}
         values |= {"rejoin": attempt.rejoin, "retry_wait_s": attempt.wait_s}
-    return JobSpec.model_validate(values)
+    return plan.asked.updated(**values)
 
 
 def _choice_again(plan: LaunchPlan) -> HostChoice | None:

@@ -21,7 +21,6 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 from orchestrator.errors import UsageError
 from orchestrator.hosts import grammar
 from orchestrator.hosts.inventory import EnvName, EnvValue, Name, Written, nearest, problem
-from orchestrator.planning.host_choice import FORM, HostRange, parse_hosts
 from orchestrator.planning.naming import job_name, job_note, kept_folder
 from orchestrator.units import parse_duration
 
@@ -41,6 +40,27 @@ class Option:
     """The function of `cli/common.py` that completes its value."""
     on_page: bool = False
     """Whether the form of `orch ui` has a field for it."""
+
+
+FORM = "MIN:MAX or N, numbers of hosts, 1 <= MIN <= MAX"
+
+
+@dataclass(frozen=True)
+class HostRange:
+    min_hosts: int
+    max_hosts: int
+
+    def __str__(self) -> str:
+        return f"--hosts {self.min_hosts}:{self.max_hosts}"
+
+
+def parse_hosts(text: str) -> HostRange:
+    """Raises UsageError."""
+    found = re.fullmatch(r"([0-9]{1,5})(?::([0-9]{1,5}))?", text)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= least <= most:
+        raise UsageError(f"--hosts {text}: expected {FORM}", "like --hosts 2:4")
+    return HostRange(least, most)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------

@@ -5,11 +5,20 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
 
 from orchestrator.hosts.cluster import mask, masked_env
+from orchestrator.planning.job_spec import JobSpec, key_of
 from orchestrator.record import SCHEMA, Owner, Record
 from orchestrator.units import format_figure, format_percent
 
@@ -235,6 +244,19 @@ class NcclSetting(Record):
         return f"{self.name}={self.value}: {self.reason}"
 
 
+def _asked_of(value: object) -> JobSpec:
+    """A recorded spec, without the options of a newer orch."""
+    if isinstance(value, JobSpec):
+        return value
+    known = {key_of(name) for name in JobSpec.model_fields}
+    try:
+        return JobSpec.model_validate(
+            {key: value[key] for key in known & value.keys()} if isinstance(value, dict) else {}
+        )
+    except ValidationError:
+        return JobSpec()
+
+
 class LaunchPlan(Record):
     """One job, completely: `orch run --dry-run` prints exactly this, `orch run` executes exactly this."""
 
@@ -249,6 +271,12 @@ class LaunchPlan(Record):
     cluster: str
     owner: Owner | None = None
     """Who starts it. None in plans of an older orch."""
+    asked: Annotated[
+        JobSpec,
+        BeforeValidator(_asked_of),
+        PlainSerializer(lambda spec: spec.model_dump(exclude_unset=True, by_alias=True)),
+    ] = Field(default_factory=JobSpec)
+    """The job as the person asked for it, without the values of its variables. Empty in plans of an older orch."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """An experiment's, all of them; of a script those that were given or decided here, `exp` among them where it is
     joined by `trainer.join`, and of another script the global batch. `typed_settings` reads them.

@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 from orchestrator.errors import UsageError
 from orchestrator.planning.bundle import names_in, pack_folder, trainer_folder
-from orchestrator.planning.host_choice import HostRange
-from orchestrator.planning.job_spec import JobSpec
+from orchestrator.planning.job_spec import HostRange, JobSpec
 from orchestrator.planning.launch_plan import LOCAL_RANK, Attempt, CodeFolder
 from orchestrator.planning.launchers import Program, not_python, read_program
 from orchestrator.planning.secret_files import names_secret, shows_secret

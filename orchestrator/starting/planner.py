@@ -24,7 +24,6 @@ from orchestrator.paths import RUNS
 from orchestrator.planning import naming
 from orchestrator.planning.build import Draft, build_plan
 from orchestrator.planning.host_choice import (
-    HostRange,
     Worth,
     check_range,
     choice_notes,
@@ -32,6 +31,7 @@ from orchestrator.planning.host_choice import (
     ranked,
     those_there,
 )
+from orchestrator.planning.job_spec import HostRange
 from orchestrator.planning.launch_plan import CodeFolder, Faster, LaunchPlan
 from orchestrator.planning.nccl import choose_carrier
 from orchestrator.planning.placement import homes_of, notes_on, place

@@ -24,7 +24,7 @@ from orchestrator.hosts.connections import Connections
 from orchestrator.jobs import launch
 from orchestrator.jobs.retry_policy import Judged, KeptCheckpoint, judge, kept_by
 from orchestrator.jobs.running import RunningJob
-from orchestrator.planning.host_choice import HostRange
+from orchestrator.planning.job_spec import HostRange
 from orchestrator.planning.launch_plan import Attempt, Earlier, LaunchPlan
 from orchestrator.planning.request import ParsedJob, RunRequest
 from orchestrator.text import some

@@ -5,14 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
 from orchestrator.errors import HostError
 from orchestrator.hosts.exec import MOST_BYTES, Ran, host_set, reasons
-from orchestrator.jobs.diagnosis import Standing, standings_of
 from orchestrator.jobs.job_queue import Rival
 from orchestrator.jobs.job_store import FirstFailure, JobRecord, Verdict
 from orchestrator.jobs.looks import HostLook, ProcessLook, StackFrame
@@ -21,6 +20,9 @@ from orchestrator.text import clean_lines, one_line
 from orchestrator.units import format_bytes, format_duration
 from orchestrator.views import console
 from orchestrator.views.console import clock, has_room, local_minute, table
+
+if TYPE_CHECKING:
+    from orchestrator.jobs.diagnosis import Standing
 
 COLUMNS = ("job", "state", "cluster", "started", "took", "exit", "nodes", "exp", "attempt", "note", "first failure")
 DISPENSABLE = ("note", "attempt", "first failure", "exit", "took", "cluster")
@@ -199,6 +201,8 @@ def print_why(verdict: Verdict, outcomes: Mapping[str, HostLook | HostError], *,
         console.put(f"  {verdict.place}{f': {verdict.line}' if verdict.line else ''}")
     if verdict.remedy:
         console.out.print(Text.assemble("  ", ("try:", "bold"), " ", console.plain(verdict.remedy)))
+    from orchestrator.jobs.diagnosis import standings_of  # not needed for a list of jobs
+
     standings = standings_of(outcomes)
     if standings:
         rows = [_cells(standing) for standing in standings]

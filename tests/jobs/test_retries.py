@@ -18,8 +18,7 @@ from orchestrator.errors import ConnectError, HostError, OrchError, RefusedError
 from orchestrator.jobs import launch
 from orchestrator.jobs.job_store import FirstFailure
 from orchestrator.paths import Home
-from orchestrator.planning.host_choice import HostRange
-from orchestrator.planning.job_spec import JobSpec
+from orchestrator.planning.job_spec import HostRange, JobSpec
 from orchestrator.planning.launch_plan import Attempt, Earlier, LaunchPlan
 from orchestrator.planning.request import ParsedJob, RunRequest, parse_job
 from orchestrator.remote import coordinator, membership

@@ -18,8 +18,7 @@ from orchestrator.hosts.inventory import Node
 from orchestrator.jobs import job_queue
 from orchestrator.jobs.running import RunningJob
 from orchestrator.paths import Home
-from orchestrator.planning.host_choice import HostRange
-from orchestrator.planning.job_spec import JobSpec
+from orchestrator.planning.job_spec import HostRange, JobSpec
 from orchestrator.planning.request import parse_job
 from orchestrator.starting.retries import Asked
 from orchestrator.store import Store
