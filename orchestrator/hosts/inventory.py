@@ -12,18 +12,19 @@ Schema. `Inventory` and `Node` are what every later stage sees and what is store
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, field_validator
 from pydantic_core import ErrorDetails
 
 from orchestrator.errors import Mistake, UsageError
 from orchestrator.hosts import grammar
-from orchestrator.hosts.yamlfile import Document, KeyPath
 from orchestrator.units import parse_bandwidth, parse_bytes, parse_duration
 from trainer.shared.gpu_work import GB_PER_S
+
+if TYPE_CHECKING:
+    from orchestrator.hosts.yamlfile import Document, KeyPath
 
 # ------------------------------------------------------------------------------------------------ kinds of values
 
@@ -289,6 +290,8 @@ _ALSO_CALLED = {
 def nearest(word: str, known: list[str]) -> str:
     plain = word.lower().replace("-", "_")
     also = [key for key, names in _ALSO_CALLED.items() if key in known and plain in names]
+    import difflib  # only for a mistake
+
     near = also or difflib.get_close_matches(plain, known, n=1)
     return f"did you mean `{near[0]}`?" if near else f"choose from {', '.join(sorted(known))}"
 
