@@ -57,7 +57,6 @@ CELLS = "7"
 
 
 @pytest.mark.lab
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_fault_of_every_kind_breaks_no_invariant(tmp_path):
     with lab("cluster: probe\nnodes: [{name: a, host: 10.79.0.1}]"):

@@ -58,7 +58,7 @@ def test_a_command_that_neither_analyses_nor_ships_imports_nothing_for_it(tmp_pa
     assert {name.partition(".")[0] for name in loaded} & {"duckdb", "matplotlib", "pathspec", "paramiko"} == set()
     rooms = ("doctor", "forecast", "starting", "results", "studies", "provision")
     assert {name for name in loaded if name.startswith(tuple(f"orchestrator.{room}." for room in rooms))} == set()
-    assert loaded & {"orchestrator.hosts.inventory", "orchestrator.jobs.running", "trainer.shared.settings"} == set()
+    assert loaded & {"orchestrator.hosts.yamlfile", "orchestrator.jobs.running", "trainer.shared.settings"} == set()
 
 
 def test_duckdb_comes_with_the_analysis_alone():

@@ -12,7 +12,6 @@ from tests.cuda.build import ROOT, CannotBuild
 from tests.cuda.environment import environment
 
 
-@pytest.mark.slow
 def test_a_part_goes_from_the_command_to_the_file_to_send_back(tmp_path):
     try:
         preloaded = environment(knobs={"FAKE_CLOCK": "virtual", "FAKE_NAME": "NVIDIA H200"})

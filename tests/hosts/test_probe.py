@@ -61,7 +61,6 @@ def test_this_machine_reports_what_it_is(tmp_path):
     assert (facts.torch, facts.torch_error) == (None, None)
 
 
-@pytest.mark.slow
 def test_torch_is_asked_in_a_process_of_its_own():
     torch = pytest.importorskip("torch")
     facts = probe_all({"here": host()}, torch=True, timeout_s=90)["here"]

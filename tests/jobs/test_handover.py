@@ -235,7 +235,6 @@ def rack(tmp_path: Path) -> Iterator[Rack]:
         yield rack
 
 
-@pytest.mark.slow
 def test_a_start_that_is_killed_in_its_transfer_leaves_nothing_that_is_used(rack: Rack, tmp_path: Path) -> None:
     rack.types("run", "--nodes", "a2000", "proj/train.py")
     (old,) = [path.name for path in (tmp_path / "one/jobs").iterdir()]
@@ -271,7 +270,6 @@ def test_a_start_that_is_killed_in_its_transfer_leaves_nothing_that_is_used(rack
 # ---- a real script ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_plain_ddp_goes_on_from_its_own_checkpoint_to_the_weights_of_a_whole_run(tmp_path: Path) -> None:
     place = Place(tmp_path, quick_python(tmp_path / "python", trains=True))
     shutil.copy(Path(__file__).parents[1] / "support/resumed/ddp.py", place.here / "proj/train.py")

@@ -117,7 +117,6 @@ def test_a_job_of_a_newer_version_is_left_alone(seen, controller):
     assert "update this one" in str(controller.jobs.all().problems[seen.plan.job])
 
 
-@pytest.mark.slow
 def test_after_a_lost_home_up_and_rescan_bring_everything_back(running, tmp_path):
     python = quick_python(tmp_path / "quick")
     nodes = "".join(

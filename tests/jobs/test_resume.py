@@ -91,7 +91,6 @@ def job(orch: Orch) -> str:
     return experiment(orch, "checkpoint_every=4", "steps=10")
 
 
-@pytest.mark.slow
 def test_a_new_job_goes_on_from_where_another_ended(orch: Orch, job: str, tmp_path: Path) -> None:
     """With the losses of two ranks that nobody interrupts."""
     settings = [f"--{setting}" for setting in (*SMALL, "device=cpu")]
@@ -106,7 +105,6 @@ def test_a_new_job_goes_on_from_where_another_ended(orch: Orch, job: str, tmp_pa
     assert last[0][0] == "loss"
 
 
-@pytest.mark.slow
 def test_a_job_goes_on_in_its_own_cluster_whichever_is_the_current_one(orch: Orch, job: str) -> None:
     orch("up", "other.yaml", "--allow-local")
     assert plan_of(orch, "--resume", job)["cluster"] == "two"
@@ -115,7 +113,6 @@ def test_a_job_goes_on_in_its_own_cluster_whichever_is_the_current_one(orch: Orc
     orch("use", "two")
 
 
-@pytest.mark.slow
 def test_the_holder_of_the_checkpoint_is_the_new_master_whatever_was_elected(orch: Orch, job: str) -> None:
     holder = plan_of(orch, "--resume", job)["master"]
     (other,) = {"one", "two"} - {holder}
@@ -135,14 +132,12 @@ def test_the_holder_of_the_checkpoint_is_the_new_master_whatever_was_elected(orc
     assert f"{job} has no checkpoint on {holder}, {other}" in refused
 
 
-@pytest.mark.slow
 def test_who_keeps_no_checkpoint_of_a_job_does_not_go_on_with_it(orch: Orch) -> None:
     alone = experiment(orch, "checkpoint_every=4", "steps=4", nodes="one")
     refused = orch("run", "--dry-run", "--resume", alone, "--nodes", "two", code=2).stderr
     assert f"the checkpoints of {alone} are on one, which takes no part" in refused
 
 
-@pytest.mark.slow
 def test_a_script_of_the_old_launcher_is_given_its_local_rank(orch: Orch) -> None:
     done = orch("run", "--json", "--pass-local-rank", "--", "tells/tells.py", "--lr", "1")
     found = json.loads(done.stdout)["id"]
@@ -153,7 +148,6 @@ def test_a_script_of_the_old_launcher_is_given_its_local_rank(orch: Orch) -> Non
     assert f"`orch run --resume {found} -- tells.py`" in refused
 
 
-@pytest.mark.slow
 def test_a_script_that_takes_part_goes_on_from_where_its_job_ended(orch: Orch, job: str) -> None:
     """With the settings that it was given, and the weights of a run that nobody interrupts."""
     given = ("--set", "epochs=2", "--set", "shares=equal", "--set", "checkpoint_every=4")

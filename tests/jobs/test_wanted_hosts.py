@@ -200,7 +200,7 @@ def test_a_released_host_may_be_named_and_is_left_out(rack: Rack) -> None:
 @pytest.mark.parametrize("text", ["0:2", "3:2", "a:b", ""])
 def test_what_is_no_range_is_one_message(rack: Rack, text: str) -> None:
     said = rack.types("run", "--hosts", text, "code/train.py", exit_code=2).stderr
-    assert said.startswith(f"error: --hosts {text}: expected MIN:MAX or N") and said.count("error:") == 1
+    assert said.startswith(f"error: --hosts: {text!r} is not MIN:MAX or N") and said.count("error:") == 1
 
 
 def test_more_hosts_than_there_are_is_a_mistake_and_no_host_is_asked(rack: Rack) -> None:

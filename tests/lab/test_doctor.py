@@ -161,7 +161,6 @@ nodes:
 """
 
 
-@pytest.mark.slow
 def test_an_all_reduce_that_fails_with_one_host_alone_blames_that_host(tmp_path):
     """Nothing that a check can see: what has to be run before its ranks fails there."""
     with lab(SICK, trains=True) as hosts:

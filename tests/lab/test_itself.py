@@ -268,7 +268,6 @@ def datagrams(standing: Lab, sender: str, receiver: str, *, size: int, count: in
 
 
 @pytest.mark.lab
-@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("iperf3"), reason="needs iperf3")
 def test_the_speed_of_a_link_is_near_the_inventorys_in_both_directions(mended: Lab) -> None:
     mended.power("v100", "off")  # so that the cable is as it was plugged in

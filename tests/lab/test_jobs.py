@@ -262,7 +262,6 @@ def test_a_released_node_takes_no_job_until_it_is_restored(person):
     assert person.asks("status")["cluster"]["master"] == "alpha"
 
 
-@pytest.mark.slow
 def test_mnist_reaches_95_percent_and_every_sample_counts_once(trainer):
     raw = mnist_files()
     for node in ("alpha", "beta"):

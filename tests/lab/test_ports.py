@@ -11,7 +11,7 @@ import pytest
 from tests.support.lab import lab
 from tests.support.terminal import Person
 
-pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
 
 INVENTORY = """
 cluster: ports

@@ -20,7 +20,6 @@ from tests.support.with_packages import person_with_packages
 
 pytestmark = [
     pytest.mark.lab,
-    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not os.environ.get("ORCH_LONG"), reason="minutes of training: ORCH_LONG=1"),
 ]

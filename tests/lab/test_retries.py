@@ -13,7 +13,7 @@ from tests.support.sshd import wait_for
 from tests.support.terminal import Person, until_said
 
 torch = pytest.importorskip("torch")
-pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
 
 INVENTORY = """
 cluster: retries

@@ -17,7 +17,6 @@ SEED, ROUNDS = "378", "2"
 
 
 @pytest.mark.lab
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_nobody_loses_anything_of_the_others():
     with lab("cluster: probe\nnodes: [{name: a, host: 10.79.0.1}]"):

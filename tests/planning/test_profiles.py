@@ -93,7 +93,6 @@ def remember_all(controller, **more):
 # ---- measuring ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_each_kind_of_host_is_measured_once_and_then_known(controller, monkeypatch):
     followed, profiles_of = [], Profiling._profiles
     # On a busy machine stand-ins are late for their pace, and such a profile would be measured again.

@@ -11,8 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from orchestrator.remote import link as door
 from orchestrator.remote.coordinator import Hub
 from orchestrator.remote.link import join_hub, listen_at
@@ -148,7 +146,6 @@ def test_a_member_comes_in_while_six_hundred_a_second_knock():
     with_hub(run)
 
 
-@pytest.mark.slow
 def test_a_crowd_at_the_hub_neither_ends_a_job_nor_hides_its_first_cause(tmp_path):
     with gang(tmp_path, WAITS) as job:
         job.launch()

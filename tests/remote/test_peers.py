@@ -16,9 +16,9 @@ SOON_S = 20.0
 
 @pytest.fixture(autouse=True)
 def _short_times(monkeypatch):
-    for name, seconds in {"BEAT_S": 0.05, "PAUSE_S": 0.05, "CUT_S": 1.0}.items():
+    for name, seconds in {"PEER_BEAT_S": 0.05, "PAUSE_S": 0.05, "CUT_S": 1.0}.items():
         monkeypatch.setattr(wire, name, seconds)
-    for name, seconds in {"CONNECT_S": 0.5, "ANSWER_S": 0.5, "FILTERED_S": 0.5, "SILENT_S": 1.0}.items():
+    for name, seconds in {"CONNECT_S": 0.5, "PAIR_ANSWER_S": 0.5, "FILTERED_S": 0.5, "SILENT_S": 1.0}.items():
         monkeypatch.setattr(mesh, name, seconds)
 
 

@@ -275,7 +275,6 @@ def test_the_token_stands_in_files_of_mode_0600_alone(tmp_path):
     assert holders == ["node.json"]
 
 
-@pytest.mark.slow
 def test_real_torchrun_gives_ranks_and_true_exit_codes(tmp_path):
     script = (
         SAYS_WHO
@@ -419,7 +418,15 @@ def test_nodes_that_share_one_work_folder_are_refused_in_words(tmp_path):
         assert list((tmp_path / "shared" / "jobs").iterdir()) == []
 
 
-@pytest.mark.parametrize("torch_free", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "torch_free",
+    [
+        True,
+        pytest.param(
+            False,
+        ),
+    ],
+)
 def test_where_a_stranger_has_the_port_the_ranks_meet_at_another(tmp_path, torch_free):
     with socket.create_server(("", 0)) as stranger:
         taken = stranger.getsockname()[1]

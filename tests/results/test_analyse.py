@@ -392,7 +392,6 @@ def test_whatever_a_rank_writes_there_is_a_summary_of_plain_json(tmp_path: Path,
     assert "Infinity" not in text
 
 
-@pytest.mark.slow
 def test_a_hundred_thousand_lines_take_seconds(tmp_path: Path) -> None:
     text = lines([step(7, 32, 2, 40, 6, 2)]).decode()
     content = "".join(text.replace('"step": 7', f'"step": {number}') for number in range(100_000)).encode()

@@ -97,7 +97,6 @@ class Watch:
             pass
 
 
-@pytest.mark.slow
 def test_a_sweep_that_was_left_takes_up_its_own_job_again_and_runs_no_row_twice(real_bench):
     bench = real_bench
     first = bench()
@@ -124,7 +123,6 @@ def test_a_sweep_that_was_left_takes_up_its_own_job_again_and_runs_no_row_twice(
     assert [row["why_not"] is None for row in document["rows"]] == [True, False, True]
 
 
-@pytest.mark.slow
 def test_a_row_whose_ranks_the_trainer_spawns_has_the_figures_of_all_of_them(tmp_path):
     python = quick_python(tmp_path / "quick", torchrun=True)
     home = come_up(tmp_path, python, ranks=3)
@@ -234,7 +232,6 @@ def test_figures_of_other_settings_do_not_count_as_done(bench, monkeypatch):
     assert only.done.overrides == {"lr": "0.01"}
 
 
-@pytest.mark.slow
 def test_a_row_whose_job_fails_ends_the_sweep_with_its_name_and_is_run_again_the_next_time(bench, monkeypatch):
     """On these nodes the trainer does not find its torch."""
     study = STUDY.model_copy(update={"rows": ROWS[2:]})

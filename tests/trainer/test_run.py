@@ -250,7 +250,6 @@ def test_a_lone_sample_in_a_micro_batch_is_refused_for_batch_norm_alone() -> Non
     check_pairs(build_model("resnet152", (3, 32, 32), 10), parts, (10, 0))
 
 
-@pytest.mark.slow
 def test_resnet152_takes_its_steps_on_two_ranks(tmp_path: Path) -> None:
     arguments = ["--exp", "resnet152_cifar", "--data", "synthetic", "--batch", "4", "--steps", "2", "--eval_every", "0"]
     with started(tmp_path, [*arguments, "--num_workers", "0", "--device", "cpu"], world_size=2) as processes:
@@ -261,7 +260,6 @@ def test_resnet152_takes_its_steps_on_two_ranks(tmp_path: Path) -> None:
     assert [line["event"] for line in lines] == ["start", "step", "step", "epoch", "end"]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(real_mnist() is None, reason="no MNIST; set ORCH_TEST_MNIST to the folder that holds MNIST/raw")
 def test_one_epoch_of_mnist_on_two_ranks_passes_95_percent(tmp_path: Path) -> None:
     raw = tmp_path / "MNIST" / "raw"

@@ -319,7 +319,6 @@ def losses(strategy: str, folder: Path) -> list[float]:
     return [line["loss"] for lines in of_ranks for line in of_event(lines, "step")]
 
 
-@pytest.mark.slow
 def test_gradients_weights_and_shards_train_alike_in_a_run(tmp_path: Path) -> None:
     expected = losses("allreduce", tmp_path)
     assert len(expected) == 4

@@ -205,7 +205,6 @@ def test_analyse_and_report_import_no_torch_and_analyse_no_matplotlib() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 @pytest.mark.parametrize(
     ("scheme", "page_colour"), [("0", (20, 24, 29)), ("1", (246, 247, 249))], ids=["dark", "light"]
