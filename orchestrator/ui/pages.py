@@ -97,13 +97,17 @@ def cluster_page(
     )
 
 
+FIELD_LABELS = {"name": "Job name", "note": "Job note", "hosts": "Number of hosts"}
+"""Labels of fields whose key is that of another field of the page."""
+
+
 def _fields() -> list[dict[str, Any]]:
     """The form's fields of a job, besides those that stand above them."""
     keys = {name: key_of(name) for name in PAGE_FIELDS}
     return [
         {
             "key": key,
-            "label": key.replace("_", " ").capitalize(),
+            "label": FIELD_LABELS.get(key, key.replace("_", " ").capitalize()),
             "help": OPTIONS[name].help,
             "metavar": OPTIONS[name].metavar,
             "is_time": name != key,

@@ -69,7 +69,7 @@ def test_from_a_new_host_to_two_jobs_compared(page: Any, person: Person) -> None
     # a host is added, another one becomes the master
     (new,) = [node for node in yaml.safe_load(person.lab.inventory.read_text())["nodes"] if node["name"] == "a16"]
     page.get_by_text("Add a host").click()
-    page.get_by_label("Name").fill("a16")
+    page.get_by_label("Name", exact=True).fill("a16")
     page.get_by_label("Host", exact=True).fill(new["host"])
     page.get_by_label("More keys").fill(f"host_key='{new['host_key']}'")
     page.get_by_role("button", name="Add", exact=True).click()
