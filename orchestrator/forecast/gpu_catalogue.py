@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.forecast.layers import FLOAT_BYTES, Layer, gradient_bytes
-from orchestrator.hosts.election import Card
+from orchestrator.hosts.cards import Card
 from trainer.shared.shares import Speed
 
 IMAGES_PER_GB = 0.50

@@ -13,7 +13,7 @@ from orchestrator.forecast.gpu_catalogue import estimate_speed
 from orchestrator.forecast.layers import layers_of
 from orchestrator.forecast.links import GOODPUT, NCCL, LinkCosts, Site
 from orchestrator.forecast.step import HostSpeed, Way, Workload, alone_samples_per_s, predict
-from orchestrator.hosts.election import find_card
+from orchestrator.hosts.cards import find_card
 from trainer.shared.shares import Speed
 
 ROOT = Path(__file__).resolve().parents[2]

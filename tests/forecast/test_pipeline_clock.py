@@ -14,7 +14,7 @@ from orchestrator.forecast.pipeline.choice import time_update
 from orchestrator.forecast.pipeline.clock import update_seconds
 from orchestrator.forecast.pipeline.course import Course, stages_setting
 from orchestrator.forecast.pipeline.solve import Space, solve
-from orchestrator.hosts.election import find_card
+from orchestrator.hosts.cards import find_card
 from trainer.shared.stages import check_stages, parse_stages
 
 CIFAR = ("resnet152", (3, 32, 32), 10)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from orchestrator.forecast.gpu_catalogue import estimate_speed
 from orchestrator.forecast.layers import gradient_bytes, layers_of
-from orchestrator.hosts.election import find_card
+from orchestrator.hosts.cards import find_card
 
 from .network import GBPS
 from .row import Range
