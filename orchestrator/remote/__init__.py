@@ -1,6 +1,5 @@
-"""What runs on the hosts. A package of its own: standard library and its own siblings only, shipped as it is.
+"""Programs that run on the hosts: standard library and modules of this package only, shipped as they are.
 
-Short programs (`probe`, `prepare`, `control`, `reader`) travel on standard input with every request: `loader` makes the
-package importable there without installing it. Long-lived ones (`supervisor`, `rank`, `gpus`) are written into the
-job's folder.
+Short programs (`probe`, `prepare`, `control`, `reader`) are sent on standard input with every request; `loader` makes
+the package importable there. Long-lived programs (`supervisor`, `rank`, `gpus`) are written into the job's folder.
 """

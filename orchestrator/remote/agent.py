@@ -1,4 +1,4 @@
-"""A job's supervisor from outside: what its record (agent.json) says, whether it lives, and a word to it."""
+"""A job's supervisor from outside: its record (agent.json), whether it is alive, and messages to it."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from .layout import FINAL_STATES, JobFolder
 
 
 def agent_state(job: JobFolder) -> dict[str, Any]:
-    """The agent's record, its node's place in the job, and whether somebody still stands behind it."""
+    """The agent's record, its node's part of the job, `alive`, and `left`: remaining processes of a dead supervisor."""
     agent = job.read_agent()
-    with contextlib.suppress(KeyError):  # none, or that of another version
+    with contextlib.suppress(KeyError):  # no node.json, or another version's
         node = job.read_node()
         agent["plan"] = {key: node[key] for key in ("exp", "members", "is_master", "cluster", "created")}
         agent["owner"] = node.get("owner")
     if agent.get("quiet_since"):
         quiet_s = (agent.get("ended") or time.time()) - agent["quiet_since"]
-        agent["quiet_s"] = 60 * round(max(quiet_s, 60) // 60)  # so that a follower hears of it once a minute
+        agent["quiet_s"] = 60 * round(max(quiet_s, 60) // 60)  # whole minutes: a follower gets one change a minute
     agent["alive"] = lives(agent)
     if not agent["alive"] and agent.get("state") not in FINAL_STATES:
-        agent |= job.read_agent()  # it may have spoken its last word between the two looks
+        agent |= job.read_agent()  # it may have written its final record in between
     if not agent["alive"] and agent.get("state") not in FINAL_STATES:
         agent["left"] = len(processes.marked(job.root))
     return agent
 
 
 def lives(agent: dict[str, Any]) -> bool:
-    """Whether the supervisor or its keeper runs: while the keeper does, it is still ending what is left."""
+    # The supervisor or its keeper runs. The keeper runs until it has ended the job's processes.
     found = [agent, agent.get("keeper") or {}]
     return any(identity(one).is_alive() for one in found if "start_time" in one)
 
 
 def stopped(agent: dict[str, Any]) -> dict[str, processes.Identity]:
-    """Supervisor and keeper where they are stopped by a signal (state T): they hold the job's GPU locks."""
+    # Supervisor and keeper that a signal stopped (state T); they still hold the job's GPU locks.
     found = {"supervisor": agent, "keeper": agent.get("keeper") or {}}
     there = {role: identity(one) for role, one in found.items() if "start_time" in one}
     return {role: one for role, one in there.items() if one.is_alive() and processes.is_stopped(one.pid)}
@@ -49,7 +49,7 @@ def identity(record: dict[str, Any]) -> processes.Identity:
 
 
 def tell(job: JobFolder, message: dict[str, Any]) -> bool:
-    """One line into the supervisor's FIFO; False where nobody reads it."""
+    """Writes one line into the supervisor's FIFO; False if no process reads it."""
     try:
         handle = os.open(job.control, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:

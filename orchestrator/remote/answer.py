@@ -1,8 +1,8 @@
-"""One request, one answer: a JSON object between two markers, so that a shell's banner spoils nothing.
+"""One request, one answer: a JSON object between two markers, so that a shell's banner does no harm.
 
-    reply(request, lambda request: {"told": True})      # prints MARKER{"told": true}MARKER
+    reply(request, lambda request: {"jobs": 2})      # prints MARKER{"jobs": 2}MARKER
 
-What the host refuses is answered as {"error", "remedy"}.
+A refusal is answered as {"error", "remedy"}.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class Refused(Exception):
-    """message, remedy: one line each."""
+    """Arguments: message and remedy, one line each."""
 
 
 def reply(request: dict[str, Any], action: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -30,7 +30,6 @@ def reply(request: dict[str, Any], action: Callable[[dict[str, Any]], dict[str, 
 
 
 def refusal(error: OSError | ValueError | Refused, doing: str = "", where: str = "") -> dict[str, str]:
-    """The answer in an error's place. where: the folder that it is about, should the system not say."""
     if isinstance(error, Refused):
         return {"error": error.args[0], "remedy": error.args[1]}
     if isinstance(error, OSError):
@@ -39,17 +38,15 @@ def refusal(error: OSError | ValueError | Refused, doing: str = "", where: str =
     return {"error": f"{doing}{error}", "remedy": ""}
 
 
-# What this host's system says when it refuses, in words for a person: what, where, and what to try.
+# A system error as a person reads it:
 #
-# except OSError as error:
 #     words(error)        # "No space left on device (/data/jobs): no inode is free there (`df -i`)"
 #     remedy(error)       # "delete files there, or set `workdir:` in the inventory to another folder"
-#     describe(error)     # both in one
 
 WORKDIR = "set `workdir:` in the inventory to another folder"
 _DISK = "that disk or its server fails: look at `dmesg` there, and"
 _FULL = "free space there, or"
-# {elsewhere} names the way to another place.
+# {elsewhere}: how to choose another folder.
 _REMEDIES = {
     errno.EACCES: "give this host's user that folder, or {elsewhere}",
     errno.EPERM: "give this host's user that folder, or {elsewhere}",
@@ -75,15 +72,14 @@ _MEANS = {
 
 
 def words(error: OSError, where: object = "") -> str:
-    """What the system said and about which file; `where` names it where the error does not."""
-    said = error.strerror or str(error) or type(error).__name__
+    problem = error.strerror or str(error) or type(error).__name__
     place = _place(error, where)
     more = "no inode is free there (`df -i`)" if _lacks_inodes(error, place) else _MEANS.get(error.errno or 0, "")
-    return said + (f" ({place})" if place else "") + (f": {more}" if more else "")
+    return problem + (f" ({place})" if place else "") + (f": {more}" if more else "")
 
 
 def remedy(error: OSError, where: object = "", elsewhere: str = WORKDIR) -> str:
-    """What to try, one line; "" where nothing fits. elsewhere: how to choose another folder, as a sentence's end."""
+    """One line; "" if unknown. elsewhere: the end of the sentence, how to choose another folder."""
     if _lacks_inodes(error, _place(error, where)):
         return f"delete files there, or {elsewhere}"
     return _REMEDIES.get(error.errno or 0, "").format(elsewhere=elsewhere)
@@ -96,11 +92,11 @@ def describe(error: OSError) -> str:
 def _place(error: OSError, where: object) -> str:
     if isinstance(error.filename, (str, bytes)):
         return os.fsdecode(error.filename)
-    return "" if error.errno in _MEANS else str(where)  # what lacks there is no folder's
+    return "" if error.errno in _MEANS else str(where)  # process and memory limits belong to no folder
 
 
 def _lacks_inodes(error: OSError, place: str) -> bool:
-    """Whether it is not bytes that are used up. File systems that make inodes as they go (btrfs) count none."""
+    # No inode is left, rather than no space. btrfs creates inodes on demand and reports a total of 0.
     if error.errno != errno.ENOSPC or not place:
         return False
     there = Path(place).expanduser().absolute()

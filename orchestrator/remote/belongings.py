@@ -1,17 +1,14 @@
-"""What in a work folder belongs to whom: listed, ended and removed where it is ours, and never touched where it is not.
+"""Ownership in a work folder: lists, ends and removes our jobs and leftovers, and never touches others'.
 
-Requests, by `action`, each with {"workdir", "owner": {"id", "name"}, "cluster"}, which together say who asks:
+Requests, by `action`, each with {"workdir", "owner": {"id", "name"}, "cluster"} of the caller:
 
-    survey    what is there: {"mine", "others": [{"job", "cluster", "owner", "state", "alive"}], "strange": [names]}
-    reap      list of everybody, and with `end` end of ours, what jobs without a living supervisor left behind; who is
-              stopped, to go on
-    mend      what `reap` does, and of ours what no job will ever need
-    down      end our jobs, then remove them, and of what several share what nobody else needs
-    adopt     make `jobs` of this cluster ours, whoever started them
+    survey    list the jobs: {"mine", "others": [{"job", "cluster", "owner", "state", "alive"}], "strange": [names]}
+    reap      list processes of all jobs without a living supervisor and stopped supervisors; `end`: end or wake ours
+    mend      `reap`, and folders of ours that no job will use
+    down      end and remove our jobs, and shared files that no other job needs
+    adopt     take over `jobs` of this cluster from another owner
 
-Whose something is, `ownership` says; `reaping`, `mending` and `removal` act on it.
-
-The answer is one JSON object; {"error", "remedy"} where the host refuses.
+The answer is one JSON object; a refusal is {"error", "remedy"}.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ def survey(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def adopt(request: dict[str, Any]) -> dict[str, Any]:
-    """{"adopted": [jobs]}: those of `jobs` that are there, belong to this cluster, and were not ours before."""
+    """{"adopted": [jobs]}: existing jobs of this cluster that another owner started."""
     adopted = []
     work = WorkFolder(request["workdir"])
     if found := unfit(work.root):
@@ -62,29 +59,23 @@ def adopt(request: dict[str, Any]) -> dict[str, Any]:
         node, found_owner = job.read_node(), whose(job)
         if node and found_owner and found_owner[1] == request["cluster"] and not is_mine(job, request):
             write_json(job.node, {**node, "owner": request["owner"]})
-            if job.is_final():  # it may have ended, and blanked its secrets, since we read them
+            if job.is_final():  # it may have ended since we read its record, and cleared its secrets
                 job.forget_secrets()
             adopted.append(job.id)
     return {"adopted": adopted}
 
 
-# What in a work folder belongs to whom: whose a job is, and which names there orch made at all.
-#
-# Ours is a job whose node.json (agent.json, where no job came of it) names this owner and this cluster. What is orch's
-# is
-# known by its mark and never by a name alone, for a person may have chosen the same.
+# A job is ours if its node.json (or agent.json, if it was never prepared) names this owner and this cluster. Files of
+# orch are recognized by their content or mark: a name could be a person's own.
 
-SHOWN = 50
-"""So many entries of a list are answered."""
-CODE = re.compile(r"[0-9a-f]{64}|\.[0-9a-f]{64}\.\d+")
-"""Whole, or half unpacked when its `prepare` was killed."""
+SHOWN = 50  # most entries of a list in an answer
+CODE = re.compile(r"[0-9a-f]{64}|\.[0-9a-f]{64}\.\d+")  # unpacked code, or half unpacked by a `prepare` that was killed
 _LOCK = re.compile(r"gpu-.+\.lock|venv\.lock")
-LOCK_BYTES = 200
-"""More than any job's id has."""
+LOCK_BYTES = 200  # longer than any job id
 
 
 def whose(job: JobFolder) -> tuple[str, str] | None:
-    """Owner id ("" for an older orch's, which wrote none) and cluster; None where no job of orch lies there."""
+    """Owner id ("" in records of old versions) and cluster; None if this is no job of orch."""
     for record in (job.read_node(), job.read_agent()):
         if record.get("job") == job.id:
             owner = record.get("owner") or {}
@@ -97,7 +88,7 @@ def is_mine(job: JobFolder, request: dict[str, Any]) -> bool:
 
 
 def forget_old_secrets(jobs: Iterable[JobFolder], request: dict[str, Any]) -> None:
-    """Removes the secrets of ended jobs of this cluster: an older orch left them in place. It named no owner either."""
+    # Removes the secrets of ended jobs of this cluster: old versions left them, and recorded no owner.
     ours = [(owner, request["cluster"]) for owner in (request["owner"]["id"], "")]
     for job in (job for job in jobs if whose(job) in ours):
         agent = job.read_agent()
@@ -123,7 +114,7 @@ def jobs_of_orch(work: WorkFolder) -> list[JobFolder]:
 
 
 def strange(work: WorkFolder) -> Iterator[str]:
-    """What lies there and is not of orch, relative to the work folder."""
+    """Names relative to the work folder that orch did not create."""
     folders = (work.jobs, work.codes, work.venvs, work.locks, work.handovers)
     for name in names(work.root):
         folder = work.root / name
@@ -134,7 +125,6 @@ def strange(work: WorkFolder) -> Iterator[str]:
 
 
 def _is_ours(work: WorkFolder, path: Path) -> bool:
-    """Whether orch made this entry of one of its folders, for whomever."""
     if path.name.startswith(GONE):
         return True
     if path.parent in (work.jobs, work.handovers):
@@ -145,28 +135,22 @@ def _is_ours(work: WorkFolder, path: Path) -> bool:
 
 
 def is_lock(path: Path) -> bool:
-    """Whether it says what `keeper` and `environment` write there: nothing, or a job's id."""
     if not _LOCK.fullmatch(path.name) or path.is_symlink() or not path.is_file():
         return False
     with open(path, "rb") as file:
-        said = file.read(LOCK_BYTES)
-    return not said or bool(JOB_ID.fullmatch(said.decode(errors="replace")))
+        text = file.read(LOCK_BYTES)
+    return not text or bool(JOB_ID.fullmatch(text.decode(errors="replace")))
 
 
-# `orch down` on a host: ends our jobs, then removes them, and of what several share what nobody else needs.
-#
-# Removed are job folders of ours, code that no job left there names, environments without another user, and folders
-# that
-# are then empty.
+# `orch down` on a host. Code and environments go only if no other job or user needs them.
 
 DOWN_S = 40.0
-ALONE_S = 5.0
-"""A start takes a second or two; `orch setup` is not waited for."""
+ALONE_S = 5.0  # a start takes 1 to 2 s; `orch setup` takes longer, and is reported instead of waited for
 
 
 def down(request: dict[str, Any]) -> dict[str, Any]:
-    """{"removed": [paths, less those of jobs], "ended": [jobs that ran], "jobs": {removed job: its last record},
-    "left": as `survey`'s others, "strange": [names], "why": what else stays, and why}.
+    """Returns {"removed": [paths, without jobs], "ended": [jobs that ran], "jobs": {removed job: its last record},
+    "left": as `survey`'s others, "strange": [names], "why": [what else stays, and why]}.
     """
     work = WorkFolder(request["workdir"])
     answer: dict[str, Any] = {"removed": [], "ended": [], "jobs": {}, "left": [], "strange": [], "why": []}
@@ -181,7 +165,7 @@ def down(request: dict[str, Any]) -> dict[str, Any]:
             _clear_halves(work, answer["why"])
         for job in jobs_of_orch(work):
             agent = agent_state(job)
-            # Without a supervisor's word its `prepare` may be at work.
+            # Without a supervisor's record its `prepare` may still be working.
             if is_mine(job, request) and not agent["alive"] and (alone or "pid" in agent):
                 answer["jobs"][job.id] = {key: agent.get(key) for key in ("state", "ended", "first_failure")}
                 clear(job.root, answer["why"])
@@ -193,14 +177,13 @@ def down(request: dict[str, Any]) -> dict[str, Any]:
         answer["left"], answer["strange"] = [entry(job) for job in there], list(strange(work))[:SHOWN]
         if alone and names(work.root) == [MARK]:
             (work.root / MARK).unlink()
-            with contextlib.suppress(OSError):  # somebody put something there, or the folder above is not ours
+            with contextlib.suppress(OSError):  # new content, or no right to write in the folder above
                 work.root.rmdir()
                 answer["removed"].append(str(work.root))
     return answer
 
 
 def _end_ours(work: WorkFolder, request: dict[str, Any]) -> list[str]:
-    """Cancels what runs of ours (its supervisors end it on the other hosts, too). Raises Refused where that fails."""
     mine = [job for job in jobs_of_orch(work) if is_mine(job, request)]
     live = [job for job in mine if lives(job.read_agent())]
     for job in live:
@@ -215,7 +198,6 @@ def _end_ours(work: WorkFolder, request: dict[str, Any]) -> list[str]:
 
 
 def _remove_shared(work: WorkFolder, request: dict[str, Any], why: list[str]) -> Iterator[Path]:
-    """Nobody else is at work there."""
     left = jobs_of_orch(work)
     needed = {job.read_node().get("code") for job in left}
     for path in entries(work.codes):
@@ -241,19 +223,17 @@ def _remove_shared(work: WorkFolder, request: dict[str, Any], why: list[str]) ->
 
 
 def _clear_halves(work: WorkFolder, why: list[str]) -> None:
-    """What an earlier removal did not get done with."""
     for path in halves(work):
         clear(path, why)
 
 
 def halves(work: WorkFolder) -> list[Path]:
-    """What removals left that were cut short."""
     there = [path for folder in (work.jobs, work.codes, work.venvs, work.handovers) for path in entries(folder)]
     return [path for path in there if path.name.startswith(GONE)]
 
 
 def clear(folder: Path, why: list[str]) -> bool:
-    """Whether all of it could be removed; else `why` gets a line. What can be removed of it is gone all the same."""
+    """False, with a line in `why`, if a part of it could not be removed."""
     try:
         remove(folder)
     except OSError as error:
@@ -263,7 +243,7 @@ def clear(folder: Path, why: list[str]) -> bool:
 
 
 def _needed(venv: Path, pythons: list[str], request: dict[str, Any]) -> str:
-    """Who else needs this environment; "" where nobody does. It is no longer ours."""
+    """Removes us from the environment's users; returns who else needs it, or ""."""
     marker = read_json(venv / VENV_MARKER)
     if "users" not in marker:
         return "an older orch made it" if marker else "`orch setup` did not make it"
@@ -283,13 +263,13 @@ def entries(folder: Path) -> list[Path]:
 def _remove_empty(folders: Iterable[Path]) -> list[Path]:
     removed = []
     for folder in folders:
-        with contextlib.suppress(OSError):  # it is not there, or holds something
+        with contextlib.suppress(OSError):  # absent or not empty
             folder.rmdir()
             removed.append(folder)
     return removed
 
 
-# What jobs without a living supervisor left behind, and who of a job is stopped: listed; if ours, ended or woken.
+# Leftover processes of jobs without a living supervisor, and stopped supervisors.
 
 END_S = 10.0
 
@@ -313,7 +293,6 @@ def reap(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reap_programs(*, end: bool) -> dict[str, Any]:
-    """Those that a silent link left: of this user, whatever job they were about."""
     programs = forgotten()
     if end:
         processes.end_all(programs, signal.SIGKILL)
@@ -321,8 +300,8 @@ def _reap_programs(*, end: bool) -> dict[str, Any]:
 
 
 def _wake(job: JobFolder, still: dict[str, processes.Identity]) -> list[str]:
-    """Has who was stopped go on: a supervisor sees for itself whether its lease is over, a keeper without one ends what
-    is left, and itself. What did not.
+    """Continues a stopped supervisor, which checks its own lease, or a keeper, which then ends the job and itself.
+    Returns processes that did not react.
     """
     for one in still.values():
         one.signal(signal.SIGCONT)
@@ -344,15 +323,12 @@ def end_marked(job: JobFolder) -> list[str]:
     return [processes.describe(pid) for pid in pids]
 
 
-# What starts and ends that were cut short left of ours on a host: listed, and with `end` put in order.
-#
-# That is what `reaping` finds, and folders in which nobody will ever run anything: halves of a removal or of an upload,
-# and jobs of ours that were prepared and never began. What a job wrote stays, whatever became of it, and so does all
-# that belongs to others. Claims on GPUs and places in a queue end with who holds them, and leave nothing to mend.
+# Leftovers of interrupted starts and ends: half removed or half uploaded folders, and jobs of ours that were prepared
+# but never began. A job's output always stays.
 
 
 def mend(request: dict[str, Any]) -> dict[str, Any]:
-    """What `reap` answers, and {"folders": [names within the work folder], "why": what stays, and why}."""
+    """`reap`'s answer, and {"folders": [names within the work folder], "why": [what stays, and why]}."""
     work, why, left = WorkFolder(request["workdir"]), list[str](), list[Path]()
     answer = reap(request)
     with alone_in(work, ALONE_S) as alone:
@@ -364,9 +340,8 @@ def mend(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _left(work: WorkFolder, request: dict[str, Any]) -> Iterator[Path]:
-    """Old ones alone: somebody may be removing them, and the folder of a start that was undone keeps what of that is
-    still on its way from beginning after all.
-    """
+    # Old folders only: another process may be removing a young folder, and the folder of an undone start stops a late
+    # `prepare`.
     found = halves(work)
     found += [path for path in entries(work.codes) if path.name.startswith(".") and CODE.fullmatch(path.name)]
     found += [job.root for job in jobs_of_orch(work) if is_mine(job, request) and _never_began(job)]
@@ -379,25 +354,20 @@ def _never_began(job: JobFolder) -> bool:
     return is_over and not any(job.root.glob("rank-*"))
 
 
-# Programs of ours on this host that nobody waits for: a link that fell silent may leave them.
-#
-#     for program in forgotten(): program.signal(signal.SIGKILL)
-#
-# One that is at work says something every second: a program that is old and does not stir while it is looked at is
-# stuck.
+# Programs of ours whose connection died. A healthy program writes every second, so an old program that makes no context
+# switch for `LOOK_S` is stuck.
 
 OLD_S = 600.0
 LOOK_S = 2.0
 _BOOTSTRAP = "exec(compile(i.read(int(i.readline())),sys.argv[1],sys.argv[2]))"
-"""As `orchestrator/transport/shell.py` starts each of them."""
+"""Part of the command line in `orchestrator/transport/shell.py`."""
 
 
 def forgotten(old_s: float = OLD_S) -> list[Identity]:
-    """This user's forgotten programs. old_s: younger ones are not looked at."""
-    stirred = {program: _stirred(program.pid) for program in _programs() if age_s(program) > old_s}
-    if stirred:
+    active = {program: _switches(program.pid) for program in _programs() if age_s(program) > old_s}
+    if active:
         time.sleep(LOOK_S)
-    return [program for program, before in stirred.items() if program.is_alive() and _stirred(program.pid) == before]
+    return [program for program, before in active.items() if program.is_alive() and _switches(program.pid) == before]
 
 
 def _programs() -> list[Identity]:
@@ -405,21 +375,20 @@ def _programs() -> list[Identity]:
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
             if name.isdigit() and int(name) != os.getpid() and os.stat(f"/proc/{name}").st_uid == os.getuid():
-                program = identify(int(name))  # before its command line is read: who takes the pid later is another
+                program = identify(int(name))  # identified before its command line is read, since pids are reused
                 words = Path(f"/proc/{name}/cmdline").read_bytes().decode(errors="replace").split("\0")[1:5]
-                if _leftovers_is_ours(words):
+                if _is_program_of_ours(words):
                     found.append(program)
     return found
 
 
-def _leftovers_is_ours(words: list[str]) -> bool:
+def _is_program_of_ours(words: list[str]) -> bool:
     if words[:1] == ["-c"]:  # a shell that waits for its `activate` line
         return len(words) == 3 and _BOOTSTRAP in words[1] and " orch-" in words[1]
     return len(words) == 4 and words[0] == "-Suc" and _BOOTSTRAP in words[1] and words[2].startswith("orch-")
 
 
-def _stirred(pid: int) -> int:
-    """How often its threads have given up the processor."""
+def _switches(pid: int) -> int:
     count = 0
     with contextlib.suppress(OSError, ValueError):
         for thread in Path(f"/proc/{pid}/task").iterdir():

@@ -1,7 +1,7 @@
-"""Where this process's control groups lie, and how much they let it have.
+"""This process's control groups (cgroup v1 and v2) and their limits.
 
 folders("memory")     # [Path("/sys/fs/cgroup/user.slice/..."), ..., Path("/sys/fs/cgroup")]: the nearest first
-limits()              # {"memory_bytes": 8589934592, "pids": None, "cpus": 4.0}: None where nothing limits it
+limits()              # {"memory_bytes": 8589934592, "pids": None, "cpus": 4.0}: None if unlimited
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-NO_LIMIT_BYTES = 1 << 60
-"""cgroup v1 has no word for "no limit", and writes a number about so large."""
+NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes a number above this for "no limit"
 
 
 def limits(proc: Path = Path("/proc")) -> dict[str, Any]:
-    """The tightest of all groups that this process is in."""
     memory = [
         size for size in _figures("memory", ("memory.max", "memory.limit_in_bytes"), proc) if size < NO_LIMIT_BYTES
     ]
@@ -28,7 +26,7 @@ def limits(proc: Path = Path("/proc")) -> dict[str, Any]:
 
 
 def folders(controller: str, proc: Path = Path("/proc")) -> list[Path]:
-    """Those of the groups in which this controller (`memory`) may act on us, the nearest first; v1 or v2."""
+    """Groups in which this controller (`memory`) may limit us, the nearest first."""
     with contextlib.suppress(OSError, ValueError):
         places = dict[str, str]()
         for line in (proc / "self/cgroup").read_text().splitlines():
@@ -41,7 +39,7 @@ def folders(controller: str, proc: Path = Path("/proc")) -> list[Path]:
             root, point = about.split()[3:5]
             fstype, _, options = kind.split()[:3]
             if fstype in places and (fstype == "cgroup2" or controller in options.split(",")):
-                # A container may be shown its own cgroup as the root, and know its path from outside.
+                # A container may see its own cgroup as the root, but its path as seen from outside.
                 inside = places[fstype].removeprefix(root if root != "/" else "").strip("/")
                 here = Path(point, "" if inside.startswith("..") else inside)
                 found += [here, *(folder for folder in here.parents if folder.is_relative_to(point))]

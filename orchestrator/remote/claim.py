@@ -1,8 +1,8 @@
-"""Holding a work folder while something is made or removed there. Its mark is the lock, too.
+"""Locks a work folder while files are created or removed in it. The lock is on its mark file.
 
-with claimed(work):                 # makes and marks the folder where there is none; several may hold it
+with claimed(work):                 # creates and marks the folder if needed; a shared lock
     ...
-with alone_in(work, 10) as alone:   # False where others were at work all that time
+with alone_in(work, 10) as is_locked:   # exclusive; False if others kept it locked for 10 s
     ...
 """
 
@@ -20,14 +20,13 @@ from .answer import Refused
 from .layout import WorkFolder
 from .workfolder import MARK, content, danger, unfit
 
-CLAIM_S = 30.0
-"""So long is an `orch down` waited for that removes its things."""
+CLAIM_S = 30.0  # how long to wait for an `orch down` that is removing files
 _PAUSE_S = 0.02
 
 
 @contextlib.contextmanager
 def claimed(work: WorkFolder) -> Iterator[None]:
-    """While this is held, nobody removes what several jobs share. Raises Refused where the folder may not be used."""
+    """Keeps shared files from being removed. Raises Refused if the folder must not be used."""
     handle = _hold(work, fcntl.LOCK_SH, CLAIM_S)
     if handle is None:
         raise Refused(f"`orch down` is at work in {work.root}", "try again")
@@ -42,7 +41,7 @@ def claimed(work: WorkFolder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone_in(work: WorkFolder, wait_s: float) -> Iterator[bool]:
-    """Whether nobody else is at work there, and nobody begins while this is held. The folder has to be ours."""
+    """Yields whether we hold the folder exclusively. The folder has to be ours."""
     handle = _hold(work, fcntl.LOCK_EX, wait_s) if content(work.root) == "ours" else None
     try:
         yield handle is not None
@@ -52,7 +51,6 @@ def alone_in(work: WorkFolder, wait_s: float) -> Iterator[bool]:
 
 
 def _hold(work: WorkFolder, kind: int, wait_s: float) -> int | None:
-    """A handle of the mark, locked; None where others hold it for all of that time."""
     deadline = time.monotonic() + wait_s
     while True:
         handle = _open_mark(work)
@@ -71,7 +69,7 @@ def _hold(work: WorkFolder, kind: int, wait_s: float) -> int | None:
 def _open_mark(work: WorkFolder) -> int:
     while True:
         _refuse_unfit(work)  # before anything is written there
-        with contextlib.suppress(FileNotFoundError):  # `orch down` removed it this very moment
+        with contextlib.suppress(FileNotFoundError):  # `orch down` removed it just now
             _make(work.root)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             handle = os.open(work.root / MARK, flags, 0o600)
@@ -83,7 +81,7 @@ def _open_mark(work: WorkFolder) -> int:
 def _make(root: Path) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:  # also where somebody removes it while `mkdir` looks what is there
+    except FileExistsError:  # also raised if it is removed while `mkdir` checks it
         if os.path.lexists(root) and not root.is_dir():
             raise
 
@@ -105,7 +103,6 @@ def _lock(handle: int, kind: int, deadline: float) -> bool:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Whether this open file is still the one of that name."""
     try:
         return os.path.samestat(os.fstat(handle), os.lstat(path))
     except FileNotFoundError:

@@ -1,9 +1,9 @@
-"""Commands with a limit of time each, side by side: one that hangs costs its own answer and no other.
+"""Runs commands in parallel, each with a time limit.
 
     run(["nvidia-smi"], 30)                     # {"rc": 0, "out": "...", "err": ""}
     run_all({"ip addr": ["ip", "addr"]}, 15)    # {"ip addr": {"rc": ...}}
 
-rc is 127 where a command is missing and 124 where it was too slow, as a shell and timeout(1) have it.
+As in a shell and timeout(1), rc is 127 if the command is missing and 124 if it was too slow.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 COMMAND_S = 15.0
-SMI_S = 30.0
-"""Where no program keeps the driver awake (no persistence mode), it takes nvidia-smi a few seconds for each GPU."""
+SMI_S = 30.0  # without persistence mode, nvidia-smi takes a few seconds per GPU
 OUT_BYTES = 1 << 18
 ERR_BYTES = 1 << 12
 AT_ONCE = 8
@@ -38,9 +37,9 @@ def run_all(lines: dict[str, list[str]], limit_s: float) -> dict[str, dict[str, 
 
 
 def run(argv: list[str], limit_s: float) -> dict[str, Any]:
-    """Runs one command in a session of its own, and kills all of that when it is too slow."""
+    """Runs in a session of its own, which is killed after limit_s."""
     env = {**os.environ, "LC_ALL": "C", "PATH": f"{os.environ.get('PATH', '')}:{PATHS}"}
-    # A job chooses its GPUs itself; what a profile hides here says nothing about the host.
+    # A job chooses its GPUs itself; a variable from a shell profile must not hide any here.
     env.pop("CUDA_VISIBLE_DEVICES", None)
     try:
         process = subprocess.Popen(
@@ -65,7 +64,7 @@ def run(argv: list[str], limit_s: float) -> dict[str, Any]:
 
 
 def give_up(process: subprocess.Popen[bytes]) -> None:
-    """Kills a command and all it started. One stuck in the kernel takes the signal when it comes back, if ever."""
+    # Kills the command's process group. A process stuck in the kernel gets the signal when it returns, if ever.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     for pipe in (process.stdout, process.stderr):
@@ -76,7 +75,7 @@ def give_up(process: subprocess.Popen[bytes]) -> None:
 
 
 def why_failed(done: dict[str, Any]) -> str | None:
-    """The last line that a command printed; None if it succeeded."""
+    """The last line of output; None if the command succeeded."""
     if done["rc"] == 0:
         return None
     lines = f"{done['out']}\n{done['err']}".strip().splitlines()
@@ -84,7 +83,7 @@ def why_failed(done: dict[str, Any]) -> str | None:
 
 
 def printed(done: dict[str, Any], kind: type[T]) -> T | None:
-    """The JSON on the last line of a command's output; None if it failed or printed something else."""
+    """The JSON on the last line of output; None if the command failed or printed something else."""
     try:
         found = json.loads(done["out"].strip().splitlines()[-1]) if done["rc"] == 0 else None
     except (ValueError, IndexError, RecursionError):

@@ -1,16 +1,16 @@
-"""What the controller asks of a host about a job that is there: one short program a request (see `loader`).
+"""Requests of the controller about a prepared job; `prepare` creates jobs, `belongings` removes them.
 
-Requests, by `action`; what makes a job, and what removes it, are programs of their own (`prepare`, `belongings`):
+By `action`:
 
-    go        tell the supervisor where the hub is; ranks start as soon as every host has joined
-    undo      end a prepared supervisor and remove the job's folder; cancel one that has been asked to start
-    cancel    ask the supervisor to end the job, everywhere
-    fence     the same for a start that was left half done, and keep what of it is still under way from beginning
-    status    the agent records of one job or of all, and whether their supervisors live
+    go         send the hub's address to the supervisor; ranks start as soon as every host has joined
+    undo       end a prepared supervisor and remove the job's folder; cancel a job that was asked to start
+    cancel     ask the supervisor to end the job on all hosts
+    fence      cancel a half-done start, and keep its late parts from beginning
+    status     agent records of one job or of all, and whether their supervisors are alive
     checkpoint the newest checkpoint of a job
-    recall    the plans of jobs that the controller does not know, with their agent records
+    recall     plans and agent records of jobs that the controller has no record of
 
-The answer is one JSON object; {"error", "remedy"} where the host refuses.
+The answer is one JSON object; a refusal is {"error", "remedy"}.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from typing import Any
 
 from .agent import agent_state, lives, tell, wait_gone
 from .answer import Refused, reply
-from .layout import READY_S, JobFolder, WorkFolder, drop, remove, write_json, write_last_word
+from .layout import READY_S, JobFolder, WorkFolder, drop, remove, write_final_record, write_json
 
 UNDO_S = 10.0
-RECALL_BYTES = 1 << 19
-"""Plans of so many bytes go into one answer, and none that is larger by itself."""
+RECALL_BYTES = 1 << 19  # most bytes of plans in one answer; larger plans are left out
 
 
 def main(request: dict[str, Any]) -> None:
@@ -43,7 +42,7 @@ def go(request: dict[str, Any]) -> dict[str, Any]:
     job = _job(request)
     write_json(job.peers, request["peers"])
     if not tell(job, {"go": {"hub_port": request["hub_port"]}}):
-        raise Refused(f"the supervisor of {job.id} is gone", "run again; `orch logs` may say why")
+        raise Refused(f"the supervisor of {job.id} is gone", "run again; `orch logs` may show why")
     return {}
 
 
@@ -51,8 +50,8 @@ def go(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def undo(request: dict[str, Any]) -> dict[str, Any]:
-    """Ends a supervisor that has not been asked to start, and removes the job's folder: only what this very launch
-    made; an earlier job of the same name, or one that already runs, stays. fence: its `prepare` may still come.
+    """Removes only the folder of this launch: an earlier job of the same name, or a job that runs, stays. fence: its
+    `prepare` may still arrive.
     """
     job = _job(request)
     drop(WorkFolder(request["workdir"]).handover(job.id))
@@ -61,7 +60,7 @@ def undo(request: dict[str, Any]) -> dict[str, Any]:
     agent = job.read_agent()
     if not job.has_token(request["token"]):
         return {}
-    # Not "undo": a `go` may lie unread before this line, and then the job has to be stopped.
+    # Not "undo": if a `go` is still unread before this line, the job must be stopped.
     tell(job, {"request": "cancel"})
     if "go" not in agent:
         wait_gone(agent.get("keeper"), UNDO_S)
@@ -85,10 +84,9 @@ def fence(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _close_folder(job: JobFolder, request: dict[str, Any]) -> None:
-    """A job's folder is its lock: a `prepare` that is still on its way finds it taken and gives up. One that is at work
-    is waited for, so that its supervisor can be asked to end.
-    """
-    from .claim import claimed  # nothing else here needs it, and the jobs' states are asked for often
+    # A job's folder is its lock: a late `prepare` finds the folder and gives up. A `prepare` that is already working is
+    # waited for, so that its supervisor can be asked to end.
+    from .claim import claimed  # imported only here: `status` runs often
 
     undone = {"schema": 1, "job": job.id, "state": "undone", "ended": time.time()}
     undone |= {"owner": request["owner"], "cluster": request["cluster"]}
@@ -96,11 +94,11 @@ def _close_folder(job: JobFolder, request: dict[str, Any]) -> None:
         job.root.parent.mkdir(exist_ok=True)
         with contextlib.suppress(FileExistsError):
             job.root.mkdir(mode=0o700)
-            write_last_word(job, undone)
+            write_final_record(job, undone)
     deadline = time.monotonic() + READY_S
     while job.root.is_dir() and not job.read_agent():
-        if time.monotonic() > deadline:  # its maker died at work
-            write_last_word(job, undone)
+        if time.monotonic() > deadline:  # `prepare` died halfway
+            write_final_record(job, undone)
         time.sleep(0.02)
 
 
@@ -112,14 +110,15 @@ def status(request: dict[str, Any]) -> dict[str, Any]:
     jobs = [work.job(request["job"])] if request.get("job") else work.all_jobs()
     agents = {job.id: agent_state(job) for job in jobs[-200:] if job.root.is_dir()}
     for job in jobs:
-        # Where supervisor and keeper were killed, nobody else will; one that is being made has no record yet.
+        # If supervisor and keeper were killed, no other process clears the secrets. A job being prepared has no pid
+        # yet.
         if "pid" in agents.get(job.id, {}) and not agents[job.id]["alive"]:
             job.forget_secrets()
     return {"jobs": agents}
 
 
 def checkpoint(request: dict[str, Any]) -> dict[str, Any]:
-    """{"path"}: null where there is none. folder: where its settings put them, "" for its own."""
+    """{"path"}: null without a checkpoint. folder: from the job's settings, "" for the default."""
     job = _job(request)
     folder = job.src / Path(request["folder"]).expanduser() if request["folder"] else job.checkpoints
     paths = [path for path in folder.glob("step-*.pt") if re.fullmatch(r"step-\d{9}\.pt", path.name)]
@@ -127,14 +126,14 @@ def checkpoint(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def recall(request: dict[str, Any]) -> dict[str, Any]:
-    """{"jobs": {id: {"plan", "agent"}}, "more"}: newest first, as many as one answer holds. `known` are left out."""
+    """{"jobs": {id: {"plan", "agent"}}, "more"}: newest first, as many as fit. Jobs in `known` are left out."""
     known, jobs, size = frozenset(request["known"]), dict[str, Any](), 0
     unknown = [job for job in WorkFolder(request["workdir"]).all_jobs() if job.id not in known]
     for job in sorted(unknown, key=lambda job: job.root.stat().st_mtime, reverse=True):
         try:
             text = job.plan.read_text()
             plan = json.loads(text)
-        except (OSError, ValueError, RecursionError):  # made by an earlier version, or a start that was undone
+        except (OSError, ValueError, RecursionError):  # an earlier version's, or an undone start
             continue
         if len(text) > RECALL_BYTES:
             continue

@@ -1,8 +1,8 @@
-"""The master's part: everybody's status in, one order out (`verdict`), obeyed here like everywhere.
+"""The master host's side of a job: collects all hosts' statuses, decides (`verdict`) and sends one order to all.
 
 coordinator = Coordinator(node, state, peers, takes_part, obey)
 port = await coordinator.listen()
-coordinator.open()                  # the word to go came
+coordinator.open()                  # after `go`
 coordinator.decide()                # after every change
 """
 
@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from . import membership, verdict
 from .host_state import HostState
-from .link import Door, Link, greet_member
+from .link import Link, Listener, greet_member
 from .membership import LEASE_S, Peers
 from .messages import Failure, Order, Status, failure
 from .plain_asyncio import asyncio
@@ -21,12 +21,11 @@ from .programs import KILL_S, until
 from .rendezvous import Rendezvous
 
 JOIN_S = 30.0
-HEARSAY_S = 2.0
-"""Where all that is known so far is that a connection broke: so long may the one who broke it take to say so."""
+REPORT_S = 2.0  # how long to wait, after a connection broke, for the host's own report of the reason
 
 
 class Coordinator:
-    """takes_part: whether this host does; where it does not, nothing is decided. obey: called with each new order."""
+    """takes_part: False if this host is not in the job; then nothing is decided. obey: called with each new order."""
 
     def __init__(
         self,
@@ -45,11 +44,9 @@ class Coordinator:
         self._arrivals: dict[tuple[str, str, int | None], int] = {}
 
     async def listen(self) -> int:
-        """For the members; returns the port."""
         return await self._hub.listen(self._node["address"])
 
     def open(self) -> None:
-        """Expects the members, claims the port that the ranks will meet at, announces it, and lets members try it."""
         if self._peers.places:
             self._hub.expect(JOIN_S, self._peers.remedy(self._node["name"]))
         if port := self._claim_port():
@@ -59,11 +56,10 @@ class Coordinator:
                 self._peers.open_rendezvous(self.rendezvous.listen())
 
     def dropped(self) -> dict[str, dict[str, int]]:
-        """By host, what its disk did not take of its ranks' output: a host whose disk fails cannot record it."""
         return {node: status["dropped"] for node, status in self._hub.statuses.items() if "dropped" in status}
 
     async def close(self) -> None:
-        """The others leave when their own ranks have ended: that may take them the whole ladder."""
+        # Waits for the other hosts, which leave only after their ranks have ended.
         self._hub.announce()
         await until(lambda: self._hub.connected == 0, self._ladder_s)
         self._hub.close()
@@ -71,7 +67,7 @@ class Coordinator:
     # ---- deciding ---------------------------------------------------------------------------------------------
 
     def decide(self, settled: bool = False) -> None:
-        """settled: whether the time for stragglers to report after a stop is over."""
+        """settled: the time for late reports after a stop is over."""
         if self.order["do"] == "finish" or not self._takes_part():
             return
         order = self._verdict(self._statuses(), settled)
@@ -80,7 +76,7 @@ class Coordinator:
         if order["do"] == "start":
             port = self._port_of()
             if port is None:
-                return  # that is a failure, which has been decided on
+                return  # the failed port has been decided on already
             order["rendezvous_port"] = port
         if order["do"] == "stop" and self.order["do"] != "stop":
             asyncio.get_running_loop().call_later(self._ladder_s, self.decide, True)
@@ -90,7 +86,6 @@ class Coordinator:
             self._obey(order)
 
     def _statuses(self) -> dict[str, Status]:
-        """Every member's latest, in node-rank order; each failure has its place in the order of their arrival."""
         statuses = {name: self._hub.statuses.get(name, Status()) for name in self._node["members"]}
         statuses[self._node["name"]] = self._state.status()
         for status in statuses.values():
@@ -109,16 +104,14 @@ class Coordinator:
         return verdict.decide(statuses, self._lost(), settled)
 
     def _lost(self) -> dict[str, str]:
-        """Who is gone, and why, as the hub sees it; ourselves first where we are the one that is cut off."""
         if not self._hub.lost or not self._hub.is_cut_off:
             return self._hub.lost
-        why = f"no word from any other host for {LEASE_S:.0f} s: this one was cut off, or all of them went down"
+        why = f"no word from any other host for {LEASE_S:.0f} s: this host was cut off, or all of them went down"
         return dict.fromkeys((self._node["name"], *self._node["members"]), why)
 
     # ---- where the ranks meet ---------------------------------------------------------------------------------
 
     def _port_of(self) -> int | None:
-        """The one that has been tried; None if there is none."""
         if self.order["do"] == "start":
             return self.order["rendezvous_port"]
         self._peers.close_rendezvous()
@@ -136,25 +129,20 @@ class Coordinator:
 
     @property
     def _ladder_s(self) -> float:
-        """The longest that ending a host's ranks can take, and a little for the news to travel."""
-        return float(HEARSAY_S + 2 * self._node["grace_s"] + 2 * KILL_S)
+        return float(REPORT_S + 2 * self._node["grace_s"] + 2 * KILL_S)
 
 
-# The master's end of what the supervisors of a job say to each other: every member's latest status, and who is gone.
-#
-# Every message is the sender's whole present state, sent on every change and every BEAT_S (`membership`): nothing is
-# lost
-# with a broken connection, because the next message says it all. A member (`membership`) sends its `status`, the hub
-# sends its `order` (`messages`), over a `link`.
+# Each message carries the sender's whole present state and is sent on every change and every BEAT_S (`membership`), so
+# that a broken connection loses nothing:
 #
 #     member -> hub   {"phase": "joined", "failures": [], ...}
 #     hub -> member   {"do": "start", "rendezvous_port": 29500, ...}
 
 
 class Hub:
-    """The master's end: keeps the latest status of every member and who is gone.
+    """Keeps the latest status of every member, and lost members.
 
-    changed is called after every new status and every loss; `order` is sent on every beat and by `announce`.
+    changed: called after every new status and every loss. `order` is sent on every beat and by `announce`.
     """
 
     def __init__(
@@ -162,25 +150,22 @@ class Hub:
     ) -> None:
         self.statuses: dict[str, Status] = {}
         self.lost: dict[str, str] = {}
-        self.addresses: dict[str, str] = {}
-        """Where each member was last heard from."""
+        self.addresses: dict[str, str] = {}  # each member's latest address
         self._members, self._token, self._order, self._changed = members, token, order, changed
         self._links: dict[str, Link] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
-        self._heard_at: dict[str, float] = {}
-        self._door = Door(self._serve)
+        self._received_at: dict[str, float] = {}
+        self._listener = Listener(self._serve)
         self._place = ""
         self._beats: asyncio.Task[None] | None = None
 
     async def listen(self, address: str) -> int:
-        """Binds a free port on the training address; returns it."""
-        port = await self._door.open(address)
+        port = await self._listener.open(address)
         self._place = f"{address} port {port}"
         self._beats = asyncio.create_task(self._beat())
         return port
 
     def expect(self, within_s: float, remedy: str) -> None:
-        """From now on every member has to be heard, first within this time. remedy: for who is not."""
         why = f"did not reach the master at {self._place} within {within_s:.0f} s: {remedy}"
         for node in self._members - self._links.keys():
             self._set_deadline(node, within_s, why)
@@ -195,14 +180,14 @@ class Hub:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether all of several hosts fell silent at once: then it is rather we who cannot be reached."""
+        # All of several hosts fell silent at once: it is more likely that this host is unreachable.
         since = asyncio.get_running_loop().time() - (membership.LEASE_S - 2 * membership.BEAT_S)
-        return len(self._members) > 1 and all(self._heard_at.get(node, since + 1) < since for node in self._members)
+        return len(self._members) > 1 and all(self._received_at.get(node, since + 1) < since for node in self._members)
 
     def close(self) -> None:
         if self._beats:
             self._beats.cancel()
-        self._door.close()
+        self._listener.close()
         for deadline in self._deadlines.values():
             deadline.cancel()
         for link in self._links.values():
@@ -216,7 +201,8 @@ class Hub:
     async def _serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, known: Callable[[], None]
     ) -> None:
-        node, link = await greet_member(reader, writer, self._token)  # what a stranger says ends no more than its visit
+        # An error of an unauthenticated peer ends only its connection.
+        node, link = await greet_member(reader, writer, self._token)
         known()
         if node not in self._members:
             return
@@ -229,12 +215,12 @@ class Hub:
         try:
             while True:
                 status = cast(Status, await link.receive(membership.LEASE_S))
-                self._heard(node, status)
+                self._received(node, status)
         except (OSError, ValueError, asyncio.TimeoutError) as error:
             self._broken(node, link, silent=isinstance(error, asyncio.TimeoutError))
 
-    def _heard(self, node: str, status: Status) -> None:
-        self._heard_at[node] = asyncio.get_running_loop().time()
+    def _received(self, node: str, status: Status) -> None:
+        self._received_at[node] = asyncio.get_running_loop().time()
         self._set_deadline(
             node, membership.LEASE_S, f"no word for {membership.LEASE_S:.0f} s: host down, frozen or cut off"
         )
@@ -245,7 +231,7 @@ class Hub:
     def _broken(self, node: str, link: Link, silent: bool) -> None:
         link.close()
         if self._links.get(node) is not link:
-            return  # it has already dialled again
+            return  # it has already reconnected
         del self._links[node]
         if self.statuses.get(node, {}).get("phase") == "ended":
             if node in self._deadlines:

@@ -1,7 +1,7 @@
-"""All that one host can say by itself, in one answer: what `probe` asks, and what takes longer or starts something.
+"""Everything that one host can report without the others: `probe`'s answer, and slower or intrusive checks.
 
-Request: as of `probe`, and "data": a folder whose names are wanted. The answer is that of `probe`, with "data" and
-"disk" in its health, torch asked to compute something on each GPU, and
+Request: as for `probe`, and "data": a folder to list. The answer is that of `probe`, with "data" and "disk" in its
+health, a computation by torch on each GPU, and
 
     {"began": a process that should outlive this connection (`outlives`)}
 """
@@ -16,13 +16,13 @@ from . import outlives
 from .commands import printed
 from .probe import answer_of
 
-# Prints the names in a folder, or null where it is not there.
+# Prints the names in a folder, or null if it does not exist.
 DATA = """
 import json, os, sys
 path = os.path.expanduser(sys.argv[1])
 print(json.dumps(sorted(os.listdir(path))[:64] if os.path.isdir(path) else None))
 """
-# Prints the disk on which a folder lies or would be made, as `Disk` has it.
+# Prints the disk on which a folder is or would be created, with the fields of `Disk`.
 DISK = """
 import json, os, sys
 path = os.path.realpath(os.path.expanduser(sys.argv[1]))
@@ -46,7 +46,7 @@ def main(request: dict[str, Any]) -> None:
     try:
         sys.stdout.write(request["marker"] + json.dumps(answer) + request["marker"])
         sys.stdout.flush()
-    except OSError:  # whoever asked has left, and will not ask about it
+    except OSError:  # the controller has left, and will not ask about the process
         outlives.end(answer["began"])
         raise
 

@@ -1,4 +1,4 @@
-"""The line that opens a host's firewall to the other hosts of a job: for a person to read and type, never run by us."""
+"""Suggests the command that opens a host's firewall to the job's other hosts; a person runs it, we never do."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ LINES = {
     "nft": "sudo nft insert rule inet filter input iifname {interface} {family} saddr {source} accept",
     "iptables": "sudo {program} -I INPUT -i {interface} -s {source} -j ACCEPT",
 }
-MAX_SPREAD = 256
-"""A network of more addresses than this would let in too many who are not of the job."""
+MAX_SPREAD = 256  # largest network to open, in addresses: more would admit too many other machines
 
 
 def kind() -> str:
-    """Which of the usual tools this host's firewall is set by, as far as an ordinary user can see."""
+    """The tool that configures this host's firewall, as far as an ordinary user can see."""
     with contextlib.suppress(OSError):
         if "ENABLED=yes" in Path("/etc/ufw/ufw.conf").read_text():
             return "ufw"
@@ -29,8 +28,8 @@ def kind() -> str:
 
 
 def opening(kind: str, interface: str, sources: Sequence[str]) -> str:
-    """The line that lets these addresses in, or only the first of them where they lie far apart. kind: as `kind` found
-    it on the host that is to be opened.
+    """The command that admits these addresses, or only the first if they are far apart. kind: `kind()` of the host to
+    open.
     """
     source = _network(sources)
     family, program = ("ip6", "ip6tables") if ":" in source else ("ip", "iptables")
@@ -39,7 +38,6 @@ def opening(kind: str, interface: str, sources: Sequence[str]) -> str:
 
 
 def _network(addresses: Sequence[str]) -> str:
-    """The smallest network that holds them all, or the first alone where they lie too far apart."""
     first = ipaddress.ip_address(addresses[0])
     network = ipaddress.ip_network(first)
     while not all(ipaddress.ip_address(address) in network for address in addresses):

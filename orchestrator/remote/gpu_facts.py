@@ -1,4 +1,4 @@
-"""Which GPUs this host has, and who is on them: nvidia-smi's table, read.
+"""This host's GPUs and the processes on them, from nvidia-smi.
 
 look(30.0)      # {"gpus": [{"index": 0, "name": "NVIDIA A16", ...}], "gpu_error": None, "gpu_warnings": []}
 """
@@ -27,7 +27,7 @@ def look(limit_s: float) -> dict[str, Any]:
 
 
 def ask_old_driver(first: dict[str, Any], limit_s: float) -> dict[str, Any]:
-    """Drivers before 510 do not know `compute_cap` and answer nothing at all then; the rest they know."""
+    # Drivers before 510 refuse the whole query because of `compute_cap`.
     again = run(smi(FIELDS), limit_s) if "compute_cap" in first["out"] + first["err"] else first
     return again if "," in again["out"] else first
 
@@ -37,7 +37,7 @@ def smi(fields: str) -> list[str]:
 
 
 def gpu_facts(shown: dict[str, Any], on_gpus: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """The rows count whatever the exit code is: it is 14 for a warning, 15 if one of several GPUs is lost."""
+    # Reads rows at any exit code: 14 is a warning, 15 means that one of several GPUs is lost.
     lines = [line.strip() for line in f"{shown['out']}\n{shown['err']}".splitlines() if line.strip()]
     gpus = [_gpu(line, on_gpus) for line in lines if _ROW.match(line)][:MOST_GPUS]
     others = [line for line in lines if not _ROW.match(line)]
@@ -48,7 +48,6 @@ def gpu_facts(shown: dict[str, Any], on_gpus: dict[str, list[dict[str, Any]]]) -
 
 
 def _gpu(row: str, on_gpus: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """What a driver does not know is not asked for: the columns after the first seven may be missing."""
     index, name, uuid, total, used, driver, bus_id, *more = (field.strip() for field in row.split(","))
     return {
         "index": int(index),
@@ -65,5 +64,5 @@ def _gpu(row: str, on_gpus: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def _bytes(mebibytes: str) -> int:
-    """0 for a GPU without a memory of its own, for which nvidia-smi prints [N/A] or [Not Supported]."""
+    # 0 for a GPU without memory of its own ([N/A] or [Not Supported]).
     return int(mebibytes) << 20 if _MEBIBYTES.fullmatch(mebibytes) else 0

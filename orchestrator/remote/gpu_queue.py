@@ -1,23 +1,29 @@
-"""The queue for this machine's GPUs: a ticket for each job that waits, whatever login or work folder it comes from.
+"""The queue for this machine's GPUs: one ticket per waiting job, across logins and work folders.
 
     take(Ticket("mnist-1", 3, ("GPU-1",)), node="a", owner="5f0c...")    # lives LEASE_S unless it is renewed
     send("mnist-1", "a", {"do": "renew", "owner": "5f0c..."})            # its holder's answer; None without a ticket
     tickets, silent = all_tickets()
     ahead("mnist-1", ("GPU-1",), tickets)                                # earlier jobs that wait for one of these GPUs
 
-First come, first served: all tickets of a job have one number, one more than the largest number of any ticket for one
-of its GPUs when it came. The smaller number goes first; equal numbers go by job id. This is one order for all hosts and
-controllers and needs no clock, so no two jobs ever wait for each other. A ticket reserves its GPUs, free ones too: only
-a job that needs none of them passes it.
+First come, first served: a job's tickets have one number, larger than any ticket's for its GPUs; equal numbers go by
+job id. This order is the same on all hosts, so no two jobs wait for each other. A ticket reserves its GPUs, free ones
+too; jobs that need other GPUs pass.
 
-Like the claim on a GPU, a ticket is a socket in Linux's abstract namespace: every login of the machine sees it, the
-kernel reports its owner, and it disappears with the process that holds it. That process does nothing else and ends if
-nobody renews the ticket for LEASE_S: a controller that dies loses its place, nothing more. Only the same login and
-$ORCH_HOME can renew a ticket or take it back.
+A ticket is an abstract Unix socket like a claim (`gpu_claim`). Its holder process ends if the ticket is not renewed for
+LEASE_S. Only the same login and $ORCH_HOME can renew or cancel it. Since any login can bind and connect to such names,
+holders are asked in parallel within ANSWER_S, each login is limited in number, and answers about our own tickets count
+only from our own login.
 
-Any login can bind such names and connect to them. So all holders are asked at once and have ANSWER_S together; a holder
-that has not answered by then is passed over; no login gets more than its part of the sockets that are asked or served;
-and an answer about our own ticket is believed only from our own login.
+As a program it serves a waiting controller. Request: {"action", "workdir", "node", "job", "owner", "gpus"}; actions:
+
+    look       report the queue for these GPUs and their holders
+    take       leave a ticket with "number", then as look
+    renew      renew the ticket, for "lease_s" if given, then as look
+    leave      take the ticket back
+    cancel     mark the ticket: its controller gives up at its next renewal
+
+Answer: {"tickets", "ahead", "held", "silent", "cancelled"}: the queue, its part before this job, other jobs that have
+the GPUs, logins whose sockets gave no answer ("" if unknown); {"lost": true} without a ticket.
 """
 
 from __future__ import annotations
@@ -47,22 +53,18 @@ from .processes import age_s, identify
 
 LEASE_S = 60.0
 MOST_LEASE_S = 600.0
-MOST, AT_ONCE = 256, 64
-"""Tickets of one login that are read, and how many of them are asked at a time."""
+MOST, AT_ONCE = 256, 64  # most tickets of one login that are read, and asked at a time
 REQUEST_BYTES, ANSWER_BYTES = 1 << 12, 1 << 14
-ANSWER_S = 2.0
-"""For all holders' answers together, and for a request to arrive at its holder."""
-SERVED, BACKLOG = 16, 4096
-"""Connections of one login that a holder keeps open, and connections that wait to be accepted."""
-NAMES = 4
-"""Names that a ticket may have: another login may have bound the first ones."""
+ANSWER_S = 2.0  # for all holders' answers together, and for a request to arrive at its holder
+SERVED, BACKLOG = 16, 4096  # open connections per login at a holder, and connections that wait to be accepted
+NAMES = 4  # names per ticket: another login may have bound the first ones
 REMEDY = "`--wait` queues behind it; or take other hosts (`--nodes`), or `--share` the GPU"
 _TICK_S, _AGAIN_S = 1.0, 0.02
 _PREFIX = "orch-wait-"
 
 
 class Ticket(NamedTuple):
-    """gpus: the GPUs of this host that the job waits for. user: the login that holds it. since_s: its age."""
+    """gpus: of this host. user: the login that holds it. since_s: its age."""
 
     job: str
     number: int
@@ -72,7 +74,7 @@ class Ticket(NamedTuple):
 
 
 def ahead(job: str, gpus: Collection[str], tickets: Iterable[Ticket]) -> list[Ticket]:
-    """Other jobs' tickets for one of these GPUs before this job's own; all of them if it has no ticket."""
+    """Other jobs' tickets for these GPUs before this job's own; all of them if it has no ticket."""
     ordered = sorted(tickets, key=_order)
     own = min((_order(ticket) for ticket in ordered if ticket.job == job), default=None)
     rivals = [ticket for ticket in ordered if ticket.job != job and not set(gpus).isdisjoint(ticket.gpus)]
@@ -84,7 +86,6 @@ def _order(ticket: Ticket) -> tuple[int, str]:
 
 
 def refuse_before_turn(job: str, gpus: Sequence[str]) -> None:
-    """Raises Refused if an earlier job waits for one of these GPUs."""
     if not gpus:
         return
     tickets, silent = all_tickets()
@@ -100,22 +101,19 @@ def refuse_before_turn(job: str, gpus: Sequence[str]) -> None:
 
 
 def take(ticket: Ticket, node: str, owner: str) -> None:
-    """Leaves a process that holds this ticket. owner: a secret of the controller's. Raises Refused if the job has a
-    ticket already.
-    """
+    """Forks a process that holds this ticket. owner: the controller's secret. Raises Refused if the ticket exists."""
     listener = _listener(ticket.job, node, owner)
     if os.fork():
         listener.close()
         return
     try:
-        _leave_the_connection()
+        _detach()
         _Holder(listener, ticket, owner).serve()
     finally:
         os._exit(0)
 
 
 def _listener(job: str, node: str, owner: str) -> socket.socket:
-    """A socket with the first name that no other login has bound. Raises Refused."""
     taken = list[str]()
     for name in _names_of(job, node, owner):
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -139,12 +137,11 @@ def _listener(job: str, node: str, owner: str) -> socket.socket:
 
 
 def _names_of(job: str, node: str, owner: str) -> list[str]:
-    """node: two nodes of a job may be one machine. owner: keeps other logins from predicting the names."""
+    # node: two nodes of a job may be on one machine. owner: keeps other logins from predicting the names.
     return [f"\0{_PREFIX}{hashlib.sha256(f'{job}/{node}/{owner}/{i}'.encode()).hexdigest()[:40]}" for i in range(NAMES)]
 
 
-def _leave_the_connection() -> None:
-    """None of its streams and signals reaches this process any more."""
+def _detach() -> None:
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.chdir("/")
@@ -154,15 +151,11 @@ def _leave_the_connection() -> None:
 
 
 class _Client(NamedTuple):
-    """A connection to a holder. until: its request has to be there by then."""
-
     uid: int
     until: float
 
 
 class _Holder:
-    """The process behind one ticket."""
-
     def __init__(self, listener: socket.socket, ticket: Ticket, owner: str) -> None:
         self._listener, self._ticket, self._owner = listener, ticket, owner
         self._taken = time.monotonic()
@@ -170,7 +163,6 @@ class _Holder:
         self._cancelled = self._left = False
 
     def serve(self) -> None:
-        """Until the ticket is given back or its lease is over. No login delays another login's requests."""
         self._listener.setblocking(False)
         with selectors.DefaultSelector() as ready:
             ready.register(self._listener, selectors.EVENT_READ)
@@ -183,7 +175,6 @@ class _Holder:
                         _hang_up(ready, key)
 
     def _accept(self, ready: selectors.BaseSelector) -> None:
-        """The oldest connection of a login makes room for the one after SERVED."""
         client, _ = self._listener.accept()
         client.setblocking(False)
         uid = peer_of(client)[1]
@@ -218,9 +209,7 @@ class _Holder:
 
 
 def send(job: str, node: str, request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The answer of our own holder of this ticket; None without one. Raises Refused if our holder, or one whose login
-    cannot be seen, gives no answer.
-    """
+    """Our own holder's answer; None without a ticket. Raises Refused if our holder or an unknown login's is silent."""
     answers = _ask(_names_of(job, node, str(request.get("owner"))), request, only=os.getuid()).values()
     ours = [answer for answer in answers if answer.uid in (None, os.getuid())]
     if accepted := [answer.content for answer in ours if answer.content and answer.content.get("accepted") is True]:
@@ -231,7 +220,7 @@ def send(job: str, node: str, request: Mapping[str, Any]) -> dict[str, Any] | No
 
 
 def all_tickets() -> tuple[list[Ticket], list[str]]:
-    """In the queue's order; and the logins of sockets that are named like tickets but gave no answer."""
+    """In the queue's order, and the logins of sockets that are named like tickets but gave no answer."""
     found, silent = [], set[str]()
     for answer in _ask(_all_names(), {}).values():
         if answer.content is None:
@@ -243,7 +232,7 @@ def all_tickets() -> tuple[list[Ticket], list[str]]:
 
 
 def _all_names() -> list[str]:
-    """Of all tickets on this machine, shuffled: no login's names always come first."""
+    # Shuffled, so that no login's names always come first.
     try:
         lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
     except OSError:
@@ -255,7 +244,6 @@ def _all_names() -> list[str]:
 
 
 def _ticket(answer: Mapping[str, Any], user: str) -> Ticket:
-    """Raises ValueError, TypeError, KeyError for anything but a ticket: any login may answer."""
     job, number, gpus = answer["job"], answer["number"], answer["gpus"]
     if not (isinstance(job, str) and 0 < len(job) <= 200 and isinstance(gpus, list) and len(gpus) <= 64):
         raise ValueError("no ticket")
@@ -265,26 +253,20 @@ def _ticket(answer: Mapping[str, Any], user: str) -> Ticket:
 
 
 class _Answer(NamedTuple):
-    """uid: the holder's; None if the kernel accepts no further connection to it. content: None without an answer in
-    time, {} for a malformed one.
-    """
+    """uid: the holder's; None if it accepts no connection. content: None without an answer in time, {} if malformed."""
 
     uid: int | None = None
     content: dict[str, Any] | None = None
 
 
 def _ask(names: Sequence[str], request: Mapping[str, Any], only: int | None = None) -> dict[str, _Answer]:
-    """The answers of these names' holders within ANSWER_S, without names at which no process listens. only: a login
-    whose first answer is enough; other logins' holders are not asked.
-    """
+    """Answers within ANSWER_S, without names that have no listener. only: ask this login, up to its first answer."""
     asking = _Asking(names, request, only)
     asking.run()
     return asking.answers
 
 
 class _Asking:
-    """Many holders, asked at once."""
-
     def __init__(self, names: Sequence[str], request: Mapping[str, Any], only: int | None) -> None:
         self.answers: dict[str, _Answer] = {}
         self._names, self._request, self._only = deque(names), json.dumps(request).encode(), only
@@ -309,7 +291,6 @@ class _Asking:
             self._ready.close()
 
     def _connect(self, name: str) -> None:
-        """Puts the name off if its holder, its login or this process has too many connections open."""
         holder = None
         try:
             holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -369,20 +350,6 @@ def _hang_up(ready: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
     key.fileobj.close()
 
 
-# A job's place in the queue for this host's GPUs. The controller that waits asks again and again.
-#
-# Request: {"action", "workdir", "node", "job", "owner", "gpus"}; the actions are
-# - look       reports the queue for these GPUs and who has them
-# - take       leaves a ticket with this "number", then as look
-# - renew      renews the ticket, for "lease_s" if given, then as look
-# - leave      takes the ticket back
-# - cancel     marks the ticket, so that its controller gives up at its next renewal
-#
-# Answer: {"tickets", "ahead", "held", "silent", "cancelled"}: the queue for these GPUs, the part of it before this job,
-# the other jobs that have them now, the logins whose sockets gave no answer ("" for an unknown login);
-# {"lost": true} if there is no such ticket.
-
-
 def main(request: dict[str, Any]) -> None:
     reply(request, act)
 
@@ -400,8 +367,8 @@ def act(request: dict[str, Any]) -> dict[str, Any]:
     if action in ("leave", "cancel"):
         return {"cancelled": cancelled}
     gpus = request["gpus"]
-    everybody, silent = all_tickets()
-    queue = [ticket for ticket in everybody if not set(gpus).isdisjoint(ticket.gpus)]
+    everyone, silent = all_tickets()
+    queue = [ticket for ticket in everyone if not set(gpus).isdisjoint(ticket.gpus)]
     return {
         "tickets": [ticket._asdict() for ticket in queue],
         "ahead": [ticket._asdict() for ticket in ahead(job, gpus, queue)],
@@ -412,7 +379,7 @@ def act(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def take_turn(request: dict[str, Any]) -> None:
-    """Once, even if the first answer was lost on its way and the controller asks again."""
+    # Once, even if the first answer was lost on its way and the controller asks again.
     job, node, owner, number = (request[key] for key in ("job", "node", "owner", "number"))
     existing = send(job, node, {"do": "renew", "owner": owner})
     if existing is None or existing["number"] != number:
@@ -420,7 +387,6 @@ def take_turn(request: dict[str, Any]) -> None:
 
 
 def held(work: WorkFolder, job: str, gpus: list[str]) -> list[dict[str, Any]]:
-    """The other jobs that have these GPUs: of any login on this machine, and of this work folder."""
     found = []
     for gpu in gpus:
         holder = holder_of(gpu) or _of_this_folder(work, gpu)
@@ -433,7 +399,7 @@ def held(work: WorkFolder, job: str, gpus: list[str]) -> list[dict[str, Any]]:
 
 
 def _of_this_folder(work: WorkFolder, gpu: str) -> Holder | None:
-    """The living job that holds the GPU's lock file. The lock itself is not tried: a start may want it now."""
+    # The living job named in the GPU's lock file. Does not try the lock, since a starting job may need it now.
     try:
         job = work.job((work.locks / f"gpu-{gpu}.lock").read_text(errors="replace")[:200].strip() or "none")
     except (OSError, ValueError):

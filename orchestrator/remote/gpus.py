@@ -1,18 +1,17 @@
-"""How busy, full, fast and hot this job's GPUs are, noted every EVERY_S while its ranks run.
+"""Records load, memory, clock, power and temperature of a job's GPUs while its ranks run.
 
     python -m orch_remote.gpus <job folder>
 
-Starts one `nvidia-smi` that stays, and appends a line a GPU to the job's gpu.jsonl for each of its answers:
+Starts one looping `nvidia-smi` and appends a line per GPU every EVERY_S to the job's gpu.jsonl:
 
     {"event": "gpu", "rank": 1, "index": 0, "utilisation": 97, "memory_bytes": 8589934592, "sm_mhz": 1290,
      "watts": 69.7, "celsius": 71, "slowed_by": 4, "max_sm_mhz": 2100, "limit_watts": 70.0, "wall": 1795252271.2}
 
-slowed_by is NVML's bit mask of what holds the clocks down (nvmlClocksEventReasons, called nvmlClocksThrottleReasons
-before driver 535). What a driver does not know is left out; the two limits stand where they are news.
+slowed_by is NVML's bit mask nvmlClocksEventReasons (nvmlClocksThrottleReasons before driver 535). Values that the
+driver lacks are left out; the two limits are written when they change.
 
-A process of its own, because a sick driver may keep nvidia-smi, and who waits for it, from ever coming back: the
-supervisor starts it, never waits for it, and ends its process group, nvidia-smi included, with the ranks. Should the
-supervisor be killed, the kernel ends both. Where there is no nvidia-smi it does nothing.
+It is a process of its own because a faulty driver may block nvidia-smi, and its reader, for ever: the supervisor never
+waits for it, and kills its process group with the ranks. If the supervisor is killed, the kernel ends both.
 """
 
 from __future__ import annotations
@@ -35,15 +34,12 @@ from .layout import JobFolder
 from .processes import die_with_parent
 
 EVERY_S = 2.0
-SILENT_S = SMI_S
-"""An nvidia-smi that says nothing for so long is taken for stuck. Its first answer may take a few seconds a GPU."""
-GATHER_S = 0.5
-"""So long the rest of an answer may take to come after its beginning."""
-GIVE_UP = 3
-"""So many times in a row of no use, and we stop asking."""
+SILENT_S = SMI_S  # an nvidia-smi silent for this long is stuck. Its first answer may take a few seconds per GPU.
+GATHER_S = 0.5  # time for the rest of an answer after its beginning
+GIVE_UP = 3  # attempts in a row without a reading before we stop
 ANSWER_BYTES, LINE_BYTES, SAID_BYTES = 1 << 16, 1 << 12, 1 << 12
 OLDER = {"clocks_event_reasons.active": "clocks_throttle_reasons.active"}
-"""What older drivers call a field, by what newer ones do."""
+"""Field names of newer drivers -> of older ones."""
 FIELDS = {
     "uuid": "uuid",
     "index": "index",
@@ -65,7 +61,7 @@ def main() -> None:
     job = JobFolder(Path(sys.argv[1]))
     node = json.loads(job.node.read_text())
     ranks = node["rank_numbers"]
-    # One rank may have several: then those that are left over are the last one's.
+    # A rank may have several GPUs; left-over ones count for the last rank.
     rank_of = {uuid: ranks[min(at, len(ranks) - 1)] for at, uuid in enumerate(node["gpu_uuids"])}
     program = shutil.which("nvidia-smi", path=f"{os.environ.get('PATH', '')}:{PATHS}")
     if program and rank_of:
@@ -73,20 +69,19 @@ def main() -> None:
 
 
 def watch(program: str, rank_of: Mapping[str, int], log: Path) -> None:
-    """rank_of: GPU uuid -> the rank that has it. Returns only where asking is of no use."""
+    """rank_of: GPU uuid -> rank. Returns after GIVE_UP attempts without a reading."""
     fields, limits, useless, why = dict(FIELDS), dict[Any, dict[str, Any]](), 0, ""
 
     def note(lines: Sequence[str]) -> bool:
-        """Whether they held a reading."""
         found = readings(lines, list(fields.values()), rank_of, time.time())
         append(log, [without_known(event, limits) for event in found])
         return bool(found)
 
     while useless < GIVE_UP:
         began = time.monotonic()
-        seen, said, how = listen(program, fields, note)
-        why = f"nvidia-smi {how} and said {said[:200]!r}"
-        if (refused := _REFUSED.search(said)) and refused[1] in fields:
+        seen, output, how = listen(program, fields, note)
+        why = f"nvidia-smi {how} and printed {output[:200]!r}"
+        if (refused := _REFUSED.search(output)) and refused[1] in fields:
             fields = without(refused[1], fields)
             continue
         useless = 0 if seen else useless + 1
@@ -95,8 +90,8 @@ def watch(program: str, rank_of: Mapping[str, int], log: Path) -> None:
 
 
 def listen(program: str, fields: Mapping[str, str], note: Callable[[Sequence[str]], bool]) -> tuple[bool, str, str]:
-    """To one nvidia-smi until it ends or falls silent: whether it gave a reading, what else it said, how it ended."""
-    seen, said = False, ""
+    """Reads one nvidia-smi until it ends or is silent: whether it gave a reading, its other output, how it ended."""
+    seen, output = False, ""
     try:
         child = start(program, fields)
     except OSError as error:
@@ -105,20 +100,19 @@ def listen(program: str, fields: Mapping[str, str], note: Callable[[Sequence[str
         if note(lines):
             seen = True
         else:
-            said = (said + "\n".join(lines))[:SAID_BYTES]
-    return seen, said, end(child)
+            output = (output + "\n".join(lines))[:SAID_BYTES]
+    return seen, output, end(child)
 
 
 # ---- one nvidia-smi ---------------------------------------------------------------------------------------------
 
 
 def start(program: str, fields: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """It answers every EVERY_S until it is ended, and ends with us."""
     watcher = os.getpid()
 
     def end_with_us() -> None:
         die_with_parent(signal.SIGKILL)
-        if os.getppid() != watcher:  # we had ended before
+        if os.getppid() != watcher:  # we have ended already
             os._exit(1)
 
     options = (f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", f"--loop-ms={EVERY_S * 1000:.0f}")
@@ -134,23 +128,21 @@ def start(program: str, fields: Mapping[str, str]) -> subprocess.Popen[bytes]:
 
 
 def answers(child: subprocess.Popen[bytes]) -> Iterator[list[str]]:
-    """The whole lines of each answer, until there is none for SILENT_S. One that talks without end is heard no faster
-    than every GATHER_S, and waits.
-    """
+    """The whole lines of each answer, until SILENT_S pass without any; at most one answer per GATHER_S."""
     assert child.stdout
     rest = b""
     while select.select([child.stdout], [], [], SILENT_S)[0]:
         time.sleep(GATHER_S)
-        said = child.stdout.read(ANSWER_BYTES)
-        *lines, rest = (rest + (said or b"\n")).split(b"\n")
+        output = child.stdout.read(ANSWER_BYTES)
+        *lines, rest = (rest + (output or b"\n")).split(b"\n")
         yield [line.decode(errors="replace") for line in lines]
         rest = rest[-LINE_BYTES:]
-        if not said:
+        if not output:
             return
 
 
 def end(child: subprocess.Popen[bytes]) -> str:
-    """How it ended, or that it had to be killed. One that the kernel holds keeps us here: then nothing else is lost."""
+    """How it ended, or that it had to be killed. Blocks if the kernel holds it; nothing else is lost then."""
     assert child.stdout
     child.stdout.close()
     try:
@@ -163,17 +155,16 @@ def end(child: subprocess.Popen[bytes]) -> str:
 
 
 def without(refused: str, fields: Mapping[str, str]) -> dict[str, str]:
-    """The fields to ask for once a driver has refused this one: by the name that it had before, else without it."""
     return {OLDER.get(field, field): key for field, key in fields.items() if field != refused or field in OLDER}
 
 
-# ---- what it says -----------------------------------------------------------------------------------------------
+# ---- its output -------------------------------------------------------------------------------------------------
 
 
 def readings(
     lines: Sequence[str], keys: Sequence[str], rank_of: Mapping[str, int], wall: float
 ) -> list[dict[str, Any]]:
-    """The last event of each of our GPUs in these lines. keys: what the columns are; the first is the uuid."""
+    """The last event of each of our GPUs in these lines. keys: names of the columns; the first is the uuid."""
     found: dict[str, dict[str, Any]] = {}
     for line in lines:
         uuid, *values = [value.strip() for value in line.split(",")]
@@ -191,23 +182,22 @@ def readings(
 
 
 def _number(text: str) -> float | None:
-    """None for "[N/A]" and its like."""
     if not _NUMBER.fullmatch(text):
         return None
     return int(text, 16) if text.startswith("0x") else float(text) if "." in text else int(text)
 
 
 def without_known(event: dict[str, Any], limits: dict[Any, dict[str, Any]]) -> dict[str, Any]:
-    """The event without those limits that were written before. limits: by rank and index, which are kept there."""
-    own, gpu = {name: event[name] for name in LIMITS if name in event}, (event["rank"], event.get("index"))
-    if limits.get(gpu) != own:
-        limits[gpu] = own
+    """The event without limits that were written before. limits: by rank and index, updated here."""
+    present, gpu = {name: event[name] for name in LIMITS if name in event}, (event["rank"], event.get("index"))
+    if limits.get(gpu) != present:
+        limits[gpu] = present
         return event
     return {name: value for name, value in event.items() if name not in LIMITS}
 
 
 def append(log: Path, events: list[dict[str, Any]]) -> None:
-    """Whole lines in one write, so that nobody reads half of one. A full disk costs the readings and nothing else."""
+    # Appends whole lines in one write, so that readers never see half a line.
     if not events:
         return
     text = "".join(json.dumps(event) + "\n" for event in events)

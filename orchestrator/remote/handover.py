@@ -1,16 +1,16 @@
-"""Files that an earlier job's script wrote, laid ready for a new job of this host before that is prepared.
+"""Collects files of an earlier job for a new job on this host before `prepare` runs.
 
-Requests, by `action`:
+By `action`:
 
-    look    {"workdir", "job", "code", "shipped": {name: sha256}}: of the earlier job and its code. The answer is
-            {"alive": whether it still runs here, "replaced": the names whose shipped file was another one then}
+    look    {"workdir", "job", "code", "shipped": {name: sha256}} of the earlier job -> {"alive": it still runs here,
+            "replaced": names whose shipped file was another one then}
     copy    {"workdir", "job", "owner", "cluster", "from": {"workdir", "job"}, "files": [[name, size, mtime_ns, inode]],
-            "needed_bytes"}: copies this host's own files. It reports (see `talk`), at its end
-            {"end": {"folder"}}: where the files that other hosts wrote are to be received (`receive`)
+            "needed_bytes"}: copies this host's own files -> {"end": {"folder"}} (see `progress_stream`): where
+            `receive` puts the files of other hosts
 
-They lie in `<workdir>/handover/<new job>/`, under the names that they have in a job's folder, until `prepare` moves
-them into it: a file there is whole, and what its SHA-256 says. `undo` and `fence` remove that folder where the start
-fails, `down` where nobody came to do so. The earlier job's files stay as they are: nothing is linked.
+The files wait in `<workdir>/handover/<new job>/` under their names in the job's folder until `prepare` moves them. Each
+is complete and verified. `undo` and `fence` remove the folder of a failed start, `down` a forgotten folder. The earlier
+job's files are copied, never linked.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ from typing import Any
 
 from .agent import agent_state
 from .answer import Refused, reply
-from .beneath import READ, folder, holder
 from .claim import claimed
 from .layout import JobFolder, WorkFolder, write_json
 from .outputs import mark
 from .pieces import hash_pieces
-from .talk import Talk, serve
+from .progress_stream import ProgressStream, serve
+from .safe_open import READ, folder, holder
 from .workfolder import danger
 
-SPARE_BYTES = 64 << 20
-"""Left free on the disk."""
+SPARE_BYTES = 64 << 20  # left free on the disk
 NICE = 10
 _WRITE = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 _HALF = ".orch-copy.part"
@@ -58,14 +57,13 @@ def look(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sha256(path: Path) -> str:
-    """Of code as it was shipped; "" where that is no longer there."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
         return ""
 
 
-def copy(request: dict[str, Any], talk: Talk) -> dict[str, Any]:
+def copy(request: dict[str, Any], progress: ProgressStream) -> dict[str, Any]:
     work, source = WorkFolder(request["workdir"]), request["from"]
     with claimed(work):
         ready = work.handover(request["job"])
@@ -82,20 +80,20 @@ def copy(request: dict[str, Any], talk: Talk) -> dict[str, Any]:
         write_json(ready.node, {"schema": 1, **{key: request[key] for key in ("job", "owner", "cluster")}})
         old = WorkFolder(source["workdir"]).job(source["job"])
         for name, *before in request["files"]:
-            copy_file(old, name, before, ready, talk)
+            copy_file(old, name, before, ready, progress)
     return {"folder": str(ready.root)}
 
 
-def copy_file(old: JobFolder, name: str, before: Sequence[int], ready: JobFolder, talk: Talk) -> None:
-    """before: its mark when it was listed. Raises Refused where it is another file now, or the copy is not the same."""
+def copy_file(old: JobFolder, name: str, before: Sequence[int], ready: JobFolder, progress: ProgressStream) -> None:
+    """before: the file's mark when it was listed. Raises Refused if the file changed since or during the copy."""
     with folder(old.root) as root, holder(root, name) as (at, last), _opened(os.open(last, READ, dir_fd=at)) as source:
         found = os.fstat(source)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
             raise Refused(f"{old.root}/{name} is no plain file of this user", "remove it there, and run again")
         with folder(ready.root) as top, holder(top, name, make=True) as (into, to):
             with _opened(os.open(_HALF, _WRITE, 0o600, dir_fd=into)) as target:
-                was = _copied(source, target, found.st_size, talk)
-                same = was == _digest(target, found.st_size, talk)
+                was = _copied(source, target, found.st_size, progress)
+                same = was == _digest(target, found.st_size, progress)
                 if not same or mark(found) != list(before) or mark(os.fstat(source)) != list(before):
                     raise Refused(f"{old.root}/{name} changes while it is copied", "run again when the file is at rest")
                 os.utime(target, ns=(found.st_mtime_ns, found.st_mtime_ns))
@@ -111,17 +109,15 @@ def _opened(handle: int) -> Any:
         os.close(handle)
 
 
-def _copied(source: int, target: int, size: int, talk: Talk) -> str:
-    """The SHA-256 of what was read."""
-
+def _copied(source: int, target: int, size: int, progress: ProgressStream) -> str:
     def write(end: int, piece: bytes) -> None:
         left = memoryview(piece)
         while left:
             left = left[os.pwrite(target, left, end - len(left)) :]
-        talk.mention({"copied": end})
+        progress.mention({"copied": end})
 
     return hash_pieces(source, size, write)[1]
 
 
-def _digest(handle: int, size: int, talk: Talk) -> str:
-    return hash_pieces(handle, size, lambda end, _: talk.mention({"looked": end}))[1]
+def _digest(handle: int, size: int, progress: ProgressStream) -> str:
+    return hash_pieces(handle, size, lambda end, _: progress.mention({"looked": end}))[1]

@@ -1,8 +1,9 @@
-"""What may end a job later, by the system's own files: limits, environment, network cards, running jobs, a due reboot.
+"""Host conditions that may end a job later, from system files; health of GPUs; network interfaces.
 
-    gather()         # {"limits": {"nofile": {"soft": 1024, "hard": 1048576}, ...}, "uptime_s": 4711.0, ...}
+    gather()              # {"limits": {"nofile": {"soft": 1024, "hard": 1048576}, ...}, "uptime_s": 4711.0, ...}
+    gpu_health(30.0)      # [{"index": 0, "uncorrected": 0, "replacement_due": False, "link_width": 16, ...}]
 
-The keys are those of `Health` (`orchestrator/hosts/facts.py`); `orchestrator/doctor/` judges them.
+Keys as in `Health` and `GpuHealth` (`orchestrator/hosts/facts.py`); `orchestrator/doctor/` evaluates them.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from .occupants import user_name
 from .processes import MARK
 
 LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
+# Variables that control ranks, torch and NCCL and hold no secret.
 SHOWN = re.compile(
     r"(NCCL|TORCH|PYTORCH|GLOO|TP|OMP|MKL|CUDA|UCX|PET|TORCHELASTIC)_[A-Z0-9_]{1,60}|LD_(LIBRARY_PATH|PRELOAD)"
     r"|PYTHONPATH|((LOCAL|GROUP)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)"
 )
-"""Variables by which ranks, torch and NCCL are steered: none of them is a place for a secret."""
 MOST, MOST_TEXT = 64, 200
 LOGIND = ("/etc/systemd/logind.conf", "/run/systemd/logind.conf", "/usr/lib/systemd/logind.conf")
 
@@ -52,7 +53,6 @@ def gather() -> dict[str, Any]:
 
 
 def available_bytes() -> int | None:
-    """Memory that programs can still have; None where the kernel does not say."""
     found = re.search(r"^MemAvailable:\s+(\d{1,18}) kB", read_text("/proc/meminfo") or "", re.MULTILINE)
     return 1024 * int(found[1]) if found else None
 
@@ -72,18 +72,18 @@ def environment() -> dict[str, str]:
 
 
 def reboot(run: str = "/var/run") -> list[str] | None:
-    """Why a reboot is due, as Debian and Ubuntu note it: the packages; None where none is."""
+    """Packages that need a reboot, as Debian and Ubuntu record them; None if no reboot is due."""
     if not os.path.exists(f"{run}/reboot-required"):
         return None
     return sorted({*(read_text(f"{run}/reboot-required.pkgs") or "").split()})[:MOST]
 
 
 def kills_left(files: tuple[str, ...] = LOGIND, cgroup: str = "/proc/self/cgroup") -> bool | None:
-    """Whether systemd-logind is set to end this user's processes with the last session; None where it has no say."""
+    """systemd-logind ends this user's processes with the last session; None if logind does not manage this one."""
     if not re.search(r"/session-[^/]*\.scope$", read_text(cgroup) or "", re.MULTILINE):
         return None
     settings = dict[str, str]()
-    for path in reversed(files):  # the first file named wins over the others, and what lies in its folder over it
+    for path in reversed(files):  # the first file overrides the others, and its drop-in folder overrides it
         for file in (Path(path), *sorted(Path(f"{path}.d").glob("*.conf"))):
             settings |= dict(re.findall(r"^\s*(Kill\w+)\s*=\s*(.*?)\s*$", read_text(str(file)) or "", re.MULTILINE))
     user = user_name(os.getuid())
@@ -93,11 +93,10 @@ def kills_left(files: tuple[str, ...] = LOGIND, cgroup: str = "/proc/self/cgroup
 
 
 def cards(folder: str = "/sys/class/net") -> dict[str, dict[str, Any]]:
-    """By network interface."""
 
     def count(path: str) -> int:
-        said = (read_text(path) or "").strip()
-        return int(said) if said.isdecimal() else 0
+        answer = (read_text(path) or "").strip()
+        return int(answer) if answer.isdecimal() else 0
 
     return {
         card.name: {
@@ -110,7 +109,6 @@ def cards(folder: str = "/sys/class/net") -> dict[str, dict[str, Any]]:
 
 
 def jobs() -> list[str]:
-    """Jobs of ours that have a process here, by the mark that all of theirs carry."""
     found, mark = set[str](), f"{MARK}=".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # another user's, or gone
@@ -118,12 +116,6 @@ def jobs() -> list[str]:
             found |= {os.path.basename(word.decode(errors="replace")) for word in words}
     return sorted(found)[:MOST]
 
-
-# The health of this host's GPUs: figures of nvidia-smi, under the names of `GpuHealth`.
-#
-#     gpu_health(30.0)      # [{"index": 0, "uncorrected": 0, "replacement_due": False, "link_width": 16, ...}]
-#
-# A field that a driver does not know is asked for by its older name, and then left out.
 
 FIELDS = (
     "index",
@@ -143,7 +135,7 @@ FIELDS = (
     "fabric.state",
 )
 OLDER = {"clocks_event_reasons.active": "clocks_throttle_reasons.active"}
-"""What drivers before 535 call a field."""
+"""New field name -> its name before driver 535."""
 MOST_GPUS = 64
 _REFUSED = re.compile(r'Field "([a-z_.]{1,64})" is not a valid field')
 _NUMBER = re.compile(r"\d{1,12}(\.\d{1,6})?", re.ASCII)
@@ -155,7 +147,7 @@ def gpu_health(limit_s: float) -> list[dict[str, Any]]:
 
 
 def health_of(row: dict[str, str]) -> dict[str, Any]:
-    """row: by nvidia-smi's field. A figure is None if the driver writes [N/A] or the like."""
+    """row: nvidia-smi's field -> value. A figure is None if the driver writes [N/A] or the like."""
 
     def number(field: str) -> float | None:
         return float(row[field]) if _NUMBER.fullmatch(row.get(field, "")) else None
@@ -185,46 +177,42 @@ def health_of(row: dict[str, str]) -> dict[str, Any]:
 
 
 def look(limit_s: float) -> list[dict[str, str]]:
-    """An empty list where there is no nvidia-smi, or none that answers."""
-    fields = {field: field for field in FIELDS}  # what it is asked for by -> what we call it
+    """Rows by field, without fields that the driver lacks. Empty if nvidia-smi is missing or fails."""
+    fields = {field: field for field in FIELDS}  # field to query -> its name in the result
     for _ in range(2 * len(FIELDS)):
         command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-        said = run(command, limit_s)
-        refused = _REFUSED.search(said["out"] + said["err"])
+        answer = run(command, limit_s)
+        refused = _REFUSED.search(answer["out"] + answer["err"])
         if not refused or refused[1] not in fields:
-            return rows(said, list(fields.values()))
+            return rows(answer, list(fields.values()))
         fields = without(refused[1], fields)
     return []
 
 
 def without(refused: str, fields: dict[str, str]) -> dict[str, str]:
-    """The fields to ask for once a driver has refused this one: by its older name, else without it."""
     kept = {field: name for field, name in fields.items() if field != refused}
     return {**kept, OLDER[refused]: refused} if refused in OLDER else kept
 
 
-def rows(said: dict[str, Any], names: list[str]) -> list[dict[str, str]]:
-    lines = [[value.strip() for value in line.split(",")] for line in said["out"].splitlines()[:MOST_GPUS]]
+def rows(answer: dict[str, Any], names: list[str]) -> list[dict[str, str]]:
+    lines = [[value.strip() for value in line.split(",")] for line in answer["out"].splitlines()[:MOST_GPUS]]
     return [dict(zip(names, row, strict=True)) for row in lines if len(row) == len(names) and row[0].isdecimal()]
 
 
 def translated(bus_id: str, devices: Path = Path("/sys/bus/pci/devices")) -> str | None:
-    """How the IOMMU treats this GPU, as the kernel has it: "identity", "DMA", "DMA-FQ"; None where there is none.
-    bus_id: as nvidia-smi writes it, with eight digits of the domain.
+    """The IOMMU's mode for this GPU ("identity", "DMA", "DMA-FQ"); None without an IOMMU. bus_id: nvidia-smi's, with an
+    eight-digit domain.
     """
     try:
         return (devices / bus_id.lower()[-12:] / "iommu_group" / "type").read_text().strip()
-    except (OSError, ValueError):  # not there, or no path: a driver may print anything
+    except (OSError, ValueError):  # missing, or no valid path: a driver may print anything
         return None
 
 
-# What may have changed on this host since it was probed, from the kernel alone: a part of what `prepare` answers.
-#
-# It costs a few milliseconds; `orchestrator/hosts/answers.py` puts it over what is remembered of the host.
+# Takes a few milliseconds: part of `prepare`'s answer, replacing older facts (`orchestrator/hosts/answers.py`).
 
 
 def now(folder: Path) -> dict[str, Any]:
-    """folder: on the disk to look at."""
     disk, wall = os.statvfs(folder), time.time()
     return {
         "clock": {"began": wall, "ended": wall},
@@ -235,8 +223,6 @@ def now(folder: Path) -> dict[str, Any]:
         "health": {"uptime_s": uptime_s(), "available_bytes": available_bytes(), "cards": cards()},
     }
 
-
-# What the kernel says of this host's processor and network cards, and of the process that asks.
 
 MAX_RDMA = 64
 
@@ -270,7 +256,6 @@ def read_text(path: str) -> str | None:
 
 
 def cpu_vendor() -> str | None:
-    """Like "GenuineIntel", as /proc/cpuinfo has it; None on machines whose kernel does not say (ARM)."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", "rb") as file:
         for line in file:
             name, _, value = line.partition(b":")
@@ -280,7 +265,6 @@ def cpu_vendor() -> str | None:
 
 
 def rdma_ports(system: str = "/sys/class", devices: str = "/dev/infiniband") -> list[dict[str, str]]:
-    """Every InfiniBand and RoCE port that is active and that this user may open."""
     found = []
     for verbs in sorted(Path(system, "infiniband_verbs").glob("uverbs*"))[:MAX_RDMA]:
         name = (read_text(f"{verbs}/ibdev") or "").strip()
@@ -292,7 +276,7 @@ def rdma_ports(system: str = "/sys/class", devices: str = "/dev/infiniband") -> 
     return found
 
 
-# This host's network interfaces, from its kernel and without a command: containers often have no `ip`.
+# Network interfaces are read without `ip`, which containers often lack.
 
 MAX_LINKS = 256
 MAX_ADDRESSES = 1024
@@ -303,7 +287,7 @@ IFREQ_BYTES = 40  # on every 64-bit Linux
 
 
 def interfaces() -> list[dict[str, Any]]:
-    """[{name, addresses (with prefix length), mtu, speed_bps, up (switched on and with a carrier)}]"""
+    """[{name, addresses (with prefix length), mtu, speed_bps, up (switched on, with a carrier)}]"""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
         addresses = dict[str, list[str]]()
@@ -311,7 +295,7 @@ def interfaces() -> list[dict[str, Any]]:
             addresses.setdefault(name, []).append(address)
         for _, name in socket.if_nameindex()[:MAX_LINKS]:
             request = struct.pack(f"{IFREQ_BYTES}s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # an interface that has just gone
+            with contextlib.suppress(OSError):  # the interface has just gone
                 (mtu,) = struct.unpack_from("i", fcntl.ioctl(link, SIOCGIFMTU, request), 16)
                 (flags,) = struct.unpack_from("H", fcntl.ioctl(link, SIOCGIFFLAGS, request), 16)
                 is_up = flags & (UP | RUNNING) == UP | RUNNING
@@ -321,13 +305,13 @@ def interfaces() -> list[dict[str, Any]]:
 
 
 def speed_bps(name: str, folder: str = "/sys/class/net") -> float | None:
-    """The kernel writes Mbit/s; virtual, wireless and idle interfaces have none, or -1."""
+    # None for virtual, wireless and idle interfaces, which have no speed or -1.
     speed = (read_text(f"{folder}/{name}/speed") or "").strip()
     return int(speed) * 1e6 if speed.isdecimal() and 0 < int(speed) < 10**9 else None
 
 
 def _ipv4(link: socket.socket) -> Iterator[tuple[str, str]]:
-    """(interface, address): an alias such as eth0:1 is an address of eth0."""
+    # (interface, address): an alias such as eth0:1 counts as eth0.
     room = MAX_ADDRESSES * IFREQ_BYTES
     entries = array.array("B", bytes(room))
     used, _ = struct.unpack("iL", fcntl.ioctl(link, SIOCGIFCONF, struct.pack("iL", room, entries.buffer_info()[0])))
@@ -335,21 +319,21 @@ def _ipv4(link: socket.socket) -> Iterator[tuple[str, str]]:
         entry = entries[at : at + IFREQ_BYTES].tobytes()
         name = entry[:16].split(b"\0", 1)[0].decode("ascii", "replace").partition(":")[0]
         with contextlib.suppress(OSError):
-            # The entry holds the address, too: of several addresses the kernel answers for this one.
+            # The entry includes the address, so the kernel answers for this one of several.
             mask = fcntl.ioctl(link, SIOCGIFNETMASK, entry)
             address = f"{socket.inet_ntoa(entry[20:24])}/{socket.inet_ntoa(mask[20:24])}"
             yield name, ipaddress.ip_interface(address).with_prefixlen
 
 
 def _ipv6(if_inet6: str) -> Iterator[tuple[str, str]]:
-    """From lines of: address, index, prefix length, scope, flags (all in hex), name. Global addresses come first."""
+    # Lines of: address, index, prefix length, scope, flags (all in hex), name. Global addresses come first.
     rows = [line.split() for line in if_inet6.splitlines()[:MAX_ADDRESSES]]
     for number, _, prefix, _, _, name in sorted((row for row in rows if len(row) == 6), key=lambda row: row[3]):
         yield name, f"{ipaddress.IPv6Address(bytes.fromhex(number))}/{int(prefix, 16)}"
 
 
 def source_towards(peer: str) -> str | None:
-    """Our own address on the route to a numeric peer: a UDP socket's connect chooses it and sends nothing."""
+    """Our address on the route to a numeric peer, chosen by a UDP socket's connect, which sends nothing."""
     try:
         found = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)
         family, kind, _, _, address = found[0]

@@ -1,4 +1,4 @@
-"""What a supervisor knows of its own host's part in a job, and what the hub hears of it.
+"""One host's part in a job: its phase, failures and ranks, for the hub and for agent.json.
 
 state = HostState(job, node, cut, changed)
 state.enter("joined")               # changed() is called
@@ -11,20 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from .fitting import fitted
 from .layout import JobFolder
 from .link import MAX_LINE
 from .messages import AgentRecord, Failure, Phase, Status, failure
 from .ranks import Ranks
+from .truncated_json import fitted
 
-MOST_REPORTED = 8
-"""So many of a host's failures are reported and kept."""
+MOST_REPORTED = 8  # most failures that a host reports and keeps
 LEFTOVERS = 20
 CUT = 8
 
 
 class HostState:
-    """cut: whom this host does not reach, and how (`membership`). changed: called after every change."""
+    """cut: unreachable hosts and why (`membership`). changed: called after every change."""
 
     def __init__(
         self, job: JobFolder, node: dict[str, Any], cut: Mapping[str, str], changed: Callable[[], None]
@@ -42,16 +41,14 @@ class HostState:
         self.changed()
 
     def fail(self, cause: Failure) -> None:
-        """This ends the job."""
-        # Where its folder is gone, whatever else fails then fails of that.
+        # Without its folder, other failures are only effects.
         self.failures.append(cause if self.has_folder() else self.without_folder())
         self.changed()
 
     def has_folder(self) -> bool:
-        """Whether the job's folder is there: without it nobody can speak to us."""
         try:
             return self._job.control.exists()
-        except OSError:  # a disk that fails does not say that it is gone
+        except OSError:  # a failing disk is no removed folder
             return True
 
     def without_folder(self) -> Failure:
@@ -70,7 +67,6 @@ class HostState:
         return cast(Status, fitted(status, MAX_LINE // 2))
 
     def record(self) -> AgentRecord:
-        """The same for agent.json."""
         return {
             "phase": self.phase,
             "ranks": self.ranks.records,
@@ -80,5 +76,5 @@ class HostState:
         }
 
     def _worst(self) -> list[Failure]:
-        """As many as a message and the record hold: causes before what only followed from another's death."""
-        return sorted(self.failures, key=lambda one: bool(one["secondary"]))[:MOST_REPORTED]
+        # As many as fit; causes before effects of another rank's death.
+        return sorted(self.failures, key=lambda cause: bool(cause["secondary"]))[:MOST_REPORTED]

@@ -1,9 +1,9 @@
-"""The parent of the supervisor: holds the job's claims with it, and cleans up if it dies without a last word.
+"""Parent of the supervisor: holds the job's GPU claims, and cleans up if the supervisor dies without a final record.
 
     python -m orch_remote.keeper <job folder> <descriptor for the answer>
 
-Should the supervisor itself be killed, every process of the job falls back to it (a subreaper), and it ends
-them and writes down why. The answer is one JSON object: {"pid", "hub_port", "peer_port"}, or {"error", "remedy"}.
+As a subreaper it inherits the processes of a killed supervisor, ends them and records why. The answer is one JSON
+object: {"pid", "hub_port", "peer_port"}, or {"error", "remedy"}.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, cast
 from .answer import Refused, refusal
 from .gpu_claim import REMEDY, claim
 from .gpu_queue import refuse_before_turn
-from .layout import JobFolder, WorkFolder, write_last_word
+from .layout import JobFolder, WorkFolder, write_final_record
 from .logs import log_tail, telling_line
 from .memory import out_of_memory_kills
 from .messages import Failure, failure
@@ -60,8 +60,8 @@ def main() -> None:
 
 
 def claim_gpus(work: WorkFolder, job: str, uuids: list[str], share: bool) -> None:
-    """Every GPU for as long as keeper or supervisor lives: in the work folder, where a lock can be shared, and on the
-    machine, for those with another one. Raises Refused where one is another job's.
+    """Claims every GPU until keeper and supervisor end: by a lock in the work folder, which can be shared, and on the
+    machine, against other work folders. Raises Refused if another job has one.
     """
     work.locks.mkdir(parents=True, exist_ok=True)
     for uuid in uuids:
@@ -71,18 +71,17 @@ def claim_gpus(work: WorkFolder, job: str, uuids: list[str], share: bool) -> Non
             fcntl.flock(lock, (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             if share:
-                continue  # beside a job that has it for itself: this one was asked to
+                continue  # shares it with a job that does not
             holder = os.read(lock, 200).decode(errors="replace").strip() or "another job"
             raise Refused(f"GPU {uuid} is in use by job {holder}", REMEDY) from None
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from error  # the system does not say which file
+            raise OSError(error.errno, error.strerror, str(path)) from error  # the system's error has no file name
         os.ftruncate(lock, 0)
         os.write(lock, job.encode())
         claim(uuid, job, share=share)
 
 
 def keep(job: JobFolder, node: dict[str, Any], supervisor: int) -> None:
-    """The keeper: waits for the supervisor; ends what is left if it died without a final word."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     memory_kills = out_of_memory_kills()
@@ -90,7 +89,7 @@ def keep(job: JobFolder, node: dict[str, Any], supervisor: int) -> None:
     while pid != supervisor:
         pid, status = os.wait()
     leftovers = kill_all(job, time.monotonic() + KILL_S)
-    with contextlib.suppress(OSError):  # a full disk, or one that fails: the ranks are ended all the same
+    with contextlib.suppress(OSError):  # a full or failing disk: the ranks are ended all the same
         if job.root.is_dir() and not job.is_final():
             record: dict[str, Any] = {
                 **job.read_agent(),
@@ -98,12 +97,12 @@ def keep(job: JobFolder, node: dict[str, Any], supervisor: int) -> None:
                 "leftovers": leftovers,
                 "ended": time.time(),
             }
-            write_last_word(job, {**record, "first_failure": cause_of(job, node, record, status, memory_kills)})
+            write_final_record(job, {**record, "first_failure": cause_of(job, node, record, status, memory_kills)})
 
 
 def cause_of(job: JobFolder, node: dict[str, Any], record: dict[str, Any], status: int, memory_kills: int) -> Failure:
-    """What the supervisor itself recorded before it died, else its death. status: as of wait(2). memory_kills: those
-    of the kernel when the job began.
+    """The supervisor's recorded failure, otherwise its death. status: of wait(2). memory_kills: the kernel's at the
+    start.
     """
     for one in record.get("failures", ()):
         if not one["secondary"]:
@@ -120,7 +119,7 @@ def cause_of(job: JobFolder, node: dict[str, Any], record: dict[str, Any], statu
 
 
 def kill_all(job: JobFolder, deadline: float) -> list[str]:
-    """SIGKILL to everything of this job below us or marked, until none is left. Returns what stayed."""
+    """SIGKILL until no process of this job is left. Returns the survivors."""
     killing = Killing()
     while True:
         left = below_or_marked(job.root)
@@ -136,4 +135,4 @@ def kill_all(job: JobFolder, deadline: float) -> list[str]:
 if __name__ == "__main__":
     main()
     sys.stderr.flush()
-    os._exit(0)  # nothing is left to do, and to take an interpreter apart is a tenth of what we cost
+    os._exit(0)  # taking the interpreter down takes a tenth of our time

@@ -1,9 +1,9 @@
-"""torchrun, whose store listens where its supervisor says: on the training address, and for the job's hosts alone.
+"""torchrun with a store that listens only on the training address and only for the job's hosts.
 
-    ORCH_STORE=7 python -m orch_remote.launch <torchrun's arguments>        # 7: a socket that is bound
+    ORCH_STORE=7 python -m orch_remote.launch <torchrun's arguments>        # 7: a bound socket
 
-By itself torch listens on every address of the host. It takes a listening socket instead from torch 2.1 on; an older
-one gets its port, and listens everywhere. Hosts other than the master are given no socket, and connect.
+torch itself listens on every address. From 2.1 on it accepts a listening socket; older versions get only the port.
+Hosts other than the master get no socket, and connect.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .ports import listen
 
 
 def listen_on(store: socket.socket) -> None:
-    """Has torchrun's static rendezvous make its store on this socket."""
+    """Makes torchrun's static rendezvous create its store on this socket."""
     if "master_listen_fd" not in (TCPStore.__init__.__doc__ or ""):
         store.close()
         return
     listen(store)
     listening = functools.partial(TCPStore, master_listen_fd=store.detach())
-    vars(static_tcp_rendezvous)["TCPStore"] = listening  # it makes its store by this name, in every version
+    vars(static_tcp_rendezvous)["TCPStore"] = listening  # the name by which every version creates its store
 
 
 if __name__ == "__main__":
@@ -36,4 +36,4 @@ if __name__ == "__main__":
     main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # all ranks have ended well, and to take torch apart costs a fifth of what its start did
+    os._exit(0)  # all ranks have ended; taking torch down takes a fifth of its start

@@ -1,25 +1,25 @@
-"""Every file name on a host, in one place.
+"""Names of all files and folders on a host, and how records are written and folders removed.
 
-<workdir>/.orch-work                       the mark of a work folder; who makes or removes things there locks it
-         /code/<sha256>/                   code as shipped, verified, read-only
-<workdir>/locks/gpu-<uuid>.lock            held by the supervisor that uses this GPU
-               /venv.lock                  held while an environment is made
-<workdir>/venv/torch-<version>/            environments of `orch setup`; orch-venv.json says whose, and if whole
-<workdir>/handover/<job>/                  files of an earlier job, until `prepare` moves them into this job's folder
-<workdir>/jobs/<job>/node.json             what this host was asked to do (mode 0600); its secrets end with the job
-                    /plan.json             the whole job's plan, less its secrets: for a controller that lost its own
-                    /peers.json            where the job's supervisors listen for each other
-                    /agent.json            what became of it, written by the supervisor alone
-                    /reserve               room for the last word in agent.json on a disk that is full
-                    /bin/orch_remote/         these programs
-                    /src/                  this job's own copy of the code
-                    /shipped.json          what each file in src/ was when it was shipped: all else there, the job wrote
-                    /received.json         what each file was that came from another host's earlier job (`handover`)
-                    /rank-<r>/             stdout.log stderr.log (and .times of both) metrics.jsonl exit.json
-                    /rank-<r>/stacks       where the rank's Python writes its stacks when asked; gone when it has ended
-                    /gpu.jsonl             use, memory, clock, power and heat of the job's GPUs, every few seconds
-                    /control               FIFO: requests and rank events, one JSON line each
-                    /alive                 FIFO: its only writer is the supervisor, so its end is the supervisor's
+<workdir>/.orch-work                    marks a work folder; locked while files are created or removed
+         /code/<sha256>/                code as shipped, verified, read-only
+         /locks/gpu-<uuid>.lock         held by the supervisor that uses this GPU
+         /locks/venv.lock               held while an environment is made
+         /venv/torch-<version>/         environments of `orch setup`; orch-venv.json: users and versions
+         /handover/<job>/               files of an earlier job for this one, until `prepare` moves them
+         /jobs/<job>/node.json          this host's part of the job (mode 0600); secrets are removed at the end
+                    /plan.json          the whole plan without secrets, for a controller that lost its own
+                    /peers.json         addresses at which the job's supervisors listen
+                    /agent.json         state and result, written only by the supervisor
+                    /reserve            disk space for the final agent.json
+                    /bin/orch_remote/   these programs
+                    /src/               this job's own copy of the code
+                    /shipped.json       files of src/ as shipped; all others are the job's output
+                    /received.json      files from another host's earlier job (`handover`)
+                    /rank-<r>/          stdout.log stderr.log (and .times of both) metrics.jsonl exit.json
+                    /rank-<r>/stacks    the rank's Python stacks, on request; removed at its end
+                    /gpu.jsonl          readings of the job's GPUs
+                    /control            FIFO: requests and rank events, one JSON line each
+                    /alive              FIFO: closed when the supervisor, its only writer, ends
 """
 
 from __future__ import annotations
@@ -32,25 +32,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .fitting import fitted
+from .truncated_json import fitted
 
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-GONE = ".orch-gone-"
-"""How the names of folders begin that are being removed."""
+GONE = ".orch-gone-"  # prefix of folders that are being removed
 VENV_MARKER = "orch-venv.json"
 VERSION = re.compile(r"\d[A-Za-z0-9.+]{0,63}")
-READY_S = 20.0
-"""So long may a `prepare` that is at work take from the job's folder to its supervisor's first word."""
+READY_S = 20.0  # longest time a `prepare` takes from creating the job's folder to its supervisor's first record
 FINAL_STATES = frozenset({"succeeded", "failed", "cancelled", "undone"})
-RESERVE_BYTES = 1 << 15
-"""Less than what a log that waits for room takes for enough (`pump.ROOM_BYTES`)."""
-RECORD_BYTES = RESERVE_BYTES - (1 << 13)
-"""An agent.json takes no more: two blocks of a disk stay for its name and for what lies beside it."""
+RESERVE_BYTES = 1 << 15  # less than `output_writer.ROOM_BYTES`, at which a waiting log resumes
+RECORD_BYTES = RESERVE_BYTES - (1 << 13)  # largest agent.json: two disk blocks stay for its name and its neighbours
 
 
 class WorkFolder:
-    """The work folder of one host."""
-
     def __init__(self, workdir: str) -> None:
         self.root = Path(workdir).expanduser().absolute()
 
@@ -94,7 +88,6 @@ class WorkFolder:
         return self.root / "handover"
 
     def handover(self, job: str) -> JobFolder:
-        """Files that lie ready for this job, and whose they are, as a job's folder has them."""
         if not JOB_ID.fullmatch(job):
             raise ValueError(f"not a job id: {job!r}")
         return JobFolder(self.handovers / job)
@@ -106,8 +99,6 @@ class WorkFolder:
 
 
 class JobFolder:
-    """The folder of one job on this host."""
-
     def __init__(self, root: Path) -> None:
         self.root = root
         self.node = root / "node.json"
@@ -138,27 +129,21 @@ class JobFolder:
         return self.rank(rank) / "stacks"
 
     def read_agent(self) -> dict[str, Any]:
-        """The supervisor's last word; {} before its first."""
         try:
             return dict(json.loads(self.agent.read_text()))
         except (FileNotFoundError, ValueError):
             return {}
 
     def read_node(self) -> dict[str, Any]:
-        """What this host was asked to do; {} where it was asked nothing."""
         return read_json(self.node)
 
     def has_token(self, token: str) -> bool:
-        """Whether this is the very job that was given this token, also after its end."""
         node = self.read_node()
         return node.get("token") == token or node.get("token_sha256") == _sha256(token)
 
     def forget_secrets(self) -> None:
-        """Blanks what only the ranks of an ended job needed and nobody else may read. A disk that is full takes
-        it, too; one that fails keeps what it holds.
-        """
         with contextlib.suppress(OSError):
-            for half in self.root.glob(f".{self.node.name}.*"):  # of a `prepare` that was killed
+            for half in self.root.glob(f".{self.node.name}.*"):  # left by a `prepare` that was killed
                 half.unlink()
             node = self.read_node()
             if not node.get("token"):
@@ -172,7 +157,7 @@ class JobFolder:
                     file.truncate()
 
     def read_peers(self) -> dict[str, list[Any]]:
-        """By host, the fields of a `mesh.Place`; {} before the word to go."""
+        """Host -> the fields of a `mesh.Place`; {} before `go`."""
         try:
             return dict(json.loads(self.peers.read_text()))
         except (OSError, ValueError):
@@ -186,8 +171,8 @@ def write_record(job: JobFolder, record: Mapping[str, Any]) -> None:
     write_json(job.agent, fitted(record, RECORD_BYTES))
 
 
-def write_last_word(job: JobFolder, record: Mapping[str, Any]) -> None:
-    """The record that says how the job ended: for that there is room even on a full disk. Its secrets end before it."""
+def write_final_record(job: JobFolder, record: Mapping[str, Any]) -> None:
+    """Writes the final record, using the reserved space if the disk is full. Clears secrets first."""
     job.forget_secrets()
     try:
         write_record(job, record)
@@ -197,22 +182,22 @@ def write_last_word(job: JobFolder, record: Mapping[str, Any]) -> None:
 
 
 def _sha256(text: str) -> str:
-    import hashlib  # slow to import, and `go` is waited for
+    import hashlib  # slow to import, and `go` has to be fast
 
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def remove(folder: Path) -> None:
-    """Takes its name away first: nobody meets half of it, and that name shows what a crash left. Raises OSError
-    where something in it is another user's.
+    """Renames the folder first: no process sees half of it, and a crash leaves a recognizable name. Raises OSError if
+    it contains another user's files.
     """
-    import shutil  # slow to import, and most programs remove nothing
+    import shutil  # slow to import, and rarely needed
 
     aside = folder.with_name(f"{GONE}{os.urandom(8).hex()}")
     folder.rename(aside)
     try:
         shutil.rmtree(aside)
-    except PermissionError:  # a script may have closed a folder of its own to itself
+    except PermissionError:  # a script may have removed its own access to a folder
         _open_folders(aside)
         shutil.rmtree(aside, ignore_errors=True)
         if aside.exists():
@@ -220,7 +205,6 @@ def remove(folder: Path) -> None:
 
 
 def drop(ready: JobFolder) -> None:
-    """Removes what lies ready for a job (`handover`), if anything does."""
     with contextlib.suppress(FileNotFoundError):
         remove(ready.root)
     with contextlib.suppress(OSError):
@@ -237,7 +221,6 @@ def _open_folders(top: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """{} where there is no such file, or it is damaged."""
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -245,7 +228,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Temporary file beside it, fsync, rename: a reader meets the old content or the new, never half. Mode 0600."""
+    """Temporary file, fsync, rename: readers see the old or the new content. Mode 0600."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:

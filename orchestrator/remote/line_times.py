@@ -1,10 +1,10 @@
-"""When the bytes of a rank's log were printed, as `print_times` has noted it beside the log.
+"""Times at which the bytes of a rank's log were printed, from the file that `print_times` writes.
 
     times = LineTimes(job.rank(0) / "stdout.times")
     times.at(5000)                      # (1764100000.123, 6144): printed then, as all bytes up to 6144
     times.since(1764100000.0)           # 4096: the first byte that was printed then or later
 
-A log of weeks has a million entries: they are looked for by halves, and a part of them is held.
+Binary search, with one part of the file in memory: a log of weeks has a million entries.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from .pieces import opened
 from .print_times import EACH_S
 
 WINDOW_BYTES = 1 << 16
-LINE_BYTES = 64
-"""No entry is longer."""
+LINE_BYTES = 64  # longest entry
 _ENTRY = re.compile(rb"^(\d{1,15}) (\d{1,12}\.\d{3})\n", re.MULTILINE)
 
 
@@ -32,14 +31,12 @@ class Entry(NamedTuple):
 
 
 class LineTimes:
-    """Asked for one byte after another it reads each part of the file once."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         self._window: list[Entry] = []
 
     def at(self, offset: int) -> tuple[float | None, int | None]:
-        """When the byte there was printed, and up to which byte that holds; None: unknown, and without an end."""
+        """Print time of this byte, and the end of the range it holds for; None: unknown, and open-ended."""
         if not (self._window and self._window[0].offset <= offset < self._window[-1].offset):
             self._window = self._around(lambda entry: entry.offset > offset)
         place = bisect.bisect_right(self._window, Entry(offset, math.inf))
@@ -47,7 +44,7 @@ class LineTimes:
         return wall, self._window[place].offset if place < len(self._window) else None
 
     def since(self, wall: float) -> int | None:
-        """The first byte that was printed then or later, to a second; None where none was, as far as is known."""
+        """The first byte printed then or later, to a second; None if unknown."""
 
         def is_late(entry: Entry) -> bool:
             return entry.wall > wall - EACH_S
@@ -59,7 +56,7 @@ class LineTimes:
         return not self._around(lambda entry: True)
 
     def _around(self, is_late: Callable[[Entry], bool]) -> list[Entry]:
-        """Entries in the file's order: the last that are not late, and the first that are."""
+        """In the file's order, the last entries that are not late and the first that are."""
         with opened(self._path) as handle:
             if handle is None:
                 return []
@@ -76,7 +73,6 @@ class LineTimes:
 
 
 def _entries(handle: int, begin: int, size: int) -> list[Entry]:
-    """The whole entries in these bytes; what is none is passed over."""
     data = os.pread(handle, size, begin)
     if begin:
         data = data[data.find(b"\n") + 1 :]  # the rest of an entry

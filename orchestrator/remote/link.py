@@ -1,13 +1,13 @@
-"""An authenticated connection between two supervisors of one job, and how both sides prove that they belong to it.
+"""Authenticated connections between the supervisors of one job, and the listener that accepts them.
 
-    link = await join_hub("10.0.0.1", 4711, "beta", token)     # or `introduce`, on a connection that stands
+    link = await join_hub("10.0.0.1", 4711, "beta", token)     # or `introduce`, on an open connection
     node, link = await greet_member(reader, writer, token)     # the other side
     link.send({"phase": "joined"})
     order = await link.receive(timeout_s)
 
-Both sides prove that they hold the job's token (HMAC-SHA256 over both sides' nonces, RFC 2104), then every line carries
-a MAC over its direction and number with a key of this connection alone: nothing can be forged, replayed or reordered.
-It authenticates and does not hide: no secret travels here. All deadlines are monotonic; no clocks are compared.
+Both sides prove that they hold the job's token (HMAC-SHA256 over both nonces, RFC 2104). Every line then carries a MAC
+over its direction and number with a key of this connection, so that lines cannot be forged, replayed or reordered.
+Nothing is encrypted: no secret is sent here. All deadlines are monotonic.
 """
 
 from __future__ import annotations
@@ -30,24 +30,29 @@ HANDSHAKE_S = 3.0
 
 
 class Link:
-    """One authenticated connection. Raises ConnectionError on anything that is not the expected next line."""
+    """Raises ConnectionError on anything but the expected next line."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, says: bytes, hears: bytes
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        key: bytes,
+        sends_as: bytes,
+        receives_as: bytes,
     ) -> None:
         self._reader, self._writer, self._key = reader, writer, key
-        self._says, self._hears = says, hears
+        self._sends_as, self._receives_as = sends_as, receives_as
         self._sent = self._received = 0
 
     def send(self, message: Mapping[str, Any]) -> None:
         body = json.dumps(message).encode()
-        self._writer.write(_mac(self._key, self._says, self._sent, body) + b" " + body + b"\n")
+        self._writer.write(_mac(self._key, self._sends_as, self._sent, body) + b" " + body + b"\n")
         self._sent += 1
 
     async def receive(self, timeout_s: float) -> dict[str, Any]:
         line = await _read_line(self._reader, timeout_s)
         mac, _, body = line.partition(b" ")
-        if not hmac.compare_digest(mac, _mac(self._key, self._hears, self._received, body)):
+        if not hmac.compare_digest(mac, _mac(self._key, self._receives_as, self._received, body)):
             raise ConnectionError("a message does not carry this job's mark")
         self._received += 1
         return dict(json.loads(body))
@@ -61,15 +66,15 @@ class Link:
 
 
 async def greet_member(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes) -> tuple[str, Link]:
-    """The hub's side of the handshake: the member's name and the link to it. The `door` says how long it may take."""
+    """The hub's side: the member's name and the link to it. `Listener` limits its time."""
     ours = os.urandom(16).hex()
     writer.write(ours.encode() + b"\n")
     answer = json.loads(await _read_line(reader, None))
     node, theirs = str(answer["node"]), str(answer["nonce"])
     key = _session_key(token, ours, theirs, node)
     if not hmac.compare_digest(str(answer["mac"]).encode(), _mac(key, b"join", 0, node.encode())):
-        raise ConnectionError("a stranger without this job's token")
-    return node, Link(reader, writer, key, says=b"hub", hears=b"member")
+        raise ConnectionError("a connection without this job's token")
+    return node, Link(reader, writer, key, sends_as=b"hub", receives_as=b"member")
 
 
 async def join_hub(address: str, port: int, node: str, token: bytes) -> Link:
@@ -79,7 +84,7 @@ async def join_hub(address: str, port: int, node: str, token: bytes) -> Link:
 
 
 async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, node: str, token: bytes) -> Link:
-    """Who we are, to a `greet_member` on the other side, which proves itself with the first line that it sends."""
+    """Identifies us to a `greet_member`, which proves itself with its first line."""
     try:
         theirs = (await _read_line(reader, HANDSHAKE_S)).decode()
         ours = os.urandom(16).hex()
@@ -89,7 +94,7 @@ async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
     except BaseException:
         writer.close()
         raise
-    return Link(reader, writer, key, says=b"member", hears=b"hub")
+    return Link(reader, writer, key, sends_as=b"member", receives_as=b"hub")
 
 
 async def _read_line(reader: asyncio.StreamReader, timeout_s: float | None) -> bytes:
@@ -107,23 +112,17 @@ def _mac(key: bytes, direction: bytes, number: int, body: bytes) -> bytes:
     return hmac.new(key, b"%s %d %s" % (direction, number, body), hashlib.sha256).hexdigest().encode()
 
 
-# The door to a supervisor: anybody on the network may knock, and who has not proved itself yet is a stranger.
+# A listener accepts every newcomer. At most STRANGERS connections are unauthenticated, for STRANGER_S each; when full,
+# the oldest one of the busiest address is closed. So a flood from one address keeps no member out, and takes no
+# descriptor that the job needs.
 #
-#     door = Door(serve)                       # serve(reader, writer, known): calls known() once it knows the other
-#     side
-#     port = await door.open("10.0.0.1")       # a free one, on this address alone
-#     door.close()
-#
-# Strangers are few and have little time. A newcomer is always let in: where the house is full, the oldest stranger of
-# the
-# address that most of them come from has to go. So somebody who knocks a thousand times a second keeps nobody else out,
-# and takes no descriptor that the job needs.
+#     listener = Listener(serve)               # serve(reader, writer, known); known(): the peer is authenticated
+#     port = await listener.open("10.0.0.1")   # a free port of this address only
+#     listener.close()
 
 STRANGERS = 64
-STRANGER_S = 3.0
-"""So long may one take to prove itself: a second, and two more for a network that loses packets."""
-SHARE = 8
-"""Strangers take at most one in this many of the descriptors that we may have."""
+STRANGER_S = 3.0  # time to authenticate: 1 s, and 2 s for lost packets
+SHARE = 8  # unauthenticated connections take at most this fraction (1/8) of our descriptors
 BACKLOG = 512
 RETRY_S = 0.1
 MAX_LINE = 1 << 16
@@ -131,10 +130,10 @@ MAX_LINE = 1 << 16
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter, Callable[[], None]], Awaitable[None]]
 
 
-class Door:
+class Listener:
     def __init__(self, serve: Serve) -> None:
         self._serve = serve
-        self._strangers: dict[asyncio.Task[None], str] = {}  # the oldest first, with the address of each
+        self._strangers: dict[asyncio.Task[None], str] = {}  # oldest first, with each one's address
         self._known: set[asyncio.Task[None]] = set()
 
     async def open(self, address: str) -> int:
@@ -142,7 +141,6 @@ class Door:
         return self.open_at(listen_at(address))
 
     def open_at(self, listener: socket.socket) -> int:
-        """The same with a socket that listens already, which is ours from now on."""
         self._most = max(1, min(STRANGERS, allow_descriptors() // SHARE))
         self._listener = listener
         self._listener.setblocking(False)
@@ -150,7 +148,7 @@ class Door:
         return int(self._listener.getsockname()[1])
 
     def close(self) -> None:
-        """Nobody new comes in; who is known stays."""
+        """Stops accepting; authenticated connections stay open."""
         if self._listener.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
@@ -159,28 +157,28 @@ class Door:
 
     def _listen(self) -> None:
         if self._listener.fileno() >= 0:
-            asyncio.get_running_loop().add_reader(self._listener, self._knocked)
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
-    def _knocked(self) -> None:
-        """One at a time: between two of a crowd, all else of ours goes on."""
+    def _accept(self) -> None:
+        # Accepts one connection per call, so that a crowd does not block the event loop.
         loop = asyncio.get_running_loop()
         try:
             connection, peer = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return  # it has gone again
-        except OSError:  # no descriptor is left: who knocks waits, and nothing is logged of it
-            self._show_out()
+        except OSError:  # no descriptor is left: newcomers wait, and nothing is logged
+            self._drop_oldest()
             loop.remove_reader(self._listener)
             loop.call_later(RETRY_S, self._listen)
             return
         if len(self._strangers) >= self._most:
-            self._show_out()
+            self._drop_oldest()
         connection.setblocking(False)
         task = loop.create_task(self._receive(connection))
         task.add_done_callback(functools.partial(self._forget, connection))
         self._strangers[task] = str(peer[0])
 
-    def _show_out(self) -> None:
+    def _drop_oldest(self) -> None:
         if self._strangers:
             crowd = Counter(self._strangers.values()).most_common(1)[0][0]
             oldest = next(task for task, address in self._strangers.items() if address == crowd)
@@ -202,19 +200,19 @@ class Door:
             await self._serve(reader, writer, known)
         finally:
             deadline.cancel()
-            (writer.close if task in self._known else writer.transport.abort)()  # a stranger may not read to the end
+            # An unauthenticated peer may never read to the end.
+            (writer.close if task in self._known else writer.transport.abort)()
 
     def _forget(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
         self._strangers.pop(task, None)
         if task not in self._known:
-            connection.close()  # also where its task was ended before it began
+            connection.close()  # also if its task was cancelled before it began
         self._known.discard(task)
         if not task.cancelled():
-            task.exception()  # a stranger's doing, and in nobody's log
+            task.exception()  # read, so that nothing is logged
 
 
 def listen_at(address: str, port: int = 0) -> socket.socket:
-    """A socket that listens on this one address, IPv4 or IPv6. Raises OSError."""
     family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -228,8 +226,7 @@ def listen_at(address: str, port: int = 0) -> socket.socket:
 
 
 def allow_descriptors() -> int:
-    """As many descriptors as this process may have, and it has them from now on."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # where the kernel allows fewer by now
+    with contextlib.suppress(OSError, ValueError):  # the kernel allows fewer by now
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -1,10 +1,9 @@
-"""The first thing that runs on a host: makes the shipped modules the importable package `orch_remote`, then calls one.
+"""First program on a host: makes the shipped modules importable as package `orch_remote`, and runs one of them.
 
-Standard input holds, after this file: one JSON line {"program": NAME, "limit_s": whole seconds, "sources": {module:
-[bytes of its text, bytes of its bytecode]}, "bytes": N}, one JSON line that is the request, N bytes that are all
-those texts and bytecodes compressed, and whatever bytes the request announces. After the limit the kernel ends us:
-by then nobody waits for the answer. This file must be readable by any Python 3, so that an old one
-gets an answer in words and not a SyntaxError.
+Standard input after this file: a JSON line {"program": NAME, "limit_s": whole seconds, "sources": {module: [bytes of
+text, bytes of bytecode]}, "bytes": N}, a JSON line with the request, N bytes with all texts and bytecodes compressed,
+then the bytes that the request announces. After limit_s the kernel ends us. This file has to be valid in any Python 3,
+so that an old one gets a message instead of a SyntaxError.
 """
 
 import json
@@ -16,8 +15,8 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 
 
 class Shipped(SourceFileLoader):
-    """A module that was sent: Python takes its bytecode where that is of its own version, and compiles its text where
-    it is not. Nothing is read from this host or left on it.
+    """A shipped module, run from its bytecode if Python's version fits, otherwise from its text. Reads and writes no
+    file.
     """
 
     def __init__(self, name, text, bytecode):
@@ -35,8 +34,6 @@ class Shipped(SourceFileLoader):
 
 
 class Finder:
-    """Finds modules in a dictionary of name -> (text, bytecode)."""
-
     def __init__(self, modules):
         self.modules = modules
 
@@ -58,8 +55,8 @@ def unpacked(sizes, content):
 def main():
     shipped = json.loads(sys.stdin.buffer.readline().decode())
     request = json.loads(sys.stdin.buffer.readline().decode())
-    signal.alarm(shipped["limit_s"])  # in place of the one that watched over our way here
-    if sys.version_info < (3, 10):  # noqa: UP036 - this file alone is read by whatever Python a host has
+    signal.alarm(shipped["limit_s"])  # replaces the shell's alarm for the way here
+    if sys.version_info < (3, 10):  # noqa: UP036 - any Python that a host has reads this file
         found = "python {}.{}.{} ({}) is too old".format(*sys.version_info[:3], sys.executable)
         answer = {"error": found, "remedy": "set `python:` or `activate:` to a Python 3.10 or newer on this host"}
         sys.stdout.write(request["marker"] + json.dumps(answer) + request["marker"])
@@ -67,12 +64,12 @@ def main():
     import zlib
 
     modules = unpacked(shipped["sources"], zlib.decompress(sys.stdin.buffer.read(shipped["bytes"])))
-    # They stay at hand: `prepare` writes the package into the job's folder for the supervisor.
+    # `prepare` writes them into the job's folder for the supervisor.
     sys.meta_path.insert(0, Finder(modules))
     import_module("orch_remote").MODULES = modules
     import_module("orch_remote." + shipped["program"]).main(request)
     sys.stdout.flush()
-    os._exit(0)  # to take an interpreter apart is a tenth of what a short program costs
+    os._exit(0)  # taking the interpreter down takes a tenth of a short program's time
 
 
 main()

@@ -1,4 +1,4 @@
-"""What the end of a log says about why its writer ended."""
+"""Finds in the end of a log why its program ended, and advice for known errors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import stat
 from pathlib import Path
 
 TAIL_BYTES = 1 << 16
-LINE_CHARS = 500
-"""What is longer is cut before any pattern sees it: some take the square of its length, and an event loop waits."""
-_LAST_WORDS = 20
+LINE_CHARS = 500  # longer lines are cut first: some patterns take time quadratic in the length, and block an event loop
+_LAST_LINES = 20
 
-# What the survivors of somebody else's death print (Gloo, NCCL, TCPStore): an effect, never the cause.
+# Printed by ranks when another one died (Gloo, NCCL, TCPStore): an effect, never the cause.
 _SECONDARY = re.compile(
     r"connection (was likely )?(closed|reset)( by (remote )?peer)?|recv, got 0 bytes|broken pipe|"
     r"connectFullMesh failed|remote process exit|ncclRemoteError|socket (closed|timeout)|failed to recv|"
@@ -23,7 +22,7 @@ _SECONDARY = re.compile(
     re.IGNORECASE,
 )
 
-# What only the rank prints that it happens to: a cause, whatever its back end says of the connections that follow.
+# Printed only by the rank that fails: a cause, even if connection errors follow.
 _PRIMARY = re.compile(
     r"ECC error|ECC_UNCORRECTABLE|busy or unavailable|fallen off the bus|illegal memory access|device-side assert|"
     r"Mismatched NCCL version|creating shared memory segment \S*nccl-|failed to extend \S*nccl-",
@@ -32,12 +31,12 @@ _PRIMARY = re.compile(
 
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
-# What a log says, what that means, and what to do. The first row whose pattern stands in the log's last words counts.
+# (pattern, meaning and advice); the first row that matches the last lines counts.
 _KNOWN = [
     (
         r"CUDA out of memory|CUDA error: out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED|"
         r"unable to find (an engine to execute|a valid cudnn algorithm)",
-        "this GPU's memory is too small for its share of the batch; use a smaller one, or `--set accumulate=4`",
+        "this GPU's memory is too small for its share of the batch; use a smaller batch, or `--set accumulate=4`",
     ),
     (
         r"creating shared memory segment \S*nccl-|failed to extend \S*nccl-",
@@ -107,30 +106,27 @@ _KNOWN = [
 
 
 def advice(lines: list[str]) -> str | None:
-    """What the end of a log means in plain words, and what to do about it, where it is something known."""
-    words = last_words(lines)
-    known = (said for pattern, said in _KNOWN if any(re.search(pattern, line, re.IGNORECASE) for line in words))
+    ending = last_lines(lines)
+    known = (said for pattern, said in _KNOWN if any(re.search(pattern, line, re.IGNORECASE) for line in ending))
     return next(known, None)
 
 
-def last_words(lines: list[str]) -> list[str]:
-    """From a log's last traceback on, where there is one."""
+def last_lines(lines: list[str]) -> list[str]:
     starts = [index for index, line in enumerate(lines) if line.endswith("Traceback (most recent call last):")]
-    return lines[starts[-1] :] if starts else lines[-_LAST_WORDS:]
+    return lines[starts[-1] :] if starts else lines[-_LAST_LINES:]
 
 
 def is_secondary(lines: list[str]) -> bool:
-    """Whether a log's last words blame the network for a peer's death, and nothing of the rank's own."""
-    words = last_words(lines)
-    return any(_SECONDARY.search(line) for line in words) and not any(_PRIMARY.search(line) for line in words)
+    """The last lines blame a connection, and no error of the rank itself."""
+    ending = last_lines(lines)
+    return any(_SECONDARY.search(line) for line in ending) and not any(_PRIMARY.search(line) for line in ending)
 
 
 def log_tail(log: Path) -> list[str]:
-    """The last lines of a log that are not empty, each cut to LINE_CHARS."""
     try:
         with open(os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
             found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):  # a script put something else there: reading it might never end
+            if not stat.S_ISREG(found.st_mode):  # not a regular file: reading might never end
                 return []
             file.seek(max(0, found.st_size - TAIL_BYTES))
             lines = file.read(TAIL_BYTES).decode(errors="replace").splitlines()
@@ -140,7 +136,7 @@ def log_tail(log: Path) -> list[str]:
 
 
 def telling_line(lines: list[str]) -> str | None:
-    """The line that most likely says why: the last that names an error and more than that, else the last of all."""
+    """The line most likely to name the cause: the last with an error and more than its label, or the last line."""
     worth = [
         line for line in lines if not line.startswith(("[W", "warnings.warn")) and not line.endswith("Last error:")
     ]

@@ -1,12 +1,12 @@
-"""Whether a rank has met the others: a process group cannot be joined without a TCP connection to one of them.
+"""Detects whether a rank has joined the others: every process group opens a TCP connection to one of them.
 
     meeting = Meeting(port, others)         # before the rank's script starts
-    meeting.look(pid)                       # now and then: whether one of its processes has such a connection
-    meeting.is_over()                       # at its end: whether there was one, also where nobody looked in time
+    meeting.look(pid)                       # repeatedly: one of its processes has such a connection
+    meeting.is_over()                       # at its end: it had one, also between two looks
 
-The rendezvous store, which `init_process_group` connects to and keeps, lies at `port`. A script that meets by ways of
-its own connects to another host of the job, or to somebody else on this one. Only a rank for which none of these was
-ever seen counts as alone: what is seen too much costs a warning, what is seen too little would be a false one.
+`init_process_group` connects to the rendezvous store at `port`; a script with its own rendezvous connects to another
+host of the job, or to another process on this one. In doubt a rank has joined: a false warning is worse than a
+missing warning.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 ESTABLISHED = 1
 _MAPPED = bytes(10) + b"\xff\xff"
 
-Place = tuple[str, int]
-"""A numeric address and a port."""
+Place = tuple[str, int]  # a numeric address and a port
 
 
 class Row(NamedTuple):
@@ -34,18 +33,14 @@ class Row(NamedTuple):
     ours: Place
     theirs: Place
     state: int
-    inode: int
-    """0 where no process holds it."""
-    unsent: int = 0
-    """Bytes that the other side has not confirmed."""
-    unread: int = 0
-    """Bytes that came and nobody here has taken."""
-    retransmits: int = 0
-    """How often in a row the same bytes were sent again, and no word came."""
+    inode: int  # 0 if no process holds it
+    unsent: int = 0  # bytes that the other side has not acknowledged
+    unread: int = 0  # bytes received that no process has read
+    retransmits: int = 0  # retransmissions in a row without an answer
 
 
 class Meeting:
-    """port: of the rendezvous. others: the training addresses of the job's other hosts."""
+    """port: of the rendezvous. others: training addresses of the job's other hosts."""
 
     def __init__(self, port: int, others: Collection[str] = ()) -> None:
         self._port, self._others = port, frozenset(others)
@@ -53,7 +48,6 @@ class Meeting:
         self.seen = False
 
     def look(self, pid: int) -> bool:
-        """Whether a connection was seen, now or before, of this process or one below it."""
         if not self.seen and (inodes := sockets_of([pid, *(one.pid for one in descendants(pid))])):
             rows = [row for row in connections() if row.state == ESTABLISHED]
             own = {row.ours for row in rows if row.inode in inodes}
@@ -62,12 +56,11 @@ class Meeting:
         return self.seen
 
     def is_over(self) -> bool:
-        """The same once the script has ended: what it closed the kernel keeps in mind for a minute (TIME_WAIT)."""
+        # After the script's end: the kernel remembers its closed connections for a minute (TIME_WAIT).
         self.seen = self.seen or bool(self._left_over() - self._before)
         return self.seen
 
     def _meets(self, row: Row, here: set[Place]) -> bool:
-        """here: the ends of connections on this host that others have."""
         return row.theirs[1] == self._port or row.theirs[0] in self._others or row.theirs in here
 
     def _left_over(self) -> set[Place]:
@@ -75,7 +68,6 @@ class Meeting:
 
 
 def sockets_of(pids: Collection[int]) -> set[int]:
-    """The inodes of the sockets that these processes hold."""
     found = set[int]()
     for folder in (f"/proc/{pid}/fd" for pid in pids):
         with contextlib.suppress(OSError):  # it has ended
@@ -87,7 +79,6 @@ def sockets_of(pids: Collection[int]) -> set[int]:
 
 
 def connections() -> Iterator[Row]:
-    """Every TCP connection of this host, or of its network namespace."""
     for table in TABLES:
         try:
             with open(table) as file:

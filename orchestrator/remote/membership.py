@@ -1,4 +1,4 @@
-"""A member's end of what the supervisors of a job say to each other (`hub`): it stays connected to the master's."""
+"""A member's connections: to the hub (`Membership`), and to all other hosts as a check (`Peers`)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, cast
 
 from . import mesh
 from .firewall import opening
-from .link import Door, Link, greet_member, join_hub
+from .link import Link, Listener, greet_member, join_hub
 from .mesh import Place, Trouble
 from .messages import Order, Status
 from .plain_asyncio import asyncio
 
 
 class Membership:
-    """A member's end: stays connected, hands every new order to `obey`, calls `gone` when the hub is no more."""
+    """Stays connected to the hub, passes each new order to `obey`, and calls `gone` when the hub is gone."""
 
     def __init__(
         self,
@@ -43,31 +43,30 @@ class Membership:
             self._link.send(self._status())
 
     @property
-    def has_heard(self) -> bool:
-        """Whether the hub has ever spoken to us."""
+    def has_connected(self) -> bool:
         return self._heard
 
     def close(self) -> None:
-        """Ends `stay`. Cancelling its task does not always: before Python 3.12, `wait_for` may swallow that."""
+        # Ends `stay`. Cancelling its task may fail: before Python 3.12, `wait_for` can swallow the cancellation.
         self._closed = True
         self._hang_up(self._link, self._silent)
 
     async def stay(self, join_s: float) -> None:
-        """Runs until the hub is gone: unheard of for `join_s` at first, later for the lease, or refusing us."""
+        """Runs until the hub is gone: no answer for `join_s` at first, for the lease later, or connections refused."""
         loop = asyncio.get_running_loop()
         self._deadline, error = loop.time() + join_s, "no answer"
         refused: float | None = None
         while loop.time() < self._deadline and not self._closed:
             try:
                 self._link = await join_hub(*self._hub, self._node, self._token)
-                await self._talk(self._link)
+                await self._exchange(self._link)
             except asyncio.TimeoutError:
                 refused = None
                 self._set_aside()
             except (OSError, ValueError) as broken:
                 self._hang_up(self._link)
                 self._link = None
-                if isinstance(broken, ConnectionRefusedError):  # its host is up, and nobody listens there
+                if isinstance(broken, ConnectionRefusedError):  # its host is up, but no process listens
                     refused = refused or loop.time()
                     self._deadline = min(self._deadline, refused + BROKEN_S)
                 else:
@@ -85,7 +84,7 @@ class Membership:
             return "the master's supervisor is gone"
         return f"no word from the master for {LEASE_S:.0f} s: it is down, frozen or cut off"
 
-    async def _talk(self, link: Link) -> None:
+    async def _exchange(self, link: Link) -> None:
         beats = asyncio.create_task(self._beat())
         try:
             while not self._closed:
@@ -103,7 +102,7 @@ class Membership:
             await asyncio.sleep(BEAT_S)
 
     def _set_aside(self) -> None:
-        """Keeps the silent connection open until another one speaks: the hub would take its closing for our end."""
+        # Keeps the silent connection until another one works: the hub would take its closing for our end.
         if self._link:
             self._hang_up(self._silent)
             self._silent, self._link = self._link, None
@@ -114,23 +113,18 @@ class Membership:
             link.close()
 
 
-# How long a supervisor that is not heard counts as there; and whether we ourselves stood still for so long.
-#
-# The lease is mutual: who hears nothing for LEASE_S ends its own ranks, and who finds that it stood still for that
-# long itself (`Pulse`) does nothing more of what it then hears, for the others have gone on without it.
+# The lease is mutual: a member without messages for LEASE_S ends its ranks, and a member that was itself frozen for
+# that long (`Pulse`) ignores later messages, since the others have gone on without it.
 
 BEAT_S = 2.0
-LEASE_S = 20.0
-"""No word for this long, either way, and the other side counts as gone."""
+LEASE_S = 20.0  # after this long without a message, in either direction, the other side counts as gone
 QUIET_S = 6.0
-"""After so long without a word a member dials again beside its old connection: after a cut, TCP waits longer and longer
-before it tries again, and the wait after a cut of 10 s may well outlast the lease."""
-BROKEN_S = 5.0
-"""The lease of a member whose connection was closed, and of a hub that refuses one: a live peer is back at once."""
+"""Silence after which a member opens a second connection: TCP's pauses may outlast the lease after a cut of 10 s."""
+BROKEN_S = 5.0  # the lease after a closed or refused connection: a live peer is back at once
 
 
 class Pulse:
-    """Detects that we ourselves stood still: stopped by a signal, starved, or asleep with the whole machine."""
+    """Detects that this process was frozen: stopped by a signal, starved, or suspended with the machine."""
 
     def __init__(self) -> None:
         self._last = self._now()
@@ -143,68 +137,58 @@ class Pulse:
 
     @property
     def longest_s(self) -> float:
-        """The longest time between two beats, the present one included: what wakes first may ask before it beats."""
+        # The longest time between two beats, or since the last one: a task may ask before the next beat.
         return max(self._longest_s, self._now() - self._last)
 
     @staticmethod
     def _now() -> float:
-        return time.clock_gettime(time.CLOCK_BOOTTIME)  # counts a suspended machine's time, too
+        return time.clock_gettime(time.CLOCK_BOOTTIME)  # includes time in suspend
 
 
-# Whether the hosts of a job reach each other: each checks all others before it starts, and watches some while it runs.
+# Each host checks its connection to all others before the start, and watches some while the job runs: two members may
+# reach the master but not each other, and their ranks would wait for ever. `mesh` checks one connection.
 #
 #     peers = Peers("b", token, changed)
 #     port = await peers.listen("10.0.0.2")
-#     peers.places = {"a": Place(...), ...}    # where all of them listen, ours too
-#     await peers.reach()                      # raises Unreached: nothing has started, and why
+#     peers.places = {"a": Place(...), ...}    # all hosts, ours too
+#     await peers.reach()                      # raises Unreached
 #     peers.watch()
-#     peers.cut                                # {"c": "no connection"}: changed() was called
-#
-# Every host may reach the master, and two of the others not each other: the hub hears all of them, and ranks wait for
-# ever. How one way is checked is in `mesh`. Watching goes on over the connection that passed: `QUESTION_SEGMENTS` full
-# segments there and back every BEAT_S.
+#     peers.cut                                # {"c": "no connection"}; changed() was called
 
 PEER_BEAT_S = 3.0
 PAUSE_S = 0.3
-TRIES = 3
-"""At least so many: whoever stood still himself has waited for nothing."""
-CUT_S = 40.0
-"""While it runs: longer than the hub's lease, so that a host that is down is reported as such."""
+TRIES = 3  # minimum number: a host that was frozen itself has not really waited
+CUT_S = 40.0  # while the job runs: longer than the hub's lease, so that a host that is down is reported as such
 AT_ONCE = 16
-NEIGHBOURS = 16
-"""A host watches so many that follow it in the ring of all: every pair, up to 33 hosts."""
+NEIGHBOURS = 16  # number of following hosts in the ring of all that a host watches: every pair, up to 33 hosts
 
 
 class Unreached(Exception):
-    """It says who, where, and what opens the way."""
-
     def __init__(self, node: str, words: str) -> None:
         super().__init__(words)
         self.node = node
 
 
 class Peers:
-    """name: this host's. changed: called when somebody came to be `cut`, or is no longer."""
+    """name: this host's. changed: called when a host is added to or removed from `cut`."""
 
     def __init__(self, name: str, token: bytes, changed: Callable[[], None]) -> None:
         self.cut: dict[str, str] = {}
         self.places: dict[str, Place] = {}
         self._name, self._token, self._changed = name, token, changed
         self._links: dict[str, Link] = {}
-        self._heard_at: dict[str, float] = {}
+        self._received_at: dict[str, float] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
-        self._door: Door | None = None
-        self._rendezvous: Door | None = None
+        self._listener: Listener | None = None
+        self._rendezvous: Listener | None = None
         self._slots = asyncio.Semaphore(AT_ONCE)
 
     async def listen(self, address: str) -> int:
-        """On a free port of this address alone; returns it. From now on the others find somebody."""
-        self._door = Door(self._serve)
-        return await self._door.open(address)
+        self._listener = Listener(self._serve)
+        return await self._listener.open(address)
 
     def open_rendezvous(self, listener: socket.socket) -> None:
-        """listener: where the ranks will meet. The way there can be checked until `close_rendezvous`."""
-        self._rendezvous = Door(self._serve)
+        self._rendezvous = Listener(self._serve)
         self._rendezvous.open_at(listener)
 
     def close_rendezvous(self) -> None:
@@ -212,23 +196,20 @@ class Peers:
             self._rendezvous.close()
 
     async def reach(self) -> None:
-        """Checks the way to every other host. Raises Unreached, of the first that fails."""
         checks = [self._check(name) for name in self._others()]
         await _all_or_first_error(checks)
 
     async def reach_rendezvous(self, master: str, port: int) -> None:
-        """Raises Unreached."""
         link = await self._reach(master, self.places[master]._replace(port=port), "where the ranks will meet")
         link.close()
 
     def watch(self) -> None:
-        """From now on those who follow us among all hosts; all of them have been reached."""
         for name in self._watched():
             self._watches[name] = asyncio.get_running_loop().create_task(self._watch(name))
 
     def close(self) -> None:
-        if self._door:
-            self._door.close()
+        if self._listener:
+            self._listener.close()
         self.close_rendezvous()
         for watch in self._watches.values():
             watch.cancel()
@@ -236,10 +217,10 @@ class Peers:
         for link in self._links.values():
             link.close()
 
-    # ---- who ------------------------------------------------------------------------------------------------
+    # ---- hosts ----------------------------------------------------------------------------------------------
 
     def _others(self) -> list[str]:
-        """In the order of the ring, so that not all knock at the same door first."""
+        # In the order of the ring, so that not all connect to the same host first.
         names = [*self.places]
         place = names.index(self._name) if names else 0
         return names[place + 1 :] + names[:place]
@@ -254,13 +235,13 @@ class Peers:
     ) -> None:
         _, link = await greet_member(reader, writer, self._key(self._name))
         known()
-        with contextlib.suppress(OSError, ValueError, KeyError, asyncio.TimeoutError):  # it left: how any link ends
+        with contextlib.suppress(OSError, ValueError, KeyError, asyncio.TimeoutError):  # it left, or its link failed
             while True:
                 question = await link.receive(2 * CUT_S)
                 mesh.answer(link, question)
 
     def _key(self, listener: str) -> bytes:
-        """The key of this host's peer links alone: what is said to one is no word to another, nor to the hub."""
+        # A key for links to this host: messages to one host are invalid for others and for the hub.
         return hmac.new(self._token, f"peer {listener}".encode(), hashlib.sha256).digest()
 
     # ---- before the start ------------------------------------------------------------------------------------------
@@ -291,7 +272,6 @@ class Peers:
         return f"{said}: {self.remedy(name)}"
 
     def remedy(self, name: str) -> str:
-        """Where connections to this host do not come about."""
         place = self.places[name]
         sources = [self.places[self._name].address, *(other.address for other in self.places.values())]
         line = opening(place.firewall, place.interface, sources)
@@ -303,7 +283,7 @@ class Peers:
     # ---- while it runs --------------------------------------------------------------------------------------------
 
     async def _watch(self, name: str) -> None:
-        self._heard_at[name], number = _now_s(), mesh.CHECKS
+        self._received_at[name], number = _now_s(), mesh.CHECKS
         moving = functools.partial(self._heard, name)
         link = self._links.pop(name, None)
         while name in self._watches:
@@ -318,7 +298,7 @@ class Peers:
             except Trouble as trouble:
                 self._missed(name, trouble)
             except (OSError, ValueError, asyncio.TimeoutError):
-                pass  # the next try says why
+                pass  # the next try reports why
             finally:
                 if link:
                     link.close()
@@ -326,12 +306,12 @@ class Peers:
             await asyncio.sleep(PAUSE_S)
 
     def _heard(self, name: str) -> None:
-        self._heard_at[name] = _now_s()
+        self._received_at[name] = _now_s()
         if self.cut.pop(name, None):
             self._changed()
 
     def _missed(self, name: str, trouble: Trouble) -> None:
-        if trouble.is_cut and name not in self.cut and _now_s() - self._heard_at[name] > CUT_S:
+        if trouble.is_cut and name not in self.cut and _now_s() - self._received_at[name] > CUT_S:
             self.cut[name] = str(trouble)
             self._changed()
 

@@ -1,10 +1,8 @@
-"""Whether the kernel ended a process of ours for want of memory, and who is to go first.
+"""Detects kernel out-of-memory kills, and makes ranks their first victims.
 
-    before = out_of_memory_kills()
-    ...                                   # somebody was killed by SIGKILL
-    out_of_memory_kills() > before        # then most likely for that
-
-Counted where our own processes are: a cgroup that ran out of its own memory says nothing about the others.
+before = out_of_memory_kills()
+...                                   # a process was killed by SIGKILL
+out_of_memory_kills() > before        # then memory is the likely cause
 """
 
 from __future__ import annotations
@@ -14,15 +12,12 @@ from pathlib import Path
 
 from .cgroups import folders
 
-RANKS_FIRST = 500
-"""Added to the ranks' score, so that the kernel ends a rank before launcher and supervisor, which report it."""
-_FILES = ("memory.events", "memory.oom_control")  # of cgroup v2 and v1
+RANKS_FIRST = 500  # added to the ranks' score: the kernel ends a rank before launcher and supervisor, which report it
+_FILES = ("memory.events", "memory.oom_control")  # cgroup v2 and v1
 
 
 def out_of_memory_kills(proc: Path = Path("/proc")) -> int:
-    """So many processes of our cgroup has the kernel ended for want of memory; where no cgroup counts them, of the
-    whole host since it started (proc(5), vmstat).
-    """
+    """Kills in our cgroup; without a counter there, on the whole host since its start (proc(5), vmstat)."""
     for file in (*_counters(proc), proc / "vmstat"):
         with contextlib.suppress(OSError, ValueError):
             counts = [line.split()[1] for line in file.read_text().splitlines() if line.startswith("oom_kill ")]
@@ -32,12 +27,11 @@ def out_of_memory_kills(proc: Path = Path("/proc")) -> int:
 
 
 def let_go_first(pid: int) -> None:
-    """Has the kernel choose this process, and what it starts, before its launcher. Any user may, of their own."""
+    """Makes the kernel choose this process and its children before its launcher."""
     with contextlib.suppress(OSError, ValueError):
         score = Path(f"/proc/{pid}/oom_score_adj")
         score.write_text(str(min(1000, int(score.read_text()) + RANKS_FIRST)))
 
 
 def _counters(proc: Path) -> list[Path]:
-    """Where our cgroup's kills may be counted, the nearest first: its own file, else that of one above it."""
     return [folder / name for folder in folders("memory", proc) for name in _FILES]

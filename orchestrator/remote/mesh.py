@@ -1,20 +1,25 @@
-"""The way from this host to every other one, tried in both directions before any job: for `orch doctor`.
+"""Checks connections between hosts: for `orch doctor` before any job, and for supervisors (`membership`).
 
-Request: {"name", "address", "token": the same for all hosts, "limit_s"}. It reports (see `talk`):
+Request: {"name", "address", "token": one for all hosts, "limit_s"}. First output (see `progress_stream`):
 
-    {"port": 41234, "firewall": "ufw"}   where it listens, on this address alone; {"closed": WORDS} where it cannot
+    {"port": 41234, "firewall": "ufw"}   it listens on this address; {"closed": WHY} if it cannot
 
-Then each line of its input is something to do, and is answered by one word:
+Each further line of input is a task with one answer:
 
     {"reach": {NAME: PLACE}}             {"reached": {NAME: {"kind", "words", "opens", "round_trip_s"}}}
-    {"send": NAME, "seconds": 0.3}       {"sent": NAME, "round_trip_s", "bits_per_s"}     null: no figure
+    {"send": NAME, "seconds": 0.3}       {"sent": NAME, "round_trip_s", "bits_per_s"}     null: not measured
     {"over": 1}                          {"end": {}}
 
-A place is {"address", "port", "interface", "firewall", "ssh_port"}. kind is "open" or one of `mesh.Kind`; a silent way
-to a host of which another port answers is "filtered". opens: the line for the other host's firewall that may help.
+A place is {"address", "port", "interface", "firewall", "ssh_port"}. kind: "open" or one of `Kind`; "filtered" is silent
+although another port of that host answers. opens: a command for the other host's firewall. Peers authenticate with the
+token (`link`). The program ends with its input, its connection, or after limit_s.
 
-Who connects has to prove that it holds the token, as to a supervisor (`link`, `link`). It ends, and listens no more,
-with its input, with its connection, and at the latest after limit_s, whatever else it is at.
+    link = await dial(place, "beta", key, moving)           # raises Trouble
+    await ask(link, 7, 2 * segment_bytes(link), moving)     # raises asyncio.TimeoutError, OSError or ValueError
+
+A check uses a port chosen by the kernel, as Gloo and NCCL do, and sends 64 KiB there and back: a firewall blocks the
+connection, a wrong MTU loses only large packets. Only failures that a network causes count as cut; a connection without
+answers may be a stopped or starved process, which the hub's lease detects.
 """
 
 from __future__ import annotations
@@ -35,9 +40,9 @@ from errno import EACCES, ECONNREFUSED, EHOSTDOWN, EHOSTUNREACH, ENETUNREACH, EP
 from typing import Any, Literal, NamedTuple
 
 from . import firewall
-from .link import MAX_LINE, Door, Link, greet_member, introduce
+from .link import MAX_LINE, Link, Listener, greet_member, introduce
 from .plain_asyncio import asyncio
-from .talk import Talk, serve
+from .progress_stream import ProgressStream, serve
 
 MOST_S = 60.0
 ROUND_TRIPS = 11
@@ -45,8 +50,7 @@ KNOCK_S = 2.0
 TRIES = 2
 AT_ONCE = 16
 BLOCK = bytes(1 << 18)
-RAMP = 0.3
-"""So much of a transfer passes before it is measured: TCP begins slowly, and a shaped link lets a burst through."""
+RAMP = 0.3  # fraction of a transfer before measuring: TCP starts slowly, and a traffic shaper lets a burst through
 ANSWER_S = 15.0
 
 
@@ -54,27 +58,27 @@ def main(request: dict[str, Any]) -> None:
     limit = threading.Timer(min(MOST_S, request["limit_s"]), os._exit, [0])
     limit.daemon = True
     limit.start()
-    serve(request, lambda request, talk: asyncio.run(take_part(request, talk)))
+    serve(request, lambda request, progress: asyncio.run(take_part(request, progress)))
 
 
-async def take_part(request: dict[str, Any], talk: Talk) -> dict[str, Any]:
+async def take_part(request: dict[str, Any], progress: ProgressStream) -> dict[str, Any]:
     mesh = Mesh(request["name"], request["address"], bytes.fromhex(request["token"]))
     try:
-        talk.say({"port": await mesh.listen(), "firewall": firewall.kind()})
+        progress.send({"port": await mesh.listen(), "firewall": firewall.kind()})
     except OSError as error:
-        talk.say({"closed": f"{error.strerror or error} ({request['address']})"})
+        progress.send({"closed": f"{error.strerror or error} ({request['address']})"})
         return {}
     lines = orders()
     while order := await lines.get():
         if "reach" in order:
-            talk.say({"reached": await mesh.reach(order["reach"])})
+            progress.send({"reached": await mesh.reach(order["reach"])})
         elif "send" in order:
-            talk.say({"sent": order["send"], **await mesh.send(order["send"], order["seconds"])})
+            progress.send({"sent": order["send"], **await mesh.send(order["send"], order["seconds"])})
     return {}
 
 
 def orders() -> asyncio.Queue[dict[str, Any]]:
-    """The lines of our input as they come; {} as the last. Read in a thread: our request came by the same buffer."""
+    # Lines of our input; {} is the last. Read in a thread: our request came through the same buffer.
     loop, lines = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any]]()
 
     def read() -> None:
@@ -90,16 +94,15 @@ def orders() -> asyncio.Queue[dict[str, Any]]:
 class Mesh:
     def __init__(self, name: str, address: str, token: bytes) -> None:
         self._name, self._address, self._token = name, address, token
-        self._door = Door(self._serve)
+        self._listener = Listener(self._serve)
         self._places: dict[str, Place] = {}
         self._slots = asyncio.Semaphore(AT_ONCE)
 
     async def listen(self) -> int:
-        """Raises OSError."""
-        return await self._door.open(self._address)
+        return await self._listener.open(self._address)
 
     def close(self) -> None:
-        self._door.close()
+        self._listener.close()
 
     def _key(self, listener: str) -> bytes:
         return hmac.new(self._token, f"mesh {listener}".encode(), hashlib.sha256).digest()
@@ -111,7 +114,7 @@ class Mesh:
     ) -> None:
         _, link = await greet_member(reader, writer, self._key(self._name))
         known()
-        with contextlib.suppress(OSError, ValueError, KeyError, asyncio.TimeoutError):  # it left: how any link ends
+        with contextlib.suppress(OSError, ValueError, KeyError, asyncio.TimeoutError):  # it left, or its link failed
             while True:
                 question = await link.receive(MOST_S)
                 if "take" in question:
@@ -124,7 +127,6 @@ class Mesh:
     # ---- asking -----------------------------------------------------------------------------------------------
 
     async def reach(self, others: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Every other host at once: how the way there is."""
         fields = ("address", "port", "interface", "firewall")
         self._places = {name: Place(*(place[field] for field in fields)) for name, place in others.items()}
         found = await asyncio.gather(*(self._reach(name, others[name]["ssh_port"]) for name in others))
@@ -137,7 +139,7 @@ class Mesh:
                     return await self._try(name)
                 except Trouble as trouble:
                     if trouble.kind in ("mute", "hung up") and left:
-                        continue  # by a process that was slow to wake
+                        continue  # a process may be slow to wake
                     place = self._places[name]
                     is_there = trouble.kind == "silent" and await answers(place.address, ssh_port)
                     kind = "filtered" if is_there else trouble.kind
@@ -149,7 +151,6 @@ class Mesh:
         return firewall.opening(place.firewall, place.interface, sources)
 
     async def _try(self, name: str) -> dict[str, Any]:
-        """Raises Trouble."""
         link = await dial(self._places[name], self._name, self._key(name), lambda: None)
         try:
             return {"kind": "open", "words": "", "round_trip_s": await round_trip_s(link)}
@@ -159,9 +160,7 @@ class Mesh:
             link.close()
 
     async def send(self, name: str, seconds: float) -> dict[str, float | None]:
-        """A round trip while little else is going on, then as many bytes as pass in this time, as the other side
-        measured them.
-        """
+        """Round trip on an idle connection, then the rate that the other side measured during this time."""
         found: dict[str, float | None] = {"round_trip_s": None, "bits_per_s": None}
         with contextlib.suppress(Trouble, OSError, ValueError, KeyError, asyncio.TimeoutError):
             reader, writer = await connect(self._places[name])
@@ -175,7 +174,6 @@ class Mesh:
 
 
 async def round_trip_s(link: Link) -> float:
-    """The median of some. Raises OSError, ValueError or asyncio.TimeoutError."""
     times_s = []
     for number in range(CHECKS, CHECKS + ROUND_TRIPS):
         began = time.perf_counter()
@@ -196,7 +194,7 @@ async def flood(link: Link, writer: asyncio.StreamWriter, seconds: float) -> flo
 
 
 async def measured(reader: asyncio.StreamReader, seconds: float) -> float | None:
-    """Bits a second of what comes until its end; None where nothing came after the ramp."""
+    """Bits per second until the end of the stream; None if nothing came after the ramp."""
     began = time.monotonic()
     since, last, count = None, began, 0
     while data := await reader.read(len(BLOCK)):
@@ -209,7 +207,6 @@ async def measured(reader: asyncio.StreamReader, seconds: float) -> float | None
 
 
 async def answers(address: str, port: int) -> bool:
-    """Whether anything at this address says a word to a connection, were it a refusal."""
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), KNOCK_S)
         writer.close()
@@ -220,49 +217,34 @@ async def answers(address: str, port: int) -> bool:
     return True
 
 
-# The way to one other host's supervisor: dialled, checked, and asked whether it still passes what it should.
-#
-#     link = await dial(place, "beta", key, moving)           # raises Trouble
-#     await ask(link, 7, 2 * segment_bytes(link), moving)     # raises asyncio.TimeoutError, OSError or ValueError
-#
-# A check opens a connection to a port that the kernel chose, as Gloo and NCCL do, and sends 64 KiB there and back: a
-# firewall lets no connection through, and where a path takes smaller packets than its ends believe, only large ones
-# vanish. Only what the network alone can do counts as cut. That somebody accepts a connection and says nothing is his
-# kernel at work, and a supervisor that is stopped, starved or gone: of that the hub's lease is the judge.
-
-CONNECT_S = 5.0
-"""TCP asks again after 1 and 3 s (tcp(7), tcp_syn_retries)."""
+CONNECT_S = 5.0  # TCP retries after 1 and 3 s (tcp(7), tcp_syn_retries)
 PAIR_ANSWER_S = 8.0
 FILTERED_S = 15.0
-"""Before the start, so long may no connection come about. The other's kernel answers, whatever its processes do."""
-SILENT_S = 25.0
-"""The same for an answer, which takes a process that may be slow to wake."""
+"""Longest time without a connection before the start. The other kernel answers even if its processes do not."""
+SILENT_S = 25.0  # longest time without an answer, which needs a process that may be slow to wake
 CHECK_BYTES = 1 << 15
 CHECKS = 2
-QUESTION_SEGMENTS = 2
-"""With so many full segments, there and back, a way is asked while the job runs."""
+QUESTION_SEGMENTS = 2  # full segments, there and back, per check while the job runs
 BY_THE_NETWORK = {ECONNREFUSED, EHOSTUNREACH, ENETUNREACH, EHOSTDOWN, ETIMEDOUT, EACCES, EPERM}
-"""How a connection fails that is not let through: a firewall may refuse, or let a router say so, or ours forbids it."""
+"""Errors of a blocked connection: a firewall or a router refuses it, or our own firewall forbids it."""
 
 
 class Place(NamedTuple):
-    """Where a supervisor listens."""
-
     address: str
     port: int
     interface: str
-    firewall: str
-    """Which kind its host has (`firewall.kind`)."""
+    firewall: str  # its host's kind (`firewall.kind`)
 
 
 Kind = Literal["silent", "refused", "unreachable", "mute", "small only", "hung up"]
-"""How a try fails: no answer to a connection, a refusal, word that there is no way; a connection whose other end says
-nothing, over which large packets do not pass, or which is closed."""
+"""Results of a failed check: no answer to a connection, refused, no route; connected but without an answer, with only
+small packets passing, or closed.
+"""
 _KINDS: dict[int, Kind] = {ECONNREFUSED: "refused", ETIMEDOUT: "silent"}
 
 
 class Trouble(Exception):
-    """One try failed. is_cut: by what only a network does. bear_s: so long that may go on before the start."""
+    """One check failed. is_cut: a network error. bear_s: how long to retry before the start."""
 
     def __init__(self, kind: Kind, words: str, *, is_cut: bool, bear_s: float) -> None:
         super().__init__(words)
@@ -270,14 +252,12 @@ class Trouble(Exception):
 
 
 async def dial(place: Place, name: str, key: bytes, moving: Callable[[], None]) -> Link:
-    """A link that has passed the check. Raises Trouble. name: ours. key: of the one who listens there. moving: as for
-    `ask`.
-    """
+    """A checked link. Raises Trouble. name: ours. key: of the listening host. moving: as for `ask`."""
     reader, writer = await connect(place)
     try:
         link = await introduce(reader, writer, name, key)
     except (OSError, ValueError, asyncio.TimeoutError) as error:
-        raise Trouble("mute", "it accepts a connection and says nothing", is_cut=False, bear_s=SILENT_S) from error
+        raise Trouble("mute", "it accepts a connection and sends nothing", is_cut=False, bear_s=SILENT_S) from error
     try:
         for number in range(CHECKS):
             await ask(link, number, CHECK_BYTES, moving)
@@ -292,7 +272,6 @@ async def dial(place: Place, name: str, key: bytes, moving: Callable[[], None]) 
 
 
 async def connect(place: Place) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Raises Trouble."""
     try:
         opened = asyncio.open_connection(place.address, place.port, limit=MAX_LINE)
         return await asyncio.wait_for(opened, CONNECT_S)
@@ -306,8 +285,8 @@ async def connect(place: Place) -> tuple[asyncio.StreamReader, asyncio.StreamWri
 
 
 async def ask(link: Link, number: int, size: int, moving: Callable[[], None]) -> None:
-    """Waits for the answer as long as packets come through, there or back: where many are lost, that takes its time.
-    Raises asyncio.TimeoutError, OSError or ValueError. moving: called when they have.
+    """Waits for the answer as long as packets pass in either direction, which a lossy network slows down. Raises
+    asyncio.TimeoutError, OSError or ValueError. moving: called when packets have passed.
     """
     link.send({"ask": number, "pad": "." * size})
     there, back = _passed_bytes(link)
@@ -326,19 +305,15 @@ async def ask(link: Link, number: int, size: int, moving: Callable[[], None]) ->
 
 
 def answer(link: Link, question: dict[str, Any]) -> None:
-    """What `ask` waits for, on the other side. Raises KeyError for what is no question of its kind."""
     link.send({"answer": question["ask"], "pad": question["pad"]})
 
 
 def _passed_bytes(link: Link) -> tuple[int, int]:
-    """Acknowledged by the other side, and received from it without a gap: tcpi_bytes_acked and tcpi_bytes_received of
-    <linux/tcp.h>, Linux 4.1 or newer.
-    """
+    # Acknowledged, and received without a gap: tcpi_bytes_acked and tcpi_bytes_received of <linux/tcp.h>, Linux 4.1+.
     info = link.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
     return struct.unpack_from("=QQ", info, 120) if len(info) >= 136 else (0, 0)
 
 
 def segment_bytes(link: Link) -> int:
-    """What TCP puts into one packet here."""
     size = link.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
     return min(int(size), CHECK_BYTES // QUESTION_SEGMENTS)

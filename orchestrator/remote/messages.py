@@ -1,9 +1,9 @@
-"""What the supervisors of a job say, to each other and in agent.json: every form of it, and who builds one. Pure.
+"""Messages between the supervisors of a job, and agent.json: types and constructors. Pure.
 
     finish("failed", failure("lost", "beta", "no word for 20 s"))
 
-All supervisors of a job come from one controller, so they are of one version. What reads agent.json may be older or
-newer: a key may join the others, and none changes its meaning.
+A job's supervisors have one version. Readers of agent.json may be older or newer: keys may be added, but never change
+their meaning.
 """
 
 from __future__ import annotations
@@ -16,57 +16,45 @@ FinalState = Literal["succeeded", "failed", "cancelled"]
 
 class _Failure(TypedDict):
     kind: str
-    """ "rank", "torchrun", "prepare", "network", "port", "folder", "time", "supervisor"; "lost" of a silent host."""
+    """"rank", "torchrun", "prepare", "network", "port", "folder", "time", "supervisor"; "lost" for a silent host."""
     node: str
     reason: str
     rank: int | None
     exit_code: int | None
     signal: str | None
     log_line: str | None
-    secondary: bool
-    """Whether its own log blames the network: then another's death is rather the cause."""
+    secondary: bool  # its log blames the network, so that another rank's death is more likely the cause
 
 
 class Failure(_Failure, total=False):
-    """What ends a job."""
-
-    order: int
-    """As the hub heard of it."""
+    order: int  # order of arrival at the hub
 
 
 class RankRecord(TypedDict, total=False):
-    """What a supervisor knows of one of its ranks; times are seconds since the epoch."""
+    """One rank, in its supervisor's record; times are seconds since the epoch."""
 
     pid: int
-    wrapper: int | None
-    """The pid of `rank`, whose child the script is."""
+    wrapper: int | None  # the pid of `rank`, the script's parent
     started: float
     ended: float
-    met: bool
-    """Whether it has met other ranks; not there while nobody knows."""
-    not_finite: dict[str, Any]
-    """The first loss of a rank that was NaN or infinite, as the trainer marks it: step, epoch, loss, of."""
-    does: str
-    """Where no rank prints (`stillness`)."""
+    met: bool  # it has joined other ranks; absent until known
+    not_finite: dict[str, Any]  # the rank's first NaN or infinite loss, from the trainer: step, epoch, loss, of
+    does: str  # its activity while no rank prints (`stillness`)
     exit_code: int | None
     signal: str | None
-    cause: str | None
-    """Why we ended it; None where it ended by itself."""
-    dropped_bytes: int
-    """What it printed and the disk did not take."""
+    cause: str | None  # why we ended it; None if it ended by itself
+    dropped_bytes: int  # output that the disk did not take
 
 
 class Status(TypedDict, total=False):
-    """What a member reports to the hub: its whole present state. {} of one that was not heard of yet."""
+    """A member's report to the hub: its whole present state; {} before the first."""
 
     phase: Phase
     failures: list[Failure]
     cancelled: bool
     leftovers: list[str]
-    cut: dict[str, str]
-    """Whom it does not reach, and how."""
-    dropped: dict[str, int]
-    """By rank, where there are any, the bytes that it printed and the disk did not take."""
+    cut: dict[str, str]  # unreachable hosts, and why
+    dropped: dict[str, int]  # rank -> bytes of output that the disk did not take, if any
 
 
 class _Order(TypedDict):
@@ -74,24 +62,19 @@ class _Order(TypedDict):
 
 
 class Order(_Order, total=False):
-    """The hub's order to all members."""
-
-    rendezvous_port: int
-    """Where the ranks meet: of a start, and of a wait as soon as it is known."""
+    rendezvous_port: int  # the ranks' port: in a start, and in a wait once known
     state: FinalState
     first_failure: Failure | None
 
 
 class Process(TypedDict):
-    """The fields of a `processes.Identity`."""
-
     pid: int
     start_time: int
     boot_id: str
 
 
 class AgentRecord(TypedDict, total=False):
-    """agent.json, which the supervisor alone writes; times are seconds since the epoch."""
+    """agent.json, written only by the supervisor; times are seconds since the epoch."""
 
     schema: int
     job: str
@@ -108,19 +91,15 @@ class AgentRecord(TypedDict, total=False):
     ranks: dict[str, RankRecord]
     failures: list[Failure]
     leftovers: list[str]
-    dropped: dict[str, dict[str, int]]
-    """By host; the master's record has those of all."""
-    go: float
-    """When the word to go came."""
+    dropped: dict[str, dict[str, int]]  # by host; the master's record has all hosts
+    go: float  # when `go` arrived
     rendezvous_port: int
-    quiet_since: float | None
-    """Since when no rank has printed."""
+    quiet_since: float | None  # since when no rank has printed
     first_failure: Failure | None
     ended: float
 
 
 def failure(kind: str, node: str, reason: str) -> Failure:
-    """What went wrong there, in plain words; the caller adds what is known of rank, exit and log."""
     return {
         "kind": kind,
         "node": node,

@@ -1,12 +1,11 @@
-"""Who is on this host's GPUs: every process that computes on one, its owner and what it runs.
+"""Processes that compute on this host's GPUs, with owner and program.
 
     occupants("GPU-5f3a9c1e-..., 4711, 8192, /usr/bin/python3\\n")
     {"GPU-5f3a9c1e-...": [{"pid": 4711, "memory_bytes": 8589934592, "user": "alice", "command": "python3 train.py",
                            "job": None}]}
 
-The text is nvidia-smi's answer to QUERY. Of a command line only the program and its script are reported: what follows
-may be a secret. In a container nvidia-smi shows nothing, or processes of the machine around it, whose pids mean nothing
-here and which have no name for it: their owners are not known.
+The text is nvidia-smi's answer to QUERY. Command lines are cut after the script: arguments may be secrets. In a
+container nvidia-smi shows nothing, or nameless processes with pids of the host, whose owners are unknown.
 """
 
 from __future__ import annotations
@@ -23,12 +22,10 @@ from .processes import MARK
 
 QUERY = ("--query-compute-apps=gpu_uuid,pid,used_gpu_memory,process_name", "--format=csv,noheader,nounits")
 _CREDENTIALS = struct.Struct("3i")
-MOST = 256
-"""Lines that are read."""
+MOST = 256  # most lines to read
 
 
 def occupants(answer: str) -> dict[str, list[dict[str, Any]]]:
-    """By the GPU's uuid."""
     found: dict[str, list[dict[str, Any]]] = {}
     for line in answer.splitlines()[:MOST]:
         fields = [field.strip() for field in line.split(",", 3)]
@@ -42,19 +39,17 @@ def occupants(answer: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def _of_process(pid: int) -> dict[str, str | None]:
-    """What its system lets us see; None for the rest."""
     known: dict[str, str | None] = {"user": None, "command": None, "job": None}
     with contextlib.suppress(OSError):
         known["user"] = user_name(os.stat(f"/proc/{pid}").st_uid)
     with contextlib.suppress(OSError):
         known["command"] = _program(Path(f"/proc/{pid}/cmdline").read_bytes()) or None
-    with contextlib.suppress(OSError):  # of another user's process it cannot be read
+    with contextlib.suppress(OSError):  # another user's cannot be read
         known["job"] = _job(Path(f"/proc/{pid}/environ").read_bytes())
     return known
 
 
 def _program(command_line: bytes) -> str:
-    """`python3 train.py` or `python3 -m mypackage.train` of a longer one."""
     words = [word.decode(errors="replace") for word in command_line.split(b"\0") if word]
     program, following = words[:1], words[1:3]
     if following[:1] == ["-m"]:
@@ -64,20 +59,18 @@ def _program(command_line: bytes) -> str:
 
 
 def _job(environment: bytes) -> str | None:
-    """The job of ours that it belongs to, by the mark that all of a job's processes carry."""
     mark = f"{MARK}=".encode()
     folders = [entry.removeprefix(mark) for entry in environment.split(b"\0") if entry.startswith(mark)]
     return os.path.basename(folders[0].decode(errors="replace")) if folders else None
 
 
-def peer_of(talk: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end of a Unix socket, as the kernel has them. Raises OSError."""
-    pid, uid, _ = _CREDENTIALS.unpack(talk.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
 
 
 def user_name(uid: int) -> str:
-    """A container may run as a uid that no passwd file knows."""
+    # The uid if it has no name, as in some containers.
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -1,10 +1,10 @@
-"""Whether what is started here goes on when its SSH connection ends, tried: a job's supervisor has to.
+"""Checks that a process survives the end of its SSH connection, as a job's supervisor has to.
 
     began = start()            # in one connection: a process that sleeps
     is_alive(began)            # in the next one; ends it
 
-Request: {"began": what `start` gave}; the answer is {"alive"}. The process ends by itself after SLEEP_S: who asks
-later, because a login took so long, is told null, that nobody knows.
+Request: {"began": `start`'s result}; the answer is {"alive"}, null if it came after SLEEP_S, when the process has ended
+by itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(request: dict[str, Any]) -> None:
 
 
 def start() -> list[Any] | None:
-    """As `prepare` starts a supervisor: in a session of its own, with no stream of ours. None where that fails."""
+    """In a session of its own without our streams, as `prepare` starts a supervisor. None if that fails."""
     none = subprocess.DEVNULL
     try:
         child = subprocess.Popen(

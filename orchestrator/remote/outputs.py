@@ -1,16 +1,14 @@
-"""What jobs wrote on this host beside their logs: names and sizes of what is in `checkpoints/`, and of every file in
-`src/`, the script's working folder, that is new or not as it was shipped.
+"""Lists the files that jobs wrote on this host: `checkpoints/`, and new or changed files in `src/`.
 
-Request: {"workdir", "jobs": [ids]}. It reports (see `talk`), in parts:
+Request: {"workdir", "jobs": [ids]}. Output (see `progress_stream`), in parts:
 
     {"job": ID, "files": [[name, size, mtime_ns, inode], ...]}     names relative to the job's folder
-    {"job": ID, "files": ..., "foreign": [names]}              of these files, copies of what another host wrote
-    {"job": ID, "skipped": {"links": 1, ...}}                                  what is no file to be handed out
-    {"job": ID, "gone": 1}                                                     this host has no such job
+    {"job": ID, "files": ..., "foreign": [names]}                  of these files, copies of another host's
+    {"job": ID, "skipped": {"links": 1, ...}}                      entries that are not delivered
+    {"job": ID, "gone": 1}                                         this host has no such job
     {"end": {}}
 
-Where the job's setting `checkpoint_dir` names another folder for its checkpoints, those have names that begin with
-`checkpoint_dir/`. Links are never followed.
+Checkpoints in a folder outside (setting `checkpoint_dir`) are named `checkpoint_dir/...`. Links are never followed.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .beneath import folder
 from .layout import JobFolder, WorkFolder
-from .talk import Talk, serve
+from .progress_stream import ProgressStream, serve
+from .safe_open import folder
 
 ELSEWHERE = "checkpoint_dir"
 CHECKPOINT = re.compile(r"step-\d{9}\.pt")
@@ -44,33 +42,31 @@ def main(request: dict[str, Any]) -> None:
     serve(request, list_all)
 
 
-def list_all(request: dict[str, Any], talk: Talk) -> dict[str, Any]:
+def list_all(request: dict[str, Any], progress: ProgressStream) -> dict[str, Any]:
     work = WorkFolder(request["workdir"])
     for job in [work.job(name) for name in request["jobs"]]:
         if not job.root.is_dir():
-            talk.say({"job": job.id, "gone": 1})
+            progress.send({"job": job.id, "gone": 1})
             continue
         found = FoundFile(job)
         part, size = list[list[Any]](), 0
         for row in found.files():
             part.append(row)
-            size += 12 * len(row[0]) + 80  # as JSON at its longest
+            size += 12 * len(row[0]) + 80  # longest JSON form
             if size > PART_BYTES:
-                _say(talk, found, part)
+                _send_part(progress, found, part)
                 part, size = [], 0
-        _say(talk, found, part)
-        talk.say({"job": job.id, "skipped": {why: count for why, count in found.skipped.items() if count}})
+        _send_part(progress, found, part)
+        progress.send({"job": job.id, "skipped": {why: count for why, count in found.skipped.items() if count}})
     return {}
 
 
-def _say(talk: Talk, found: FoundFile, part: list[list[Any]]) -> None:
+def _send_part(progress: ProgressStream, found: FoundFile, part: list[list[Any]]) -> None:
     foreign = [row[0] for row in part if found.received.get(row[0]) == row[1:]]
-    talk.say({"job": found.job.id, "files": part, **({"foreign": foreign} if foreign else {})})
+    progress.send({"job": found.job.id, "files": part, **({"foreign": foreign} if foreign else {})})
 
 
 class FoundFile:
-    """The files that one job wrote, and how many things that are none, by kind."""
-
     def __init__(self, job: JobFolder) -> None:
         self.job = job
         self.received = read_marks(job.received)
@@ -88,7 +84,6 @@ class FoundFile:
                 yield from self._below(top, ELSEWHERE, only=CHECKPOINT)
 
     def _below(self, top: int, prefix: str, only: re.Pattern[str] | None = None) -> Iterator[list[Any]]:
-        """only: files of this folder itself whose names have this form, and nothing is said of the others."""
         with os.scandir(top) as entries:
             for entry in entries:
                 name = f"{prefix}/{entry.name}"
@@ -126,12 +121,11 @@ class FoundFile:
 
 
 def mark(found: os.stat_result) -> list[int]:
-    """What changes with a file's content."""
     return [found.st_size, found.st_mtime_ns, found.st_ino]
 
 
 def read_marks(path: Path) -> dict[str, list[int]]:
-    """By name, the mark of every file as it was shipped, or received; {} where that is not noted."""
+    """Name -> mark of each file as shipped, or as received; {} if not recorded."""
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError):
@@ -139,7 +133,6 @@ def read_marks(path: Path) -> dict[str, list[int]]:
 
 
 def checkpoint_folder(job: JobFolder) -> Path | None:
-    """Where the job's settings put its checkpoints, if that is outside its own folders."""
     settings = job.read_node().get("settings") or {}
     named = settings.get("checkpoint_dir")
     if not named or not isinstance(named, str):

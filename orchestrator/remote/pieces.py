@@ -1,4 +1,4 @@
-"""Contents of files on their way to the controller: the frames (see `reader`), safe opening, hashing."""
+"""Streams file contents to the controller: frames (see `reader`), safe opening, hashing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHUNK_BYTES = 1 << 18
 
 
 class Out:
-    """The stream to the controller. marker: begins each frame, since a shell may print to the stream, too."""
+    """marker: begins each frame, since a shell may print to the stream too."""
 
     def __init__(self, marker: str) -> None:
         self._marker = marker.encode()
@@ -33,7 +33,6 @@ class Out:
         sys.stdout.buffer.flush()
 
     def beat(self) -> None:
-        """At most once in BEAT_S."""
         if time.monotonic() > self._beat_due:
             self._beat_due = time.monotonic() + BEAT_S
             self.frame({"beat": 1})
@@ -61,9 +60,7 @@ def opened(path: Path) -> Any:
 
 
 def hash_pieces(handle: int, limit: int, each: Callable[[int, bytes], None]) -> tuple[int, str]:
-    """Size and SHA-256 of the file up to the limit, or to its end if it became shorter. each: called after each piece
-    with its end and its bytes.
-    """
+    """Size and SHA-256 up to the limit, or to its end if it shrank. each: called per piece with its end and bytes."""
     sha256, at = hashlib.sha256(), 0
     while at < limit and (piece := os.pread(handle, min(CHUNK_BYTES, limit - at), at)):
         sha256.update(piece)

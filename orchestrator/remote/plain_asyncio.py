@@ -1,8 +1,8 @@
-"""asyncio as a host needs it: nothing here speaks TLS, whose import takes a fifth of asyncio's, and its library memory.
+"""asyncio without `ssl`, which hosts do not use: it takes a fifth of the import time, and memory.
 
     from .plain_asyncio import asyncio
 
-asyncio does without `ssl` where there is none, as in a Python that was built without it.
+asyncio supports Python builds without `ssl`.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
-"""The port that the ranks meet at: one of the training address that nobody has, the job's own until it ends.
+"""Reserves the ranks' rendezvous port until the job ends, and admits only the job's hosts.
 
-    claim = claim_port("10.0.0.1", 29500)      # that port where it is free, else another
+    claim = claim_port("10.0.0.1", 29500)      # this port if free, otherwise another
     admit(claim.store, {own_source(claim.store), "10.0.0.2"})
-    listen(claim.store)                        # in `launch`, which torchrun is started by
+    listen(claim.store)                        # in `launch`, which starts torchrun
     claim.close()
 
-Nobody takes it in between. A socket may share its port with one that is only waiting to go (TIME_WAIT) if both have
-SO_REUSEADDR set, and with another one that does not listen, too (socket(7)). So it is set while we bind and when we
-listen, for the sake of what an earlier job left there, and not in between. A name among the abstract Unix sockets,
-which Linux has once a network, as it has TCP ports (unix(7)), keeps two jobs of ours apart that bind at once.
+With SO_REUSEADDR on both, sockets share a port with connections in TIME_WAIT, but also with a bound socket that does
+not listen (socket(7)). So it is set only while we bind and when we listen. Two jobs that bind at the same moment are
+kept apart by an abstract Unix socket, which like TCP ports belongs to a network namespace (unix(7)).
 
-torch's store asks nobody who he is. So the kernel does, as far as it can: a filter on the socket lets in packets from
-the addresses of the job's hosts alone (classic BPF: socket(7), SO_ATTACH_FILTER). Most kernels take one of any user;
-some of late take it of root alone (seen with 6.18.44), and there the store answers whoever reaches it.
+torch's store has no authentication, so a socket filter admits only packets from the job's hosts (classic BPF:
+socket(7), SO_ATTACH_FILTER). Some kernels accept a filter only from root (seen with 6.18.44); the store is open there.
 """
 
 from __future__ import annotations
@@ -27,11 +25,9 @@ from typing import NamedTuple
 
 TRIES = 20
 BACKLOG = 4096
-ATTACH_FILTER = 26
-"""SO_ATTACH_FILTER of <asm-generic/socket.h>; Python's `socket` does not name it."""
+ATTACH_FILTER = 26  # SO_ATTACH_FILTER of <asm-generic/socket.h>, missing in Python's `socket`
 _LOAD, _IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
-_NETWORK_HEADER = 0xFFF00000
-"""SKF_NET_OFF of <linux/filter.h>: from here on offsets count from the IP header."""
+_NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF of <linux/filter.h>: offsets from the IP header
 _SOURCE_AT = {4: 12, 6: 8}
 
 
@@ -46,7 +42,7 @@ class Claim(NamedTuple):
 
 
 def claim_port(address: str, wanted: int) -> Claim:
-    """Raises OSError where this host does not have the address, or no free port."""
+    """Raises OSError if the host lacks the address or a free port."""
     for port in (wanted, *[0] * TRIES):
         try:
             return _claim(address, port)
@@ -72,13 +68,11 @@ def _claim(address: str, port: int) -> Claim:
 
 
 def listen(store: socket.socket) -> None:
-    """Raises OSError."""
-    store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the connections have it from here, too
+    store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its connections inherit the option
     store.listen(BACKLOG)
 
 
 def shut_out(store: socket.socket) -> None:
-    """Hangs up on everybody who waits there to be let in."""
     store.setblocking(False)
     with contextlib.suppress(OSError):
         while True:
@@ -87,14 +81,14 @@ def shut_out(store: socket.socket) -> None:
 
 
 def own_source(store: socket.socket) -> str:
-    """Where packets of this very host to the store come from: to 127.0.0.2, for instance, from 127.0.0.1."""
+    """Source address of our own packets to the store: 127.0.0.1 for 127.0.0.2, for instance."""
     with socket.socket(store.family, socket.SOCK_DGRAM) as way:
         way.connect(store.getsockname())
         return str(way.getsockname()[0])
 
 
 def admit(store: socket.socket, addresses: Collection[str]) -> None:
-    """Who connects from another address than these gets no answer, where the kernel lets us have it so."""
+    """Other addresses get no answer, if the kernel accepts the filter."""
     version = 6 if store.family == socket.AF_INET6 else 4
     code = b"".join(_passes(ipaddress.ip_address(one.partition("%")[0]), version) for one in sorted(addresses))
     code += _instruction(_RETURN, 0, 0, 0)
@@ -105,7 +99,7 @@ def admit(store: socket.socket, addresses: Collection[str]) -> None:
 
 
 def _passes(address: ipaddress.IPv4Address | ipaddress.IPv6Address, version: int) -> bytes:
-    """A packet from this address passes; what comes from another one goes on behind these instructions."""
+    """Instructions that pass packets from this address, and fall through for others."""
     if address.version != version:
         return b""
     words = struct.unpack(f"!{len(address.packed) // 4}I", address.packed)
@@ -118,5 +112,5 @@ def _passes(address: ipaddress.IPv4Address | ipaddress.IPv6Address, version: int
 
 
 def _instruction(code: int, if_true: int, if_false: int, value: int) -> bytes:
-    """struct sock_filter of <linux/filter.h>."""
+    # struct sock_filter of <linux/filter.h>.
     return struct.pack("HBBI", code, if_true, if_false, value)

@@ -1,9 +1,9 @@
-"""Makes a job ready on this host: its folder, its code and its supervisor; nothing of it runs yet.
+"""Prepares a job on this host: its folder, code and supervisor; no rank runs yet.
 
-Request: {"action": "prepare", "workdir", "node": what goes into node.json, "plan": what goes into plan.json,
-"blob_bytes"}, then that many bytes of code. "carried": files of an earlier job that lie ready, see `handover`.
-The answer is {"pid", "hub_port", "peer_port", "firewall", "now": see `now`}, {"need_code": true} where the code is not
-here yet and did not come along, or {"error", "remedy"}. The job's folder is the lock: who makes it has the job.
+Request: {"action": "prepare", "workdir", "node": for node.json, "plan": for plan.json, "blob_bytes"}, then that many
+bytes of code. "carried": files of an earlier job (`handover`). The answer is {"pid", "hub_port", "peer_port",
+"firewall", "now": see `health.now`}, {"need_code": true} if the code is missing here and in the request, or {"error",
+"remedy"}. Creating the job's folder is the lock.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def same_job(job: JobFolder, node: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a `prepare` whose first answer was lost: the same again, never a second supervisor."""
-    # Its maker may be at work this very moment: first node.json appears, then the supervisor's record.
+    # The first `prepare` may still be working: node.json appears first, then the supervisor's record.
     there = _await(job.read_node, READY_S)
     if there.get("token") == node["token"] and there["name"] != node["name"]:
         raise Refused(
@@ -87,7 +86,6 @@ def same_job(job: JobFolder, node: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_second_gang(work: WorkFolder, earlier: Sequence[str]) -> None:
-    """earlier: attempts at the same job. Raises Refused where one has not ended on this host."""
     for name in earlier:
         job = work.job(name)
         found = agent_state(job) if job.root.is_dir() else {}
@@ -98,7 +96,6 @@ def refuse_second_gang(work: WorkFolder, earlier: Sequence[str]) -> None:
 
 
 def store_code(work: WorkFolder, sha256: str, blob: bytes) -> None:
-    """Unpacks the shipped tar under its hash, read-only. A crash half-way leaves only a temporary folder."""
     if hashlib.sha256(blob).hexdigest() != sha256:
         raise Refused("the shipped code arrived damaged", "run again")
     free = shutil.disk_usage(_existing(work.root)).free
@@ -110,7 +107,7 @@ def store_code(work: WorkFolder, sha256: str, blob: bytes) -> None:
         with tarfile.open(fileobj=io.BytesIO(blob)) as tar:
             for member in tar:
                 _unpack(tar, member, temporary)
-        with contextlib.suppress(OSError):  # another prepare of the same code was quicker: as good
+        with contextlib.suppress(OSError):  # another `prepare` of the same code was faster
             temporary.rename(work.code(sha256))
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -132,7 +129,7 @@ def _unpack(tar: tarfile.TarFile, member: tarfile.TarInfo, into: Path) -> None:
 
 
 def fill_folder(job: JobFolder, node: dict[str, Any], plan: dict[str, Any], code: Path) -> None:
-    write_json(job.node, node)  # first: it says whose the folder is
+    write_json(job.node, node)  # first, since it names the folder's owner
     write_json(job.plan, plan)
     job.src.mkdir()
     shipped = {}
@@ -156,8 +153,8 @@ def fill_folder(job: JobFolder, node: dict[str, Any], plan: dict[str, Any], code
 
 
 def move_into(job: JobFolder, ready: JobFolder, files: Sequence[Sequence[Any]]) -> None:
-    """files: [name, size, mtime_ns, whether another host wrote it] of all that lies ready (`handover`). Raises Refused
-    where one does not.
+    """files: [name, size, mtime_ns, written by another host] of everything in `handover`. Raises Refused if a file is
+    missing.
     """
     received = {}
     for name, size, mtime_ns, is_foreign in files:
@@ -178,7 +175,6 @@ def move_into(job: JobFolder, ready: JobFolder, files: Sequence[Sequence[Any]]) 
 
 
 def write_package(folder: Path) -> None:
-    """The modules that came with this request; each with its bytecode, which Python ignores if it is another's."""
     kept = folder / "__pycache__"
     kept.mkdir(parents=True)
     for module, (text, bytecode) in sys.modules["orch_remote"].MODULES.items():
@@ -189,9 +185,7 @@ def write_package(folder: Path) -> None:
 
 
 def start_supervisor(job: JobFolder) -> dict[str, Any]:
-    """Starts it in its own session with none of our streams, so that it outlives this connection; returns its answer.
-    Raises Refused.
-    """
+    """In a session of its own without our streams, to outlive this connection; returns its answer. Raises Refused."""
     read, write = os.pipe()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ORCH_")}
     with open(job.supervisor_log, "wb") as log:
@@ -211,7 +205,7 @@ def start_supervisor(job: JobFolder) -> dict[str, Any]:
     if not said:
         child.kill()
         log_text = job.supervisor_log.read_text(errors="replace").strip().splitlines()
-        raise Refused(f"the supervisor did not start ({log_text[-1] if log_text else 'no word'})", "run again")
+        raise Refused(f"the supervisor did not start ({log_text[-1] if log_text else 'no output'})", "run again")
     answer = dict(json.loads(said))
     if "error" in answer:
         child.wait()
@@ -221,7 +215,6 @@ def start_supervisor(job: JobFolder) -> dict[str, Any]:
 
 
 def _await(read: Callable[[], dict[str, Any]], timeout_s: float) -> dict[str, Any]:
-    """What `read` gives as soon as it is not empty; {} when the time is over."""
     deadline = time.monotonic() + timeout_s
     while not (found := read()) and time.monotonic() < deadline:
         time.sleep(0.02)

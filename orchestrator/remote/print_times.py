@@ -1,11 +1,11 @@
-"""Notes when what is in a log was printed: beside it, a line for each second in which something was.
+"""Records when a log's bytes were printed: one line per second with output, in a file next to the log.
 
     times = PrintTimes(job.rank(0) / "stdout.times")
     if times.is_due():
-        times.note(log)                 # what is printed now will stand from the end of this log on: a descriptor
+        times.note(log)                 # a descriptor; what is printed now will begin at its end
 
-A line is "OFFSET WALL\\n", by this host's clock. It stands there before the bytes that it tells of. Offsets and times
-never fall: where the log was cut, what was noted of it is cut, too.
+A line is "OFFSET WALL\\n", by this host's clock, written before its bytes. Offsets and times never fall: if the log is
+truncated, so is this file.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ EACH_S = 1.0
 
 
 class PrintTimes:
-    """Where the disk takes no times, nothing is lost but these."""
-
     def __init__(self, path: Path) -> None:
         self._path, self._due_s, self._offset = path, 0.0, 0
         self._handle: int | None = None
         self._is_torn = False
 
     def is_due(self) -> bool:
-        return not 0.0 <= self._due_s - time.time() <= EACH_S  # a clock that was set back is not waited for
+        return not 0.0 <= self._due_s - time.time() <= EACH_S  # also due after the clock was set back
 
     def note(self, log: int) -> None:
         now_s = time.time()

@@ -1,14 +1,12 @@
-"""Gathers what a host is, in one round trip, under the names of `NodeFacts` and `Health` (`orchestrator/hosts/`).
+"""Gathers facts about a host in one request, named as in `NodeFacts` and `Health` (`orchestrator/hosts/`).
 
-Request: {"workdir", "peers": [addresses or names], "torch": bool, "limit_s"}; with "computes", torch computes something
-on each GPU, too. The answer, which the controller checks (`orchestrator/hosts/answers.py`):
+Request: {"workdir", "peers": [addresses or names], "torch": bool, "limit_s"}; with "computes", torch also computes on
+each GPU. The answer, which the controller checks (`orchestrator/hosts/answers.py`):
 
     {"clock": {"began", "ended"}, "facts": {...}, "health": {...}}
 
-The routes to hundreds of peers cost no process each: a socket gives our own address on the way to a peer, and `ip` is
-asked once for each such address. Every command has its own limit of time and they run side by side, so that a driver
-that hangs or a dead NFS mount costs one fact and never the answer. Whatever may block without end runs in a process of
-its own for that reason.
+Commands run in parallel with a time limit each, and anything that may block runs in a process of its own, so that a
+hanging driver or a dead NFS mount costs one fact. Routes to hundreds of peers need one `ip` command per source address.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer_of(request: dict[str, Any], more: dict[str, list[str]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The answer, and what came of further commands."""
     began = time.time()
     limit_s = float(request.get("limit_s", LIMIT_S))
     peers = [str(peer) for peer in request["peers"][:MAX_PEERS]]
@@ -65,7 +62,6 @@ def answer_of(request: dict[str, Any], more: dict[str, list[str]]) -> tuple[dict
 
 
 def system_facts() -> dict[str, Any]:
-    """What the kernel and the system's files say."""
     pretty = re.search(r"^PRETTY_NAME=[\"']?([^\"'\n]*)", read_text("/etc/os-release") or "", re.MULTILINE)
     memory = re.search(r"^MemTotal:\s+(\d{1,18}) kB", read_text("/proc/meminfo") or "", re.MULTILINE)
     return {
@@ -81,7 +77,6 @@ def system_facts() -> dict[str, Any]:
 
 
 def facts_of(done: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What the commands printed. A fact that is not there comes with the reason."""
     facts = {"hostname_addresses": printed(done["own name"], list) or []}
     if (workdir := printed(done["workdir"], dict)) is None:
         workdir = {"workdir": "", "disk_free_bytes": 0, "workdir_error": _why(done["workdir"])}
@@ -98,10 +93,10 @@ def _why(done: dict[str, Any]) -> str:
 def routes(
     peers: list[str], sources: dict[str, str], links: Iterable[dict[str, Any]], named: dict[str, str]
 ) -> dict[str, Any]:
-    """The ways out of this host, and the peers that none leads to.
+    """Routes out of this host, and peers without one.
 
-    The interface of a source address is the one that `ip` named, else the one that has the address. The way to most
-    peers names none of them: with hundreds of hosts, lists of peers would be most of what is remembered.
+    A source address belongs to the interface that `ip` reported, or else to the interface with that address. The route
+    of most peers has an empty list: with hundreds of hosts, names would be most of the stored facts.
     """
     device = {address.partition("/")[0]: link["name"] for link in links for address in link["addresses"]} | named
     reached: dict[str, list[str]] = {}
@@ -117,10 +112,10 @@ def routes(
 
 
 def named_devices(sources: dict[str, str], ways: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """By source address; `ways`: by peer, what `ip route get` gave."""
+    """Source address -> interface. ways: peer -> result of `ip route get`."""
     found = {}
     for peer, done in ways.items():
-        with contextlib.suppress(LookupError, TypeError):  # an `ip` that prints something else
+        with contextlib.suppress(LookupError, TypeError):  # an `ip` with other output
             found[sources[peer]] = (printed(done, list) or [])[0]["dev"]
     return found
 
@@ -129,12 +124,12 @@ def named_devices(sources: dict[str, str], ways: dict[str, dict[str, Any]]) -> d
 
 
 def command_lines(request: dict[str, Any], peers: list[str], limit_s: float) -> dict[str, list[str]]:
-    """Name -> argument list. torch comes first: it takes longest."""
+    # Name -> argument list. torch comes first: it takes longest.
     computes = [COMPUTES] if request.get("computes") else []
     lines = {"torch": [sys.executable, "-c", TORCH, *computes]} if request["torch"] else {}
-    python = [sys.executable, "-S", "-c"]  # what needs no more than the standard library starts in half the time
+    python = [sys.executable, "-S", "-c"]  # without site-packages, Python starts in half the time
     names = [peer for peer in peers if not is_numeric(peer)]
-    names_s = 0.8 * min(COMMAND_S, limit_s)  # so that it prints what it has before it is killed
+    names_s = 0.8 * min(COMMAND_S, limit_s)  # prints partial results before it is killed
     return {
         **lines,
         "workdir": [*python, workdir_trial(), request["workdir"]],
@@ -144,12 +139,11 @@ def command_lines(request: dict[str, Any], peers: list[str], limit_s: float) -> 
 
 
 def addresses_of(peers: list[str], names: dict[str, str]) -> dict[str, str]:
-    """Peer -> its numeric address; a name that leads nowhere is left out. names: those that were looked up."""
     return {peer: peer if is_numeric(peer) else names[peer] for peer in peers if is_numeric(peer) or peer in names}
 
 
 def route_lines(addresses: dict[str, str], sources: dict[str, str]) -> dict[str, list[str]]:
-    """One question for each way out of this host: its device need not be the one that has the address."""
+    # One query per source address: its interface may differ from the one with the address.
     firsts: dict[str, str] = {}
     for peer, source in sources.items():
         firsts.setdefault(source, peer)
@@ -158,7 +152,7 @@ def route_lines(addresses: dict[str, str], sources: dict[str, str]) -> dict[str,
 
 
 def workdir_trial() -> str:
-    """The text of `workfolder`, wherever this package was loaded from: a dead mount must cost a process, not us."""
+    """The source of `workfolder`, to run in a process of its own, since a dead mount blocks."""
     get_source = getattr(workfolder.__loader__, "get_source")  # noqa: B009 - all loaders of text have it (PEP 302)
     return str(get_source(workfolder.__name__))
 
@@ -170,16 +164,16 @@ def is_numeric(peer: str) -> bool:
         return False
 
 
-# What `probe` asks in a process of its own: programs that may hang, or take torch along. Each prints JSON.
+# Programs that may hang or import torch, each in a process of its own. Each prints JSON.
 
-# Prints the numeric addresses that this host's own name leads to: a resolver may take its time.
+# Prints the numeric addresses of this host's own name, which a resolver may delay.
 OWN_NAME = """
 import json, socket
 found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
 print(json.dumps(sorted({entry[4][0].partition("%")[0] for entry in found})))
 """
 
-# Prints {name: numeric address} of what was found in time. All at once: a dead resolver takes its time for each.
+# Prints {name: numeric address} as far as resolved in time, all in parallel: a dead resolver is slow for each.
 NAMES = """
 import json, os, queue, socket, sys, threading, time
 end = time.monotonic() + float(sys.argv[1])
@@ -205,20 +199,20 @@ os._exit(0)
 """
 
 COMPUTES = "computes"
-# Prints what this torch is. A part that this build or version lacks is null, never a failure of the whole. With the
-# argument COMPUTES each GPU also multiplies a matrix: {index: what went wrong, or null}.
+# Prints facts about this torch; parts that this build or version lacks are null. With the argument COMPUTES each GPU
+# multiplies a matrix: {index: error, or null}.
 TORCH = """
 import ctypes, importlib.metadata, json, os, subprocess, sys, threading, types, warnings
 os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi counts them
 class Compiler(types.ModuleType):
-    # In place of torch's, which torchvision imports, uses for nothing here, and which takes longer than all the rest.
+    # Replaces torch's, which torchvision imports without need here, and which takes longer than everything else.
     __path__ = []
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
         return lambda *_, **__: None
 def vision():
-    # What it says of itself; "" where it does not load.
+    # torchvision's version; "" if it does not load.
     try:
         for name in ("torch._dynamo", "torch._dynamo.utils"):
             sys.modules.setdefault(name, Compiler(name))
@@ -238,16 +232,16 @@ facts["nccl"] = attempt(lambda: ".".join(str(part) for part in torch.cuda.nccl.v
 # Without this library NCCL uses no InfiniBand device, whatever the kernel lists.
 facts["verbs"] = bool(attempt(lambda: ctypes.CDLL("libibverbs.so.1")))
 facts["cudnn"] = attempt(lambda: str(torch.backends.cudnn.version() or "")) or None
-# get_arch_list() is empty where no GPU is in reach; the flags of the build are there always.
+# get_arch_list() is empty without a GPU; the flags of the build are always there.
 facts["arch_list"] = attempt(lambda: (torch._C._cuda_getArchFlags() or "").split())
 facts["arch_list"] = facts["arch_list"] or attempt(torch.cuda.get_arch_list) or []
 distributed = dist.is_available()
 facts["gloo"] = bool(distributed and attempt(getattr(dist, "is_gloo_available", lambda: True)))
 facts["nccl_available"] = bool(distributed and attempt(lambda: dist.is_nccl_available()))
-with warnings.catch_warnings(record=True) as said:
+with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     facts["devices"] = attempt(lambda: torch.cuda.device_count() if torch.cuda.is_available() else 0) or 0
-facts["cuda_error"] = str(said[-1].message) if said else None
+facts["cuda_error"] = str(caught[-1].message) if caught else None
 if sys.argv[1:] == ["computes"]:
     facts["computes"] = dict.fromkeys(map(str, range(facts["devices"])), "no answer in 20 s")
     def compute():
@@ -267,8 +261,8 @@ if found := vision():
 else:
     plainly = "import torchvision; print(); print(torchvision.__version__)"
     done = subprocess.run([sys.executable, "-c", plainly], capture_output=True, text=True, errors="replace")
-    said = (done.stderr if done.returncode else done.stdout).strip().splitlines() or ["exit code %d" % done.returncode]
-    facts["torchvision_error" if done.returncode else "torchvision"] = said[-1]
+    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines() or ["exit code %d" % done.returncode]
+    facts["torchvision_error" if done.returncode else "torchvision"] = lines[-1]
 print("\\n" + json.dumps(facts), flush=True)
 os._exit(0)  # to take torch down takes as long as a quarter of its start
 """

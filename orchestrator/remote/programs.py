@@ -1,7 +1,7 @@
-"""What a supervisor runs on its host, the inventory's `prepare` command and then torchrun, and what their ends mean.
+"""Runs the inventory's `prepare` command and torchrun on a host, ends all their processes, and explains failures.
 
 programs = Programs(job, node, state, drain, rendezvous)
-await programs.prepare()                    # whether it went well, or there is none
+await programs.prepare()                    # True if it succeeded or is not set
 await programs.run_torchrun(argv)           # until it ends
 """
 
@@ -42,7 +42,7 @@ _NAMES = {"prepare": "the `prepare` command"}
 
 
 class Programs:
-    """drain: hears what the ranks have reported until now. rendezvous: the master's alone."""
+    """drain: processes pending reports of ranks. rendezvous: only on the master."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Programs:
         self._drain, self._rendezvous = drain, rendezvous
 
     async def prepare(self) -> bool:
-        """Runs the inventory's `prepare` command, once a host and job, before any rank starts."""
+        """Runs once per host and job, before any rank."""
         if not self._node.get("prepare"):
             return True
         argv, environment = unseen_line(self._node["prepare"], self.children.environment())
@@ -68,11 +68,10 @@ class Programs:
         if code != 0 and not self._state.is_stopping:
             reason = f"{_NAMES['prepare']} {how_it_ended(code)}"
             self._state.fail(self.failures.of_program("prepare", reason, self._job.prepare_log, code))
-        self.failures.forget_memory_kills()  # from here on they are the ranks'
+        self.failures.forget_memory_kills()  # later kills are the ranks'
         return code == 0
 
     def torchrun_argv(self, order: Order) -> list[str]:
-        """order: a start."""
         values = {
             "rendezvous_port": str(order["rendezvous_port"]),
             "job_dir": str(self._job.root),
@@ -98,7 +97,6 @@ class Programs:
             self._state.fail(failed)
 
     def _start_torchrun(self, argv: list[str]) -> asyncio.Future[int] | None:
-        """The master's gets the socket that its store is to listen on, and we keep none of it."""
         if not (self._rendezvous and self._rendezvous.store):
             return self._start("torchrun", argv, self._job.torchrun_log, self._job.bin)
         with self._rendezvous.store as store:
@@ -114,7 +112,6 @@ class Programs:
         environment: dict[str, str] | None = None,
         handles: Sequence[int] = (),
     ) -> asyncio.Future[int] | None:
-        """A child whose output goes to this log; None where this host cannot start it, which fails the job."""
         try:
             with open(log, "wb") as output:
                 return self.children.start(argv, output, folder, environment, handles)
@@ -130,32 +127,24 @@ def _filled(part: str, values: dict[str, str]) -> str:
     return part
 
 
-# What a supervisor starts on its host, and how it ends all of it: torchrun, `prepare`, the watch over the GPUs.
-#
-#     children = Children(job, node)
-#     ended = children.start([python, "-m", ...], log, folder)     # a future of its exit code
-#     leftovers = await children.end_all_of_it(wrappers)            # INT, TERM, KILL, and a second look
-#
-# Whatever these start in turn is found by descent or by its mark (`processes`), daemonised or not.
+# A job's child processes are found by descent or by their mark (`processes`), daemonised or not.
 
 KILL_S = 5.0
-GPU_WATCH_S = 1.0
-"""So long may what a sick driver holds, though it was killed, keep a job from its end."""
+GPU_WATCH_S = 1.0  # longest delay of a job's end by a killed GPU watch that a faulty driver holds
 LOOK_S = 0.05
 
-# What a host's profile may have left behind and torchrun would obey (it reads PET_* as its own options).
+# Variables from a host's profile that torchrun would obey (it reads PET_* as its own options).
 _UNSET = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _UNSET_PREFIXES = ("PET_", "TORCHELASTIC_", "ORCH_")
 
 
 class Children:
-    """All of one job's processes on this host but ourselves."""
-
     def __init__(self, job: JobFolder, node: dict[str, Any]) -> None:
         self._job, self._node = job, node
         self._exits: dict[int, asyncio.Future[int]] = {}
         self._gpu_watch = self._killed_group = 0
-        self._descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)  # the host's own limits: ours grow (`link`)
+        # The host's own limits: ours are raised (`link`).
+        self._descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def start(
         self,
@@ -165,9 +154,10 @@ class Children:
         environment: dict[str, str] | None = None,
         handles: Sequence[int] = (),
     ) -> asyncio.Future[int]:
-        """A child in a session of its own that dies with us: its exit code to come, negative for a signal.
+        """Starts a child in a session of its own that dies with us. Returns its future exit code, negative for a
+        signal.
 
-        handles: descriptors that it shall have, by the same numbers.
+        handles: descriptors to inherit with their numbers.
         """
         child = subprocess.Popen(
             argv,
@@ -180,12 +170,11 @@ class Children:
             preexec_fn=self._prepare,
             pass_fds=handles,
         )
-        child.returncode = 0  # `reap` hears of its end; Popen must not wait for it, too
+        child.returncode = 0  # `reap` collects it; Popen must not wait too
         ended = self._exits[child.pid] = asyncio.get_running_loop().create_future()
         return ended
 
     def _prepare(self) -> None:
-        """In the child, before its program."""
         die_with_parent(signal.SIGKILL)
         resource.setrlimit(resource.RLIMIT_NOFILE, self._descriptors)
 
@@ -196,7 +185,7 @@ class Children:
             if name not in _UNSET and not name.startswith(_UNSET_PREFIXES)
         }
         own = {MARK: str(self._job.root), "ORCH_JOB": self._job.id, "ORCH_NODE": self._node["name"]}
-        # The job's own code first: for a script both its folder and the packages shipped with it.
+        # The job's own code comes first: the script's folder and the packages shipped with it.
         given = {**inherited, **self._node["env"]}
         path = [str(self._job.src), *filter(None, [given.get("PYTHONPATH")]), str(self._job.bin)]
         return {**given, **own, "PYTHONPATH": os.pathsep.join(path)}
@@ -204,22 +193,21 @@ class Children:
     def watch_gpus(self) -> None:
         if self._node["gpu_uuids"]:
             argv = [sys.executable, "-S", "-m", "orch_remote.gpus", str(self._job.root)]
-            # Nothing of the job's own code is to be found before the standard library.
+            # The job's code must not hide modules of the standard library.
             environment = {**self.environment(), "PYTHONPATH": str(self._job.bin)}
             try:
                 self.start(argv, sys.stderr, self._job.bin, environment)
-            except OSError as error:  # the job goes on unwatched
+            except OSError as error:  # the job runs without readings
                 sys.stderr.write(f"GPU use is unknown: {answer.words(error)}\n")
             else:
                 self._gpu_watch = next(reversed(self._exits))
 
     def end_gpu_watch(self) -> None:
-        if self._gpu_watch in self._exits:  # not reaped, so the group is still its own
+        if self._gpu_watch in self._exits:  # not reaped yet, so the group is still its own
             self._killed_group = self._gpu_watch
             os.killpg(self._killed_group, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Collects every child that ended, adopted ones too. Called on SIGCHLD."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -229,33 +217,32 @@ class Children:
                     self._exits.pop(pid).set_result(os.waitstatus_to_exitcode(status))
 
     async def end_all_of_it(self, wrappers: Callable[[], set[int]]) -> list[str]:
-        """The ladder: INT to the ranks (TERM to scripts that handle it: `rank`), TERM to all, KILL to all, each only if
-        the one before did not do.
+        """Ends all processes in steps: INT to the ranks (TERM to scripts that handle it: `rank`), TERM to all, KILL to
+        all.
 
-        wrappers: the pids of the rank wrappers. Returns what would not end.
+        wrappers: pids of the rank wrappers. Returns processes that did not end.
         """
         self.end_gpu_watch()
         grace_s = self._node["grace_s"]
         for signum in (signal.SIGINT, signal.SIGTERM):
-            if not self._left():
+            if not self._remaining():
                 break
-            # torchrun answers INT by ending its workers itself and at once; the ranks are to have their grace first.
+            # torchrun would answer INT by killing its workers; ranks get their grace first.
             first = wrappers()
-            ranks = [process for process in self._left() if process.pid in first]
-            end_all(ranks if signum == signal.SIGINT and ranks else self._left(), signum)
-            await until(lambda: not self._left(), grace_s)
+            ranks = [process for process in self._remaining() if process.pid in first]
+            end_all(ranks if signum == signal.SIGINT and ranks else self._remaining(), signum)
+            await until(lambda: not self._remaining(), grace_s)
         killing = Killing()
-        await until(lambda: not self._left(), KILL_S, lambda: killing.of(self._left()))
+        await until(lambda: not self._remaining(), KILL_S, lambda: killing.of(self._remaining()))
         await until(lambda: not below_or_marked(self._job.root), GPU_WATCH_S)
         return [describe(process) for process in below_or_marked(self._job.root)]
 
-    def _left(self) -> list[Identity]:
-        """What the ladder has to end. The GPU watch was killed before it, and a sick driver may hold that for long."""
+    def _remaining(self) -> list[Identity]:
+        # Processes to end, without the killed GPU watch, which a faulty driver may hold for long.
         return [one for one in below_or_marked(self._job.root) if process_group(one.pid) != self._killed_group]
 
 
 async def until(condition: Callable[[], bool], timeout_s: float, meanwhile: Callable[[], None] | None = None) -> bool:
-    """Whether the condition came to hold in time; `meanwhile` is called before each further look."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not condition():
         if asyncio.get_running_loop().time() >= deadline:
@@ -266,35 +253,28 @@ async def until(condition: Callable[[], bool], timeout_s: float, meanwhile: Call
     return True
 
 
-# What went wrong with a process of ours, from its exit code, its log and the kernel's count of memory kills.
-#
-# failures = FailureDiagnosis("beta")
-# failures.of_program("prepare", "the `prepare` command exited 3", job.prepare_log, 3)
-# failures.of_rank({"rank": 1, "exit_code": 7, "signal": None}, log)
+# Explains a process's failure by its exit code, its log and the kernel's count of out-of-memory kills.
 
 OUT_OF_MEMORY = "this host, or the cgroup that it runs in, ran out of memory, and the kernel ended a process"
 
 
 class FailureDiagnosis:
-    """node: this host's name."""
-
     def __init__(self, node: str) -> None:
         self._node = node
         self._memory_kills = out_of_memory_kills()
 
     def forget_memory_kills(self) -> None:
-        """What the kernel ended until now was none of what is to come."""
         self._memory_kills = out_of_memory_kills()
 
     def of_program(self, kind: str, reason: str, log: Path, code: int) -> Failure:
-        """code: its exit code, negative for a signal. log: where the cause may stand."""
+        """code: exit code, negative for a signal. log: where to look for the cause."""
         cause = failure(kind, self._node, reason)
         cause["exit_code"] = code if code > 0 else None
         cause["signal"] = signal_name(-code) if code < 0 else None
         return self._explained(cause, log)
 
     def of_rank(self, event: dict[str, Any], log: Path) -> Failure:
-        """event: as the rank's wrapper reports its end (`rank`). Raises KeyError where that is not of this form."""
+        """event: the rank's end as its wrapper reports it (`rank`). Raises KeyError if malformed."""
         if "trouble" in event:
             cause = failure("rank", self._node, f"rank {event['rank']} did not start: {event['trouble']}")
             cause["rank"], cause["exit_code"] = event["rank"], event["exit_code"]
@@ -307,7 +287,7 @@ class FailureDiagnosis:
     def _explained(self, cause: Failure, log: Path | None) -> Failure:
         if cause["signal"] == "SIGKILL" and out_of_memory_kills() > self._memory_kills:
             cause["reason"] += f": {OUT_OF_MEMORY}"
-        # Nobody who is killed from outside says why; one who aborts (NCCL's watchdog does) has said it before.
+        # A process killed from outside logs no reason; a process that aborts (NCCL's watchdog) has logged it before.
         if cause["signal"] in (None, "SIGABRT"):
             lines = log_tail(log) if log else []
             cause["log_line"], cause["secondary"] = telling_line(lines), is_secondary(lines)
@@ -317,5 +297,4 @@ class FailureDiagnosis:
 
 
 def how_it_ended(code: int) -> str:
-    """code: an exit code, negative for a signal."""
     return f"was killed by {signal_name(-code)}" if code < 0 else f"exited {code}"

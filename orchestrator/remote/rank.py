@@ -1,11 +1,10 @@
-"""The wrapper around one rank: torchrun starts it, it runs the script and reports how it ended.
-
-torchrun itself only ever says 1. The wrapper carries what the script prints into its two log files (`pump`), writes
-exit code or signal to `rank-<r>/exit.json` and to the supervisor's control FIFO, and never leaves the script behind: it
-ends it when torchrun dies (PR_SET_PDEATHSIG), when the supervisor dies (end of file on the `alive` FIFO) and when it is
-asked to.
+"""Wrapper around one rank: runs its script under torchrun, writes its logs and reports how it ended.
 
     torchrun ... --no-python python -m orch_remote.rank <job folder>
+
+torchrun itself only exits with 1. The wrapper writes the script's output to two log files (`output_writer`), and its
+exit code or signal to `rank-<r>/exit.json` and the supervisor's control FIFO. It ends the script when torchrun dies
+(PR_SET_PDEATHSIG), when the supervisor dies (end of file on the `alive` FIFO), or when asked to.
 """
 
 from __future__ import annotations
@@ -26,33 +25,31 @@ from . import answer
 from .layout import JobFolder, write_json
 from .meeting import Meeting
 from .memory import let_go_first
+from .output_writer import OutputWriter
 from .print_times import PrintTimes
 from .processes import adopt_orphans, catches, descendants, die_with_parent, end_all, pulse, signal_name
-from .pump import Pump
 from .script_start import PACKAGE, STACKS, WATCH
 
 PARENT_DIED = signal.SIGUSR1
 FORWARDED = (signal.SIGINT, signal.SIGTERM)
 LOOK_S = 2.0
 RARER = 20
-"""Whether a rank has met the others is looked at again after a RARERth of the time that it has run: a host may have
-very many connections to look through.
+"""Time to the next check whether a rank has joined others, as a fraction (1/RARER) of its run time: a host may have
+very many connections.
 """
 STILL_S = 22.0
-"""A supervisor without a pulse for this long has lost its lease (`membership`), and cannot end us: we end ourselves."""
+"""A supervisor frozen for this long has lost its lease (`membership`) and cannot end us: we end ourselves."""
 END_S = 5.0
 NOT_FINITE = "metrics.jsonl.not_finite"
 MARK_BYTES = 512
-LOCAL_RANK = "--local_rank={LOCAL_RANK}"
-"""As the plan writes it for scripts that expect this argument from torch.distributed.launch."""
+LOCAL_RANK = "--local_rank={LOCAL_RANK}"  # argument for scripts written for torch.distributed.launch; part of the plan
 
 
 def main() -> None:
     parent = os.getppid()
     job = JobFolder(Path(sys.argv[1]))
     node = json.loads(job.node.read_text())
-    # As planned, also where torchrun, meeting again with fewer hosts, has given it another number: this host's logs and
-    # metrics stay in their own places.
+    # By plan, even if torchrun renumbers ranks after a restart with fewer hosts: logs and metrics keep their places.
     ranks = ranks_of(node, int(os.environ["LOCAL_RANK"]))
     wakeup = _catch_signals()
     die_with_parent(PARENT_DIED)
@@ -63,7 +60,7 @@ def main() -> None:
     agent = job.read_agent()
     meeting = _meeting(job, node, int(agent.get("rendezvous_port", 0)))
     try:
-        child, pumps = _start(job, node, ranks)
+        child, writers = _start(job, node, ranks)
     except (OSError, RuntimeError) as error:  # RuntimeError: no further thread may start
         why = answer.describe(error) if isinstance(error, OSError) else f"{error}: see `ulimit -u` on that host"
         _report(job, ranks, {"event": "ended", **_describe(1, None), "trouble": why})
@@ -78,7 +75,7 @@ def main() -> None:
     _end_all_below(child)
     with contextlib.suppress(OSError):
         job.stacks(ranks[0]).unlink()
-    if dropped := sum(pump.finish() for pump in pumps):
+    if dropped := sum(writer.finish() for writer in writers):
         end["dropped_bytes"] = dropped
     for rank in ranks:
         with contextlib.suppress(OSError):
@@ -87,7 +84,9 @@ def main() -> None:
     sys.exit(end["exit_code"] if end["signal"] is None else 128 - child.returncode)
 
 
-def _start(job: JobFolder, node: dict[str, Any], ranks: list[int]) -> tuple[subprocess.Popen[bytes], list[Pump]]:
+def _start(
+    job: JobFolder, node: dict[str, Any], ranks: list[int]
+) -> tuple[subprocess.Popen[bytes], list[OutputWriter]]:
     folder = job.rank(ranks[0])
     folder.mkdir(exist_ok=True)
     ours = {"ORCH_METRICS": str(folder / "metrics.jsonl"), "ORCH_CHECKPOINTS": str(job.checkpoints)}
@@ -100,7 +99,9 @@ def _start(job: JobFolder, node: dict[str, Any], ranks: list[int]) -> tuple[subp
     if node.get("starts_ranks"):
         make_folders(job, ranks[1:])
         environment = without_torchrun(environment, job)
-    pumps = [Pump(folder / f"{name}.log", PrintTimes(folder / f"{name}.times")) for name in ("stdout", "stderr")]
+    writers = [
+        OutputWriter(folder / f"{name}.log", PrintTimes(folder / f"{name}.times")) for name in ("stdout", "stderr")
+    ]
     command = [LOCAL_RANK.format(**os.environ) if part == LOCAL_RANK else part for part in node["command"]]
     wrapper = os.getpid()
 
@@ -112,21 +113,20 @@ def _start(job: JobFolder, node: dict[str, Any], ranks: list[int]) -> tuple[subp
     child = subprocess.Popen(
         [sys.executable, *command],
         stdin=subprocess.DEVNULL,
-        stdout=pumps[0].entry,
-        stderr=pumps[1].entry,
+        stdout=writers[0].entry,
+        stderr=writers[1].entry,
         cwd=job.src,
         env=environment,
         start_new_session=True,
         preexec_fn=leave_no_orphan,
     )
     let_go_first(child.pid)
-    for pump in pumps:  # after the fork: a forked child of a process with threads is not to be trusted
-        pump.start()
-    return child, pumps
+    for writer in writers:  # after the fork: forking with threads is unsafe
+        writer.start()
+    return child, writers
 
 
 def _catch_signals() -> int:
-    """Turns every signal we care for into a byte (its number) on the returned descriptor."""
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     for signum in (signal.SIGCHLD, PARENT_DIED, *FORWARDED):
@@ -135,7 +135,6 @@ def _catch_signals() -> int:
 
 
 def _meeting(job: JobFolder, node: dict[str, Any], port: int) -> Meeting | None:
-    """None where there is nobody to meet."""
     if int(os.environ["WORLD_SIZE"]) < 2:
         return None
     others = {place[0] for name, place in job.read_peers().items() if name != node["name"]}
@@ -143,9 +142,7 @@ def _meeting(job: JobFolder, node: dict[str, Any], port: int) -> Meeting | None:
 
 
 def _look_out(job: JobFolder, ranks: list[int], pid: int, meeting: Meeting | None) -> Callable[[], None]:
-    """A call that reports to the supervisor, once each, that the script has met other ranks, and that a loss of a rank
-    is NaN or infinite.
-    """
+    """A call that reports once that the script has joined other ranks, and once that a rank's loss is not finite."""
     began_s = due_s = time.monotonic()
     finite = set(ranks)
 
@@ -165,7 +162,6 @@ def _look_out(job: JobFolder, ranks: list[int], pid: int, meeting: Meeting | Non
 
 
 def _not_finite(job: JobFolder, rank: int) -> dict[str, Any]:
-    """The trainer's mark next to the rank's metrics; {} if there is none."""
     with contextlib.suppress(OSError, ValueError, RecursionError), open(job.rank(rank) / NOT_FINITE, "rb") as file:
         mark = json.loads(file.read(MARK_BYTES))
         if isinstance(mark, dict):
@@ -176,14 +172,14 @@ def _not_finite(job: JobFolder, rank: int) -> dict[str, Any]:
 def _watch(
     child: subprocess.Popen[bytes], wakeup: int, alive: int, supervisor: int, look: Callable[[], None]
 ) -> str | None:
-    """Waits for the child's end; calls `look` every LOOK_S. Returns why we ended it, None where it ended by itself."""
+    """Waits for the child's end; calls `look` every LOOK_S. Returns why we ended it, None if it ended by itself."""
     cause = None
     watched = [wakeup, alive]
     beats, still = pulse(supervisor), 0
     while child.poll() is None:
         ready, _, _ = select.select(watched, [], [], LOOK_S)
         look()
-        if not ready:  # looks are counted, not seconds: who was frozen with us has as long to wake as we had
+        if not ready:  # counts looks, not seconds: after a freeze of both, the supervisor has time to wake up
             before, beats = beats, pulse(supervisor)
             still = still + 1 if beats == before != -1 else 0
             if still * LOOK_S >= STILL_S:
@@ -194,7 +190,7 @@ def _watch(
             cause = cause or "the supervisor died"
             _kill(child, signal.SIGKILL)
         if wakeup in ready:
-            _bury_orphans(child)
+            _reap_orphans(child)
             for signum in os.read(wakeup, 512):
                 if signum == PARENT_DIED:
                     cause = cause or "torchrun died"
@@ -207,14 +203,13 @@ def _watch(
 
 
 def _expected(pid: int, signum: int) -> int:
-    """SIGTERM in place of SIGINT for a script that handles it: it saves its work there, as Slurm and torchrun have it.
-    That a script handles SIGINT says nothing: Python itself does, and raises KeyboardInterrupt.
-    """
+    # SIGTERM instead of SIGINT for a script that handles it, since scripts for Slurm and torchrun save their work on
+    # SIGTERM. A SIGINT handler proves nothing: Python itself has one.
     return signal.SIGTERM if signum == signal.SIGINT and catches(pid, signal.SIGTERM) else signum
 
 
-def _bury_orphans(child: subprocess.Popen[bytes]) -> None:
-    """What the script daemonised is our child now, and ends as ours; its own end is `child.poll`'s to see."""
+def _reap_orphans(child: subprocess.Popen[bytes]) -> None:
+    # Reaps daemonised descendants, our children now; leaves the script itself to `child.poll`.
     look = os.WEXITED | os.WNOHANG | os.WNOWAIT
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitid(os.P_ALL, 0, look)) and found.si_pid != child.pid:
@@ -222,9 +217,7 @@ def _bury_orphans(child: subprocess.Popen[bytes]) -> None:
 
 
 def _end_all_below(child: subprocess.Popen[bytes]) -> None:
-    """What the script started ends with it, daemonised or not: should both supervisor and keeper be gone, nobody else
-    would know it for ours.
-    """
+    # Ends everything that the script started: without supervisor and keeper no other process could identify it.
     _kill(child, signal.SIGKILL)
     deadline = time.monotonic() + END_S
     while (left := descendants(os.getpid())) and time.monotonic() < deadline:
@@ -233,7 +226,7 @@ def _end_all_below(child: subprocess.Popen[bytes]) -> None:
 
 
 def _kill(child: subprocess.Popen[bytes], signum: int) -> None:
-    # The child leads its own session, so its process group is exactly what it started and did not daemonise.
+    # The child leads a session, so its process group is everything it started and did not daemonise.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signum)
 
@@ -244,7 +237,7 @@ def _describe(returncode: int, cause: str | None) -> dict[str, Any]:
 
 
 def _report(job: JobFolder, ranks: list[int], event: dict[str, Any]) -> None:
-    # Without a supervisor there is no reader (ENXIO); exit.json then speaks for itself.
+    # Without a supervisor there is no reader (ENXIO); exit.json remains.
     with contextlib.suppress(OSError):
         handle = os.open(job.control, os.O_WRONLY | os.O_NONBLOCK)
         try:
@@ -254,21 +247,16 @@ def _report(job: JobFolder, ranks: list[int], event: dict[str, Any]) -> None:
             os.close(handle)
 
 
-# The variables with which a rank's script is started so that it writes its stacks when asked, and steps are measured.
-#
-# environment |= watched(job, environment, stacks=job.rank(0) / "stacks")
-
-
 def watched(
     job: JobFolder, environment: Mapping[str, str], *, steps: bool = True, stacks: Path | None = None
 ) -> dict[str, str]:
-    """Has Python run `script_start` first, from a folder that holds nothing else. For a child of this process. {} where
-    a full disk has no room for that folder: the script is more.
+    """Variables that make Python run `script_start` first, from a folder of its own. For a child of this process. {} if
+    a full disk has no room for the folder.
     """
     folder = job.bin / "start"
     try:
         folder.mkdir(exist_ok=True)
-        with contextlib.suppress(FileExistsError):  # another rank of this host made it
+        with contextlib.suppress(FileExistsError):  # another rank of this host created it
             os.symlink(f"../{PACKAGE}/script_start.py", folder / "sitecustomize.py")
     except OSError:
         return {}
@@ -281,23 +269,19 @@ def watched(
     return found
 
 
-# A command that starts all ranks of its host by itself, as a person types it: one wrapper stands for all of them.
-#
-# It sees nothing of the torchrun that started the wrapper. Its ranks write their metrics each into its own folder; what
-# they print is the command's, and stands in the first rank's logs.
+# One wrapper stands for a command that starts all ranks of its host. The command sees no variables of torchrun. Each
+# rank writes metrics into its own folder; output goes to the first rank's logs.
 
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
 
 
 def ranks_of(node: Mapping[str, Any], local_rank: int) -> list[int]:
-    """The global numbers of the ranks that a wrapper stands for."""
     numbers = [int(number) for number in node["rank_numbers"]]
     return numbers if node.get("starts_ranks") else [numbers[local_rank]]
 
 
 def make_folders(job: JobFolder, others: list[int]) -> None:
-    """Those of the ranks behind the first one, which print nothing of their own."""
     for rank in others:
         job.rank(rank).mkdir(exist_ok=True)
         for log in ("stdout.log", "stderr.log"):
@@ -305,7 +289,7 @@ def make_folders(job: JobFolder, others: list[int]) -> None:
 
 
 def without_torchrun(environment: Mapping[str, str], job: JobFolder) -> dict[str, str]:
-    """What the command shall have; the trainer puts each rank's number for `{rank}`."""
+    """Environment of such a command; the trainer replaces `{rank}` by each rank's number."""
     kept = {name: value for name, value in environment.items() if not _is_torchruns(name)}
     return {**kept, "ORCH_METRICS": f"{job.root}/rank-{{rank}}/metrics.jsonl"}
 

@@ -1,4 +1,4 @@
-"""How far a rank has come, by what it has written: its two logs and its metrics.
+"""A rank's progress, from its two logs and its metrics.
 
 progress_of(job, 0)         # RankProgress(sizes=(120, 0, 4096), quiet_s=3.1, step=120, step_s=0.4)
 """
@@ -15,19 +15,15 @@ from typing import Any, NamedTuple
 from .layout import JobFolder
 from .stillness import FILES
 
-TAIL_BYTES = 1 << 14
-"""Of the metrics: the last steps."""
+TAIL_BYTES = 1 << 14  # read from the end of the metrics
 MOST_STEP, MOST_S = 2**53, 1e9
 
 
 class RankProgress(NamedTuple):
     sizes: tuple[int, ...]
-    quiet_s: float
-    """Since it wrote last, by the clock of its disk; or since it began, where it has written nothing."""
-    step: int | None
-    """The last one in its metrics."""
-    step_s: float | None
-    """What the longest of the last steps took."""
+    quiet_s: float  # since its last write, by the clock of its disk
+    step: int | None  # the last step in its metrics
+    step_s: float | None  # longest of the last steps, in seconds
 
 
 def progress_of(job: JobFolder, rank: int) -> RankProgress:

@@ -1,26 +1,23 @@
-"""Sends a job's files to the controller as a stream of frames, continuing where the controller's copies end.
+"""Streams a job's files to the controller as frames, continuing where the controller's copies end.
 
 Request: {"workdir", "job", "ranks": [numbers of this host], "offsets": {name: {"offset", "inode", "head"}}, "follow",
-"files": [kinds of files, like "stdout.log"], "limit_bytes", "times"}. Without kinds of files only the record is sent;
-of each file at most the first `limit_bytes` are sent (null: all). The controller has the first `offset` bytes of a
-file; they came from the file with this `inode` (or null), and `head` is the SHA-256 of the first HEAD_BYTES of them.
-Each frame is the request's marker and one JSON line, followed by `size` raw bytes if it has a size:
+"files": [kinds of files, like "stdout.log"], "limit_bytes", "times"}. The controller has the first `offset` bytes of a
+file with this `inode` (or null), and `head` is the SHA-256 of their first HEAD_BYTES. At most `limit_bytes` of each
+file are sent (null: all). A frame is the request's marker and one JSON line, then `size` raw bytes if it has a size:
 
     {"file": "rank-0/stdout.log", "inode": 77, "offset": 0, "size": 4096}   and 4096 bytes
-    {"file": ..., "size": 80, "wall": 1764100000.12}            with `times`: of a log, when these bytes were printed
+    {"file": ..., "size": 80, "wall": 1764100000.12}            with `times`: print time of these bytes of a log
     {"agent": {...}}                                            whenever the supervisor's record changed
     {"beat": 1}                                                 at least every second
     {"error", "remedy"}                                         the disk fails; the last frame
-    {"end": {name: {"size", "sha256", "left"}}}                 of all bytes that were ever sent, and the number of
-                                                                bytes beyond the limit; the last frame
+    {"end": {name: {"size", "sha256", "left"}}}                 of all bytes ever sent, and bytes beyond the limit; the
+                                                                last frame, empty with `follow`
 
-A file that was cut, replaced or rotated since is another file and comes again from offset 0. Its size, inode or
-beginning shows that; if a file was rewritten in place with the same beginning, and has grown longer again, only the
-hash at the end shows it. A log that rotation moved to another name is not sent.
+A truncated, replaced or rotated file is sent again from offset 0; size, inode or beginning reveals it. A file rewritten
+in place with the same beginning, and longer, is only revealed by the final hash. Rotated logs are not sent.
 
-With `follow` it continues until the supervisor has written its final record (or is gone) and every byte is out, and its
-end frame is empty; without, it sends what exists at its start, however fast the files grow. It ends at once if the
-controller leaves (standard input closes), and yields the processor to the job.
+With `follow` it ends after the final record, when every byte is sent; without, it sends what exists at its start. It
+ends at once if the controller leaves (standard input closes).
 """
 
 from __future__ import annotations
@@ -68,7 +65,7 @@ def main(request: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _reported(out: Out, job: JobFolder) -> Iterator[None]:
-    """Reports a disk that fails here: to read again would only fail again."""
+    # Reports a failing disk as the last frame: reading again would fail too.
     try:
         yield
     except BrokenPipeError:
@@ -80,8 +77,6 @@ def _reported(out: Out, job: JobFolder) -> Iterator[None]:
 
 
 class LogFile:
-    """One file on its way to the controller."""
-
     def __init__(
         self,
         out: Out,
@@ -92,8 +87,8 @@ class LogFile:
         *,
         times: bool = False,
     ) -> None:
-        """have: the controller's part of it, as in the request. limit_bytes: the most that is sent; None for all.
-        times: send the time at which each piece of a log was printed.
+        """have: the controller's part, as in the request. limit_bytes: most bytes to send. times: send print times of
+        log pieces.
         """
         have = have or {"offset": 0, "inode": None, "head": None}
         self.name = name
@@ -108,7 +103,7 @@ class LogFile:
         self._times = LineTimes(self._path.with_suffix(".times")) if times and name.endswith(".log") else None
 
     def send_new(self, *, only_present: bool = False) -> bool:
-        """Sends the next piece, if there is one. only_present: not beyond the file's size at the first call."""
+        """Sends the next piece, if any. only_present: not beyond the file's size at the first call."""
         with opened(self._path) as handle:
             if handle is None:
                 return False
@@ -135,8 +130,8 @@ class LogFile:
         return size if self._limit_bytes is None else min(size, self._limit_bytes)
 
     def fingerprint(self) -> dict[str, Any] | None:
-        """Of exactly the bytes that the controller has, so that a file that still grows can be checked, too. None if it
-        has none, or if the file is no longer the one that they came from.
+        """Covers exactly the bytes that the controller has, so that growing files can be checked. None without bytes,
+        or if they came from another file.
         """
         with opened(self._path) as handle:
             if handle is None or not self.offset or not self._is_same(handle, found := os.fstat(handle)):
@@ -145,7 +140,6 @@ class LogFile:
         return {"size": size, "sha256": sha256, "left": found.st_size - max(size, self._limited(found.st_size))}
 
     def _is_same(self, handle: int, found: os.stat_result) -> bool:
-        """Whether the controller's bytes came from this very file."""
         if not self.offset:
             return True
         if self._inode not in (None, found.st_ino) or found.st_size < self.offset:
@@ -157,7 +151,7 @@ class LogFile:
 
 
 def _hand_out(out: Out, job: JobFolder, files: list[LogFile]) -> None:
-    """Everything that exists now. The record is read once, before the files: a final record means complete files."""
+    # Sends all existing bytes. The record is read before the files: if it is final, the files are complete.
     out.frame({"agent": look(job)})
     while any([file.send_new(only_present=True) for file in files]):
         out.beat()
@@ -171,7 +165,7 @@ def _follow(out: Out, job: JobFolder, files: list[LogFile]) -> None:
         if latest != agent:
             agent = latest
             out.frame({"agent": agent})
-        # A final record is not yet the end: while supervisor or keeper lives, the job still has a process.
+        # After the final record, supervisor or keeper may still be alive, and processes of the job with them.
         if not any(sent) and not agent.get("alive"):
             return
         out.beat()
@@ -180,7 +174,6 @@ def _follow(out: Out, job: JobFolder, files: list[LogFile]) -> None:
 
 
 def look(job: JobFolder) -> dict[str, Any]:
-    """The supervisor's record, as it is sent to a follower."""
     return agent_state(job) if job.root.is_dir() else {"state": "lost", "alive": False, "gone": True}
 
 

@@ -1,16 +1,16 @@
-"""Takes a data set: says which files this host lacks, receives these, lets each appear whole or not at all.
+"""Receives a data set: reports missing files, receives them, and makes each visible only when complete.
 
-Request: {"folder", "files": [[name, size, sha256], ...]}, names relative to the folder. It reports (see `talk`):
+Request: {"folder", "files": [[name, size, sha256], ...]}, names relative to the folder. Output (see `progress_stream`):
 
     {"waits": 1}                       another push is at work in this folder
-    {"looked": bytes}                  so much of what is here already has been read and hashed
-    {"lacks": [[index, offset], ...]}  files to be sent, each from this offset on; comes in parts
+    {"looked": bytes}                  bytes of existing files hashed so far
+    {"lacks": [[index, offset], ...]}  files to send, each from this offset on; in parts
     {"go": 1}                          the list is complete and there is room; now the bytes come, in this order
-    {"end": {"folder", "received"}}    every file is here; `received` counts the files that came
+    {"end": {"folder", "received"}}    every file is here; `received` files came
 
-A file comes under another name beside its place (`.orch-<hash>.part`), where a broken link leaves what has arrived: the
-next push goes on from there, and the hash over all of it decides in the end. The name says which content it is to be.
-Beneath the folder no link is followed, and where another user has a say in what lies there nothing is written.
+A file arrives as `.orch-<hash of name and content>.part` next to its place, where the next push continues after a
+broken connection; the hash of the whole file is checked at the end. No link below the folder is followed, and nothing
+is written where another user controls the path.
 """
 
 from __future__ import annotations
@@ -29,18 +29,16 @@ from pathlib import Path
 from typing import Any
 
 from .answer import Refused
-from .beneath import READ, UnsafeError, chosen_folder, holder, is_trusted
-from .talk import STDIN, ControllerLeft, Talk, alone_at, serve
+from .progress_stream import STDIN, ControllerLeft, ProgressStream, alone_at, serve
+from .safe_open import READ, UnsafeError, chosen_folder, holder, is_trusted
 
 CHUNK_BYTES = 1 << 20
-SPARE_BYTES = 64 << 20
-"""Left free on the disk."""
-SILENT_S = 60.0
-"""Without a byte for so long, the controller is taken for gone."""
+SPARE_BYTES = 64 << 20  # left free on the disk
+SILENT_S = 60.0  # after this long without a byte, the controller counts as gone
 SETTLE_FILES, SETTLE_BYTES = 64, 64 << 20
-"""Files are brought to the disk in groups: one commit of the file system then serves many small ones."""
+"""Files are synced in groups: one file-system commit then serves many small ones."""
 NICE = 10
-LOCK = ".lock"  # the same that the trainer holds while it unpacks
+LOCK = ".lock"  # the trainer holds it too while it unpacks
 PARTIAL = ".orch-"
 
 
@@ -52,57 +50,53 @@ def main(request: dict[str, Any]) -> None:
 
 @dataclass
 class Incoming:
-    """One file of the request."""
-
     name: str
     size: int
     digest: str
-    at: int = 0
-    """So many bytes of it lie in its partial file, and `sha256` has seen them."""
+    at: int = 0  # bytes in its partial file, which `sha256` includes
     sha256: Any = field(default_factory=hashlib.sha256)
 
     @property
     def partial(self) -> str:
-        """Beside its place."""
         mark = hashlib.sha256(f"{self.name}:{self.digest}".encode(errors="surrogateescape")).hexdigest()[:32]
         above, slash, _ = self.name.rpartition("/")
         return f"{above}{slash}{PARTIAL}{mark}.part"
 
 
-def receive(request: dict[str, Any], talk: Talk) -> dict[str, Any]:
+def receive(request: dict[str, Any], progress: ProgressStream) -> dict[str, Any]:
     folder = Path(request["folder"]).expanduser().absolute()
     files = [Incoming(checked(name), size, digest) for name, size, digest in request["files"]]
     try:
-        with chosen_folder(folder) as top, alone_at(LOCK, talk, dir_fd=top):
-            lacking = {index: file for index, file in compare(top, files, talk)}
+        with chosen_folder(folder) as top, alone_at(LOCK, progress, dir_fd=top):
+            lacking = {index: file for index, file in compare(top, files, progress)}
             refuse_if_full(folder, top, sum(file.size - file.at for file in lacking.values()))
             rows = [[index, file.at] for index, file in lacking.items()]
             for start in range(0, len(rows), 1000):
-                talk.say({"lacks": rows[start : start + 1000]})
-            talk.say({"go": 1})
+                progress.send({"lacks": rows[start : start + 1000]})
+            progress.send({"go": 1})
             settle_all(top, (take(top, file) for file in lacking.values()))
             remove_partials(top, {file.name.rpartition("/")[0] for file in lacking.values()})
     except UnsafeError as error:
         raise Refused(
             f"{folder / error.filename} {error.strerror}",
-            "choose a folder in which nobody but you may write (`chmod o-w`, or `--to /path`)",
+            "choose a folder in which only you may write (`chmod o-w`, or `--to /path`)",
         ) from error
     return {"folder": str(folder), "received": len(lacking)}
 
 
 def checked(name: str) -> str:
-    """A relative name that stays inside its folder and is none of ours. Raises ValueError."""
+    """A relative name that stays in its folder and is not a partial file's. Raises ValueError."""
     parts = name.split("/")
     if "\0" in name or any(part in ("", ".", "..") or part.startswith(PARTIAL) for part in parts):
         raise ValueError(f"file name {name!r}")
     return name
 
 
-# ---- what is here ---------------------------------------------------------------------------------------------
+# ---- existing files -------------------------------------------------------------------------------------------
 
 
-def compare(top: int, files: Iterable[Incoming], talk: Talk) -> Iterator[tuple[int, Incoming]]:
-    """The files that this host lacks, by their place in the request; each knows how much of it came before."""
+def compare(top: int, files: Iterable[Incoming], progress: ProgressStream) -> Iterator[tuple[int, Incoming]]:
+    """(place in the request, file) of each missing file, with the bytes that came before."""
     looked = 0
     buffer = memoryview(bytearray(CHUNK_BYTES))
     for index, file in enumerate(files):
@@ -112,7 +106,7 @@ def compare(top: int, files: Iterable[Incoming], talk: Talk) -> Iterator[tuple[i
                 while count := content.readinto(buffer):
                     present.update(buffer[:count])
                     looked += count
-                    talk.mention({"looked": looked})
+                    progress.mention({"looked": looked})
                 if present.hexdigest() == file.digest:
                     continue
         with opened(top, file.partial) as content:
@@ -120,13 +114,13 @@ def compare(top: int, files: Iterable[Incoming], talk: Talk) -> Iterator[tuple[i
                 while count := content.readinto(buffer):
                     file.sha256.update(buffer[:count])
                     file.at += count
-                    talk.mention({"beat": 1})
+                    progress.mention({"beat": 1})
         yield index, file
 
 
 @contextlib.contextmanager
 def opened(top: int, name: str) -> Iterator[io.FileIO | None]:
-    """None where there is no such file. Raises Refused where something else is in its place."""
+    """None if there is no such file. Raises Refused, UnsafeError if it is not a plain file of ours."""
     with contextlib.ExitStack() as stack:
         try:
             at, last = stack.enter_context(holder(top, name))
@@ -162,11 +156,11 @@ def _mebibytes(count: int) -> str:
     return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"
 
 
-# ---- what comes -----------------------------------------------------------------------------------------------
+# ---- incoming files -------------------------------------------------------------------------------------------
 
 
 def take(top: int, file: Incoming) -> tuple[Incoming, int]:
-    """Receives the rest of one file into its partial file; gives that one's handle, still open."""
+    """Receives the rest of one file into its partial file; returns the open handle."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     with holder(top, file.partial, make=True) as (at, last):
         handle = os.open(last, flags, 0o600, dir_fd=at)
@@ -190,7 +184,7 @@ def take(top: int, file: Incoming) -> tuple[Incoming, int]:
 
 
 def _bytes_from_controller(count: int) -> Iterator[memoryview]:
-    """So many bytes of standard input. Nothing of them can be in Python's own buffer: they are sent after our `go`."""
+    # Reads standard input unbuffered: these bytes are sent after our `go`.
     buffer = memoryview(bytearray(min(count, CHUNK_BYTES)))
     while count:
         ready, _, _ = select.select([STDIN], [], [], SILENT_S)
@@ -207,7 +201,7 @@ def _write_all(handle: int, piece: memoryview) -> None:
 
 
 def settle_all(top: int, taken: Iterable[tuple[Incoming, int]]) -> None:
-    """Brings files to the disk, group by group, and gives them their names: what has a name survives a power cut."""
+    # Syncs files in groups, then renames them: a file with its final name survives a power cut.
     group: list[tuple[Incoming, int]] = []
     try:
         for file, handle in taken:
@@ -232,7 +226,6 @@ def _settle(top: int, group: list[tuple[Incoming, int]]) -> None:
 
 
 def remove_partials(top: int, folders: Iterable[str]) -> None:
-    """Removes partial contents that are no longer asked for: with our lock held, nobody else is writing one."""
     for above in folders:
         with holder(top, f"{above}/" if above else "") as (at, _):
             for name in os.listdir(at):

@@ -1,8 +1,8 @@
-"""Whether hosts share a work folder: each leaves a trial file there and looks for those of the others.
+"""Detects hosts that share a work folder: each leaves a trial file and looks for the others'.
 
 Requests, by `action`, each with {"workdir", "token"}: `leave` ({"made": folders}), `look` (with "tokens"; {"seen":
-tokens}) and `remove` (with "made"). The file is named as a probe's own trial is, so that what a broken link leaves goes
-with the next probe (`workfolder`).
+tokens}) and `remove` (with "made"). The next probe removes files left by a broken connection, since they are named like
+its own trial file (`workfolder`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def leave(request: dict[str, Any]) -> dict[str, Any]:
 def look(request: dict[str, Any]) -> dict[str, Any]:
     root = _trial(request).parent
     with contextlib.suppress(OSError):
-        names = set(os.listdir(root))  # listed: NFS may still have that a name is not there
+        names = set(os.listdir(root))  # listed, because NFS may cache a missing name
         return {"seen": [token for token in request["tokens"] if f"{TRIAL}{token}" in names]}
     return {"seen": []}
 
@@ -45,7 +45,7 @@ def remove(request: dict[str, Any]) -> dict[str, Any]:
     for folder in (trial.parent, *trial.parent.parents):
         if str(folder) in request["made"]:
             with contextlib.suppress(OSError):
-                folder.rmdir()  # only an empty one goes
+                folder.rmdir()  # only if empty
     return {}
 
 

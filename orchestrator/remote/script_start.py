@@ -1,9 +1,7 @@
-"""What Python runs before a rank's script, as its `sitecustomize`: it is to write its stacks when it is asked (`stacks`
-asks), and its steps are to be watched once torch is there.
+"""Runs before a rank's script, as `sitecustomize`: enables stack dumps on request (`stacks`), and measures steps.
 
-Python imports `sitecustomize` by itself, from a folder that stands in PYTHONPATH for this alone (`rank`). It undoes
-that at once: what the script and its children see is as if it had not been, and the host's own `sitecustomize`, where
-there is one, follows. A script that imports no torch never loads more than this file.
+Python imports it from a folder that `rank` puts into PYTHONPATH. It removes that folder for the script and its
+children, then imports the host's own `sitecustomize`. Without torch nothing else is loaded.
 """
 
 from __future__ import annotations
@@ -20,16 +18,13 @@ if TYPE_CHECKING:
     from typing import Any
 
 PACKAGE = "orch_remote"
-WATCH = "ORCH_STEP_METRICS"
-"""Holds the number of the process that starts the script to be watched, so that nobody but its child is."""
-STACKS = "ORCH_STACKS"
-"""Holds that number and the file for stacks: `4711:/.../rank-0/stacks`."""
-FIRST_HANDLE = 100
-"""The file's descriptor is this one or the next that is free: those of the script keep the numbers that they had."""
+WATCH = "ORCH_STEP_METRICS"  # pid of the process that starts the script, so that only its child is measured
+STACKS = "ORCH_STACKS"  # that pid and the file for stacks: `4711:/.../rank-0/stacks`
+FIRST_HANDLE = 100  # lowest descriptor for the file, so that the script's own numbers do not change
 
 
 class OnTorch:
-    """Finds torch as everybody else does, and has its import watched to the end."""
+    """Finds torch as usual, and calls `watch` after its import."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -53,7 +48,6 @@ class OnTorch:
 
 
 def watch(torch: ModuleType) -> None:
-    """Never makes the import fail."""
     import importlib.util
 
     try:
@@ -72,18 +66,17 @@ def watch(torch: ModuleType) -> None:
 
 
 def write_stacks_when_asked(path: str) -> None:
-    """Registers Python's own handler, by which the thread that gets the signal writes where it stands, and returns.
-    Processes that are forked from this one have it, too, and the same file.
+    """Registers faulthandler for SIGURG: the thread that receives it writes its stack; forked processes share file and
+    handler.
 
-    It is SIGURG that asks: whoever has no handler for it does not notice it. A script that sets its own has it, and
-    the file is closed, by which `stacks` knows.
+    Python ignores SIGURG without a handler. If the script sets its own, the file is closed, which `stacks` detects.
     """
     try:
         signals: Any = importlib.import_module("_signal")  # `signal` is slow to import
         faults: Any = importlib.import_module("faulthandler")
         handle = open_stacks(path)
     except (OSError, ImportError):
-        return  # its state alone will be known
+        return  # only the process's state will be known
     try:
         faults.register(signals.SIGURG, handle, all_threads=False)
     except (OSError, RuntimeError):
@@ -99,8 +92,6 @@ def write_stacks_when_asked(path: str) -> None:
 
 
 def after(before: Callable[[Any], None], call: Any) -> Any:
-    """This function of a C module, and something before it that is given its first argument."""
-
     def called(*args: Any, **more: Any) -> Any:
         before(args[0] if args else more.get("signum"))
         return call(*args, **more)
@@ -111,7 +102,7 @@ def after(before: Callable[[Any], None], call: Any) -> Any:
 
 
 def open_stacks(path: str) -> int:
-    """Gives the descriptor of the file, which begins with this process's number and with the descriptor's own."""
+    """Returns a descriptor of the file, whose first line has pid and descriptor."""
     fcntl = importlib.import_module("fcntl")
     opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -130,7 +121,7 @@ def open_stacks(path: str) -> int:
 
 
 def leave_no_trace() -> tuple[bool, str]:
-    """Whether this process's steps are wanted, and the file for its stacks; "" for none."""
+    """Whether to measure this process's steps, and the file for its stacks or ""."""
     here = os.path.dirname(os.path.abspath(__file__))
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if here in paths:
@@ -152,4 +143,4 @@ if __name__ == "sitecustomize":
     if is_measured:
         sys.meta_path.insert(0, OnTorch())
     del sys.modules["sitecustomize"]
-    importlib.import_module("sitecustomize")  # the host's; Python takes its absence as it takes that of any
+    importlib.import_module("sitecustomize")  # the host's; Python ignores its absence

@@ -1,18 +1,16 @@
-"""Sends a job's output files to the controller, one after the other, as a stream of frames.
+"""Streams a job's output files to the controller as frames, one file after the other.
 
-Request: {"workdir", "job", "files": [[name, size, mtime_ns, inode, offset], ...]}: name, size, time and inode as
-`outputs` reported them; the controller has the first `offset` bytes. Each frame is the request's marker and one JSON
-line, followed by `size` raw bytes:
+Request: {"workdir", "job", "files": [[name, size, mtime_ns, inode, offset], ...]} as `outputs` reported them; the
+controller has the first `offset` bytes. A frame is the request's marker and one JSON line, then `size` raw bytes:
 
     {"file": NAME, "inode": 77, "offset": 0, "size": 4096}      and 4096 bytes
-    {"whole": NAME, "size", "mtime_ns", "sha256"}               all of this file is out
+    {"whole": NAME, "size", "mtime_ns", "sha256"}               the file is complete; sha256 of all its bytes
     {"left": NAME, "why"}                                       this file cannot be sent now
     {"beat": 1}                                                 at least every second
     {"end": {}}                                                 the last frame
 
-Files are sent in the order of the request. A file that has changed since it was reported begins at offset 0. A file
-that changes while it is read is tried again after all others, TRIES times in all. `sha256` is of the whole file, with
-the bytes that the controller had before.
+A file that has changed since the report begins at offset 0. A file that changes while it is read is tried again after
+all others, TRIES times in all.
 """
 
 from __future__ import annotations
@@ -25,15 +23,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .beneath import READ, folder, holder
 from .layout import JobFolder, WorkFolder
 from .outputs import ELSEWHERE, checkpoint_folder, mark
 from .pieces import CHUNK_BYTES, Out
+from .safe_open import READ, folder, holder
 
 TRIES = 3
 AGAIN_S = 0.2
-LOOK_BYTES = 16 << 20
-"""Bytes between two checks whether the file has changed, which makes the rest of it useless."""
+LOOK_BYTES = 16 << 20  # bytes between two checks for changes, which make the rest useless
 NICE = 10
 
 
@@ -46,7 +43,7 @@ def main(request: dict[str, Any]) -> None:
         files = request["files"]
         for turn in range(TRIES):
             if turn and files:
-                time.sleep(AGAIN_S)  # their writer may be done then
+                time.sleep(AGAIN_S)  # the writer may have finished by then
             files = [row for row in files if not _is_out(out, job, row)]
         for name, *_ in files:
             out.frame({"left": name, "why": "changes while it is read: pull again when the job is at rest"})
@@ -54,7 +51,6 @@ def main(request: dict[str, Any]) -> None:
 
 
 def _is_out(out: Out, job: JobFolder, row: list[Any]) -> bool:
-    """False if the file changed meanwhile."""
     name, size, mtime_ns, inode, offset = row
     try:
         return send(out, job, name, [size, mtime_ns, inode], offset)
@@ -88,9 +84,7 @@ def send(out: Out, job: JobFolder, name: str, before: list[int], offset: int) ->
 
 
 def send_bytes(out: Out, name: str, handle: int, found: os.stat_result, offset: int) -> str:
-    """All bytes from the offset on, up to the size that `found` has. Returns the SHA-256 of the whole file; "" as soon
-    as the file is seen to have changed.
-    """
+    """Sends from the offset up to the size in `found`. Returns the whole file's SHA-256; "" if the file changed."""
     sha256, at, look_at = hashlib.sha256(), 0, LOOK_BYTES
     while at < found.st_size:
         end = offset if at < offset else found.st_size

@@ -1,15 +1,14 @@
-"""Where the Python threads of a rank stand: asks processes that `script_start` has prepared, one after the other.
+"""Gets Python stacks from a rank's prepared processes (`script_start`), and the kernel's counts of transferred bytes.
 
-    with asking(job.stacks(0)) as ask:      # alone: who else asks meanwhile waits
+    with asking(job.stacks(0)) as ask:      # one at a time; others wait
         ask(4711)                           # [Thread(is_main=True, frames=[("train.py", 12, "step"), ...])], or None
 
-Nothing is sent to a process that is not proved to be prepared: it has a handler for the signal, and holds the file open
-under the number that the file names. Python writes from within that handler, also while a lock or the network is waited
-for; a system call that is waited in goes on, or is called again by Python itself (PEP 475).
+Only prepared processes get the signal: they handle it, and hold the file open at the descriptor that the file names.
+Python writes within the handler, also during a lock or network wait; a system call is continued or restarted (PEP 475).
 
-Each thread writes its own stack alone: one that reads the frames of another while that runs ends the process by SIGSEGV
-sooner or later. The main thread is always asked. Nobody knows which of the others are Python's: those are asked that
-wait in a call (CALLS) which a signal interrupts for no program, were it a C library's.
+Each thread writes only its own stack: reading frames of a running thread causes a segmentation fault sooner or later.
+The main thread is always asked, others only while they wait in a call (CALLS) that a signal does not interrupt for any
+program, since they may not be Python's.
 """
 
 from __future__ import annotations
@@ -31,37 +30,30 @@ from typing import NamedTuple
 from .processes import identify
 
 ASKS = signal.SIGURG
-ALONE_S = 7.0
-"""So long who asks waits for another who does: longer than that one may take."""
-ANSWER_S, ALL_S = 3.0, 6.0
-"""So long one process may take to write, and all together; one that is stuck in the kernel never does."""
-SETTLE_S = 0.2
-"""Who has written nothing more for so long has written all, where its last line does not say so."""
+ALONE_S = 7.0  # longest wait for another caller, longer than it may take
+ANSWER_S, ALL_S = 3.0, 6.0  # time for one process to write, and for all; a process stuck in the kernel never writes
+SETTLE_S = 0.2  # pause after which a stack counts as complete if its last line does not show it
 CALLS = ("futex", "hrtimer_nanosleep", "pipe_read", "anon_pipe_read", "sk_wait", "wait_woken", "unix_stream_read")
-"""What the names begin with of what in the kernel a thread may wait for and be asked (proc(5): `wchan`)."""
-MOST_ASKED = 64
-"""Threads of one process, of which most are seldom Python's."""
+"""Prefixes of kernel functions in which a thread may be asked (proc(5): `wchan`)."""
+MOST_ASKED = 64  # threads of one process; few of them are Python's
 LOOK_S = 0.002
 MOST_BYTES = 1 << 16
 MOST_THREADS = 12
 MOST_FRAMES = 40
 _FRAME = re.compile(r'  File "(.*)", line (\d{1,9}) in (.*)')
-_OUTERMOST = re.compile(rb"in (<module>|_run_module_as_main|_bootstrap)\n$")
-"""What a thread began with."""
+_OUTERMOST = re.compile(rb"in (<module>|_run_module_as_main|_bootstrap)\n$")  # the outermost frame of a thread
 
-Frame = tuple[str, int, str]
-"""File, line and function."""
+Frame = tuple[str, int, str]  # file, line and function
 
 
 class Thread(NamedTuple):
     is_main: bool
-    frames: list[Frame]
-    """The innermost first."""
+    frames: list[Frame]  # the innermost first
 
 
 @contextlib.contextmanager
 def asking(file: Path) -> Iterator[Callable[[int], list[Thread] | None]]:
-    """A call that asks one process for its threads; None of one that is not prepared, or does not answer."""
+    """A call that returns one process's threads; None if it is not prepared or does not answer."""
     try:
         handle = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
@@ -70,17 +62,17 @@ def asking(file: Path) -> Iterator[Callable[[int], list[Thread] | None]]:
     try:
         header = os.pread(handle, 64, 0).partition(b"\n")[0]
         number = header.split()[1:2]
-        if not number or not number[0].isdigit() or not _is_alone(handle):
+        if not number or not number[0].isdigit() or not _is_locked(handle):
             yield lambda pid: None
             return
         until_s = time.monotonic() + ALL_S
         yield lambda pid: _ask(pid, handle, int(number[0]), until_s)
-        os.ftruncate(handle, len(header) + 1)  # so that it stays small, however often it is asked
+        os.ftruncate(handle, len(header) + 1)  # keeps the file small
     finally:
         os.close(handle)
 
 
-def _is_alone(handle: int) -> bool:
+def _is_locked(handle: int) -> bool:
     deadline = time.monotonic() + ALONE_S
     while time.monotonic() < deadline:
         with contextlib.suppress(BlockingIOError):
@@ -94,7 +86,7 @@ def _ask(pid: int, handle: int, number: int, until_s: float) -> list[Thread] | N
     found = list[Thread]()
     with contextlib.suppress(OSError):  # it has ended
         process = identify(pid)
-        for tid in [pid, *_patient(pid)]:
+        for tid in [pid, *_waiting_threads(pid)]:
             if len(found) == MOST_THREADS or not process.is_alive() or not _is_prepared(pid, handle, number):
                 break
             start = os.fstat(handle).st_size
@@ -108,8 +100,7 @@ def _ask(pid: int, handle: int, number: int, until_s: float) -> list[Thread] | N
     return found or None
 
 
-def _patient(pid: int) -> list[int]:
-    """The threads beside the main one that may be asked, the oldest first."""
+def _waiting_threads(pid: int) -> list[int]:
     tids = sorted(int(name) for name in os.listdir(f"/proc/{pid}/task") if int(name) != pid)
     return [tid for tid in tids if _task(pid, tid, "wchan").startswith(CALLS)][:MOST_ASKED]
 
@@ -121,16 +112,15 @@ def _task(pid: int, tid: int, name: str) -> str:
 
 
 def _signal(pid: int, tid: int) -> bool:
-    """Signals this thread; False where it has ended, or where the C library cannot."""
     tgkill = getattr(ctypes.CDLL(None), "tgkill", None)
     if tgkill is None and tid == pid:
-        os.kill(pid, ASKS)  # the main thread is the first to get it
+        os.kill(pid, ASKS)  # the main thread gets it first
         return True
     return tgkill is not None and tgkill(pid, tid, int(ASKS)) == 0
 
 
 def _is_done(pid: int, tid: int) -> bool:
-    """Whether a thread that waited has taken the signal, and waits again; the main one says so itself."""
+    # A waiting thread has handled the signal and waits again. The main thread's output shows its own end.
     if tid == pid:
         return False
     fields = dict(line.split(":\t", 1) for line in _task(pid, tid, "status").splitlines() if ":\t" in line)
@@ -138,20 +128,19 @@ def _is_done(pid: int, tid: int) -> bool:
 
 
 def _is_prepared(pid: int, handle: int, number: int) -> bool:
-    """Whether it has a handler for the signal, which none of its settings keeps from being called, and that is ours."""
     masks = {}
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         name, _, value = line.partition(":")
         if name in ("SigCgt", "SigBlk"):
             masks[name] = int(value, 16) >> (ASKS - 1) & 1
     held = f"/proc/{pid}/fd/{number}"
-    if masks != {"SigCgt": 1, "SigBlk": 0} or not os.readlink(held).endswith("/stacks"):  # another may not be looked at
+    # Only a file of that name is examined: stat on another may block.
+    if masks != {"SigCgt": 1, "SigBlk": 0} or not os.readlink(held).endswith("/stacks"):
         return False
     return os.path.samestat(os.stat(held), os.fstat(handle))
 
 
 def _answer(handle: int, start: int, until_s: float, is_done: Callable[[], bool]) -> bytes:
-    """What is written from there on, once all of it has been."""
     deadline, grew_s, found = min(until_s, time.monotonic() + ANSWER_S), time.monotonic(), b""
     while time.monotonic() < deadline and len(found) < MOST_BYTES:
         done = is_done()
@@ -164,34 +153,28 @@ def _answer(handle: int, start: int, until_s: float, is_done: Callable[[], bool]
 
 
 def frames_of(text: str) -> list[Frame]:
-    """As `faulthandler` writes them."""
     found = (_FRAME.fullmatch(line) for line in text.splitlines())
     return [(frame[1], int(frame[2]), frame[3]) for frame in found if frame][:MOST_FRAMES]
 
 
-# How much data has moved past a process that itself shows nothing of it: over its connections, or on its disks.
+# A rank that waits for a slow link or disk uses no CPU and stays on one line, like a rank that waits for ever. The
+# kernel counts the bytes that pass: sock_diag(7), and `diskstats` or NFS's `mountstats`. No file system is touched,
+# since it may hang.
 #
-#     before = carried()                      # {inode of a socket: bytes so far}; {} where the kernel does not say
-#     disk_bytes(4711)                        # what the disk that it waits for has read and written so far
-#
-# A rank that waits for a slow link uses no CPU and stands at one line, as one that waits for ever; so does one whose
-# checkpoint is on its way to a slow disk. The kernel counts what gets through: sock_diag(7), and `diskstats`, or
-# `mountstats` of NFS. Nothing here touches a file system, which may be the dead one.
+#     before = carried()                      # {inode of a socket: bytes so far}; {} if the kernel does not report them
+#     disk_bytes(4711)                        # bytes read and written so far by the disk that it waits for
 
 NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, DUMP = 4, 20, 0x301
 ERROR, DONE = 2, 3
-INFO = 2
-"""The number of an answer's attribute that holds a `tcp_info`."""
+INFO = 2  # attribute number of a `tcp_info` in an answer
 HEADER, ATTRIBUTES = struct.Struct("=IHHII"), 72
-INODE_AT, ACKED_AT = 68, 120
-"""In an answer, and in `tcp_info`: the bytes that were confirmed, then those that came."""
+INODE_AT, ACKED_AT = 68, 120  # offsets in an answer, and in `tcp_info`: bytes acknowledged, then bytes received
 ESTABLISHED = 1 << 1
 CARRIED_ANSWER_S, ANSWER_BYTES = 2.0, 1 << 18
 SECTOR = 512
 
 
 def carried() -> dict[int, int]:
-    """Of the established TCP connections of this host, or of its network namespace."""
     found = dict[int, int]()
     for family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError, struct.error):
@@ -232,8 +215,8 @@ def _attributes(message: bytes, wanted: int) -> Iterator[bytes]:
 
 
 def disk_bytes(pid: int) -> int:
-    """Of the disk of the file that its main thread reads, writes or syncs at this moment. 0 where nobody can know: the
-    call names no open file, we may not see it (ptrace(2)), or the file system is of a kind that does not say.
+    """For the disk whose file its main thread reads, writes or syncs now. 0 if unknown: the call names no open file,
+    ptrace(2) rights are missing, or the file system reports nothing.
     """
     mount = _waited_for(pid)
     lines = (line.split() for line in _lines(f"/proc/{pid}/mountinfo"))
@@ -242,7 +225,7 @@ def disk_bytes(pid: int) -> int:
 
 
 def _waited_for(pid: int) -> str:
-    """The number of that file's mount. Calls on files have their descriptor as first argument (proc(5): `syscall`)."""
+    # Mount number of that file. Calls on files have a descriptor as first argument (proc(5): `syscall`).
     with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
         handle = int(Path(f"/proc/{pid}/syscall").read_text().split()[1], 16)
         lines = _lines(f"/proc/{pid}/fdinfo/{handle}")

@@ -1,13 +1,11 @@
-"""What is hung into torch so that the steps of a script that nobody changed are measured.
+"""Hooks into torch that measure the steps of an unchanged script.
 
-    install(torch)              once, when torch has been imported and before the script goes on
+    install(torch)              once, after torch's import and before the script continues
 
-Four places are watched, and nothing that they compute is touched: a batch that is asked of a DataLoader, a call of
-DistributedDataParallel, a backward, and an optimiser's step. The end of a rank's own backward is known from a callback
-that the autograd engine runs when the last gradient is there, before DistributedDataParallel's own, which waits for the
-exchange. Where anything goes wrong here, the watching ends, in one line on standard error, and the script goes on.
-
-What they note is looked at later (`step_watch`): amid a network's data every line of Python is a slow one.
+Observes DataLoader batches, DistributedDataParallel calls, backwards and optimiser steps, and changes no result. An
+autograd callback marks the end of a rank's own backward, before DistributedDataParallel's callback waits for the
+exchange. An error ends the measurement with one line on standard error; the script goes on. Notes are evaluated later
+(`step_watch`), since Python code here would slow the step.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ from . import step_watch
 from .step_course import Source
 from .step_watch import ASKS, BACKWARD, CALLS, ENDS, GETS, STEP, Watch
 
-SOURCE = "_orch_source"
-"""The attribute of a loader's iterator by which it is known again."""
+SOURCE = "_orch_source"  # attribute of a loader's iterator
 
 
 def install(torch: Any) -> None:
@@ -33,7 +30,7 @@ def install(torch: Any) -> None:
     if not watch.is_on:
         return
     step_watch.current = watch
-    # Whether torch.compile reads the code that calls: what it makes of it is to have no marks.
+    # torch.compile reads our wrappers too; compiled code must not contain marks.
     is_traced = getattr(getattr(torch, "compiler", None), "is_compiling", None) or (lambda: False)
     _watch_optimizers(watch, is_traced)
     _watch_loaders(torch, watch)
@@ -90,8 +87,7 @@ def _watch_network(torch: Any, watch: Watch, is_traced: Callable[[], bool]) -> N
 
 def _watch_backward(torch: Any, watch: Watch, is_traced: Callable[[], bool]) -> None:
     backward, queue = torch.autograd.backward, torch.autograd.Variable._execution_engine.queue_callback
-    within = False
-    """Whether another backward is being made: one of a checkpoint lies within it."""
+    within = False  # a backward is running; a checkpoint's backward is nested in it
 
     @functools.wraps(backward)
     def watched_backward(*args: Any, **named: Any) -> Any:
@@ -110,11 +106,11 @@ def _watch_backward(torch: Any, watch: Watch, is_traced: Callable[[], bool]) -> 
 
 
 def _mark_of_end(watch: Watch, queue: Callable[..., None], tensors: Any) -> list[Any]:
-    """Where the mark of the last gradient is laid by the backward that begins at these tensors."""
+    """A list that gets the mark of the last gradient in the backward from these tensors."""
     marks: list[Any] = []
 
     def begins(gradients: Any) -> None:
-        """Within the backward, in whichever thread: what is queued first is called first."""
+        # Runs within the backward, in any thread; the first queued callback runs first.
         try:
             queue(lambda: marks.append(watch.mark()))
         except Exception as error:
@@ -129,17 +125,14 @@ def _mark_of_end(watch: Watch, queue: Callable[..., None], tensors: Any) -> list
     return marks
 
 
-# How many samples lie in what a loader gave, or a network was called with: the first dimension of the first tensor.
-#
-# samples_of([images, labels], Tensor)          32
-# samples_of({"input_ids": ids}, Tensor)        8
+#     samples_of([images, labels], Tensor)          32: the first dimension of the first tensor
+#     samples_of({"input_ids": ids}, Tensor)        8
 
-DEPTH = 4
-"""So deep may the tensor lie in lists and mappings."""
+DEPTH = 4  # depth of lists and mappings to search
 
 
 def samples_of(batch: Any, tensor: type, depth: int = DEPTH) -> int | None:
-    """None where it holds no tensor, or one without dimensions. tensor: torch's type of them."""
+    """None without a tensor, or if it has no dimensions. tensor: torch's type."""
     if isinstance(batch, tensor):
         shape: Any = batch.shape  # type: ignore[attr-defined]
         return int(shape[0]) if len(shape) else None

@@ -1,15 +1,12 @@
-"""Notes what the hooks in torch see, and makes a record of each step of it, a few times a second.
+"""Collects the notes of the hooks in torch, and writes a record of each step to the rank's metrics file.
 
     watch = Watch(torch, os.environ)
     watch.note(ASKS, source); watch.note(GETS, source, 32); watch.note(CALLS, 32, True); watch.note(BACKWARD, mark)
     watch.note(STEP, weakref.ref(optimizer), time.time())
 
-No call raises: what goes wrong ends the watching.
-
-A step ends with the step of the first optimiser that takes one. Where several take turns, the others' belong to it.
-
-The callback of a framework (`trainer.integrations`) finds the watch of its process as `current`, and adds what it alone
-knows to its records: `expects`, `tells`, `writes`. It tells of a step after it: the newest one is kept back for that.
+No call raises: an error ends the measurement. A step ends with the step of the first optimiser; other optimisers' steps
+belong to it. A framework's callback (`trainer.integrations`) finds its process's watch as `current` and adds facts by
+`expects`, `tells` and `writes`. It reports a step afterwards, so that the newest step is kept back for it.
 """
 
 from __future__ import annotations
@@ -32,23 +29,20 @@ from typing import Any
 from .step_course import Clock, Course, HostClock, Mark, TakenStep, clock_of
 
 ASKS, GETS, ENDS, CALLS, BACKWARD, STEP, TELLS = range(7)
-"""A batch is asked of a source; is there; there is no more; the network is called; a backward or a step has ended; a
-framework's callback tells of the last step."""
+"""A batch is requested; arrives; the source is empty; the network is called; a backward or a step has ended; a
+framework's callback reports the last step.
+"""
 LOOKS_EVERY_S = 1.0
 MOST_NOTES = 4000
-LEADS_AFTER = 200
-"""An optimiser that has taken so many steps since the first one's last is the one that counts from then on."""
-current: Watch | None = None
-"""That of this process."""
+LEADS_AFTER = 200  # an optimiser that takes this many steps without one of the first becomes the first
+current: Watch | None = None  # this process's watch
 
 
 class Watch:
     def __init__(self, torch: Any, environment: Mapping[str, str]) -> None:
         self.is_on = bool(environment.get("ORCH_METRICS"))
-        self.network: str | None = None
-        """The class of what DistributedDataParallel holds."""
-        self._thread: int | None = None
-        """The one that trains, once it is known."""
+        self.network: str | None = None  # class name of the module in DistributedDataParallel
+        self._thread: int | None = None  # the training thread, once known
         self._torch, self._environment = torch, dict(environment)
         self._alone = int(environment.get("WORLD_SIZE", 1)) == 1
         self._share = int(environment["ORCH_SHARE"]) if "ORCH_SHARE" in environment else None
@@ -61,23 +55,18 @@ class Watch:
         self._leader: Callable[[], Any] = lambda: None
         self._others_steps = 0
         self._steps = 0
-        self._left: deque[SeenStep] = deque()
-        """Steps that are not yet written."""
+        self._left: deque[SeenStep] = deque()  # steps not written yet
         self._due_s = 0.0
         self._samples_from: str | None = None
-        self._expected: dict[str, Any] = {}
-        """What a callback has said of the run, as the `start` record names it."""
-        self._is_told = False
-        """Is there a callback that tells of steps?"""
-        self.has_untold = False
-        """Has a step been seen since it told of one?"""
+        self._expected: dict[str, Any] = {}  # fields for the `start` record from a callback
+        self._has_callback = False  # a callback reports steps
+        self.has_untold = False  # a step has ended since its last report
         atexit.register(self._leave)
         os.register_at_fork(after_in_child=self._is_elsewhere)
 
-    # ---- what is seen ---------------------------------------------------------------------------------------------
+    # ---- notes ------------------------------------------------------------------------------------------------------
 
     def note(self, kind: int, *what: Any) -> None:
-        """Of the thread that trains."""
         try:
             if self._thread is None or self._thread == get_ident():
                 self._notes.append((kind, self._make_mark(), *what))
@@ -90,7 +79,6 @@ class Watch:
             self.end(error)
 
     def mark(self) -> Any:
-        """Of this moment; None where none can be made."""
         try:
             return self._make_mark() if self.is_on else None
         except Exception as error:
@@ -103,27 +91,25 @@ class Watch:
             self._look()
             if self._thread is None and self._left:
                 self._begin(optimizer())
-            self._write(keep=int(self._is_told))
+            self._write(keep=int(self._has_callback))
 
-    # ---- what a callback adds ---------------------------------------------------------------------------------------
+    # ---- a framework's callback -------------------------------------------------------------------------------------
 
     def expects(self, first: int, steps: int | None, counts_samples: bool) -> None:
-        """A callback will tell of steps. first: the number of the next one, which is not 0 where a run is resumed;
-        steps: of the whole run. Once steps are seen, their numbers go on.
+        """A callback will report steps. first: number of the next step (not 0 in a resumed run); steps: of the whole
+        run. After steps were seen, their numbers continue.
         """
-        if not self._is_told and not self._steps:
+        if not self._has_callback and not self._steps:
             self._steps = first
             self._expected |= {} if steps is None else {"steps": steps}
             self._expected |= {"samples_from": "framework"} if counts_samples else {}
-        self._is_told = True
+        self._has_callback = True
 
     def tells(self, facts: Mapping[str, Any]) -> None:
-        """Of the last step; `step_told` has the facts."""
         self.has_untold = False
         self.note(TELLS, dict(facts))
 
     def last_step(self) -> int | None:
-        """The number of the newest one; None where none has been seen."""
         try:
             self._look()
             return self._steps - 1 if self._is_ours() else None
@@ -132,7 +118,6 @@ class Watch:
             return None
 
     def writes(self, event: str, fields: Mapping[str, Any]) -> None:
-        """A record that is not of a step."""
         try:
             if self._is_ours():
                 self._file.write([(event, dict(fields))])
@@ -140,13 +125,11 @@ class Watch:
             self.end(error)
 
     def _is_ours(self) -> bool:
-        """Have records been begun, in this thread?"""
         return self.is_on and self._thread == get_ident()
 
-    # ---- what is made of it ---------------------------------------------------------------------------------------
+    # ---- records ----------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Has the course told what was noted."""
         notes, self._notes = self._notes, []
         course = self._course
         tell: dict[int, Callable[..., None]] = {
@@ -162,7 +145,7 @@ class Watch:
                 course.ends_backward(mark, what[0])
             elif kind == TELLS:
                 if self._left:
-                    self._left[-1].hears(what[0], mark)
+                    self._left[-1].add(what[0], mark)
             else:
                 tell[kind](mark, *what)
 
@@ -174,7 +157,6 @@ class Watch:
         self._steps += 1
 
     def _leads(self, optimizer: Callable[[], Any]) -> bool:
-        """Whether it is this one whose steps count."""
         if optimizer is not self._leader and self._leader() is not None:
             self._others_steps += 1
             if self._others_steps < LEADS_AFTER:
@@ -183,7 +165,7 @@ class Watch:
         return True
 
     def _begin(self, optimizer: Any) -> None:
-        """The first step shows who trains what, where. Of a GPU's, what it took is not known: nobody had marked it."""
+        # Writes the `start` record. On a GPU the first step has no times, since it has no GPU marks.
         self._thread = get_ident()
         self._samples_from = self._choose_samples(self._left[0].taken)
         fields = start_fields(self._torch, self._environment, optimizer, self.network, self._samples_from)
@@ -202,7 +184,6 @@ class Watch:
         return "loader" if step.samples is not None else "network" if step.called_with else "unknown"
 
     def _write(self, keep: int = 0) -> None:
-        """The steps that the device is done with. keep: so many of the newest are not written."""
         done = []
         while len(self._left) > keep and self._is_over(self._left[0]):
             done.append(("step", self._fields(self._left.popleft())))
@@ -216,12 +197,11 @@ class Watch:
         counted = {"batch": self._share, "loader": taken.samples or taken.called_with, "network": taken.called_with}
         samples = counted.get(self._samples_from or "") or 0
         times = step_times(taken, self._clock, alone=self._alone) if self._clock and taken.stretches else {}
-        return {"step": step.number, **step.told_fields(samples), **times, "wall": step.wall_s}
+        return {"step": step.number, **step.fields(samples), **times, "wall": step.wall_s}
 
     # ---- its end --------------------------------------------------------------------------------------------------
 
     def end(self, error: Exception) -> None:
-        """The script writes records of its own, or something failed, which is said once."""
         if not self.is_on:
             return
         self.is_on = False
@@ -230,11 +210,9 @@ class Watch:
                 sys.stderr.write(f"orch: steps are no longer measured: {type(error).__name__}: {error}\n")
 
     def _is_elsewhere(self) -> None:
-        """In a process that was forked from ours."""
         self.is_on = False
 
     def _leave(self) -> None:
-        """With the interpreter."""
         if not self.is_on or self._thread is None:
             return
         try:
@@ -261,31 +239,25 @@ class Watch:
         }
 
 
-# Appends the records of steps that are seen from outside to a rank's metrics file, until the script writes its own.
+# Appends records to a rank's metrics file until the script writes its own there. The format is that of
+# `trainer.shared.metrics`, without unknown fields.
 #
 #     file = StepFile(path)                    before the script begins
-#     file.write([("step", {...}), ...])       raises GaveWay where somebody else writes there, OSError where nobody can
-#
-# The records are those of `trainer.shared.metrics`, which no host has for a script that does not train by it. A field
-# that is not known is absent.
+#     file.write([("step", {...}), ...])       raises GaveWay if another writer appears, OSError if writing fails
 
 
 class GaveWay(Exception):
-    """The script writes records of its own: there is no more to write."""
+    """The script writes its own records."""
 
 
 class StepFile:
-    """A rank that was started again goes on behind what its first start has left."""
-
     def __init__(self, path: str) -> None:
         self._path = path
-        self._begins = self._ends = _size(path)
-        """Bytes, or None before the file is there: what lies between is ours."""
+        self._begins = self._ends = _size(path)  # our records lie between these offsets; None before the file exists
         self._file: int | None = None
         self._first = b""
 
     def write(self, events: Iterable[tuple[str, dict[str, Any]]]) -> None:
-        """events: name and fields each."""
         lines = [json.dumps({"event": event, **fields}) for event, fields in events]
         data = "".join(f"{line}\n" for line in lines).encode()
         if _size(self._path) != self._ends:
@@ -300,7 +272,6 @@ class StepFile:
             raise OSError("the disk is full")
 
     def _give_way(self) -> None:
-        """Takes away what is ours, so that the script's records alone are left. Raises GaveWay."""
         if self._file is not None and os.pread(self._file, len(self._first), self._begins or 0) == self._first:
             theirs = b""
             while part := os.pread(self._file, 1 << 20, (self._ends or 0) + len(theirs)):
@@ -317,11 +288,6 @@ def _size(path: str) -> int | None:
         return None
 
 
-# What the metrics of a watched script say of it: who the rank is, what it trains, what each step took.
-#
-# start_fields(torch, environment, optimizer, network, "loader")
-# step_times(step, clock, alone=False)
-
 SCHEMA = 1
 CLOCKED = ("load", "compute", "exposed", "optim")
 
@@ -329,7 +295,6 @@ CLOCKED = ("load", "compute", "exposed", "optim")
 def start_fields(
     torch: Any, environment: Mapping[str, str], optimizer: Any, network: str | None, samples_from: str
 ) -> dict[str, Any]:
-    """network: the name of the class that is trained, where it is known."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad]
     device = weights[0].device if weights else torch.device("cpu")
     on_gpu, met = device.type == "cuda", torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -357,9 +322,9 @@ def start_fields(
 
 
 def step_times(step: TakenStep, clock: Clock, *, alone: bool) -> dict[str, float]:
-    """In milliseconds, as a `step` record names them. alone: is there no other rank to exchange gradients with?
+    """Milliseconds, named as in a `step` record. alone: there is no rank to exchange gradients with.
 
-    Where they are exchanged in a way that is not seen, what of the time went to that is not known either.
+    If gradients are exchanged out of sight, only `load` and the total are known.
     """
     spent_ms = dict.fromkeys(CLOCKED, 0.0)
     for part, begin, end in step.stretches:
@@ -370,7 +335,6 @@ def step_times(step: TakenStep, clock: Clock, *, alone: bool) -> dict[str, float
 
 
 def cpu_name() -> str:
-    """As the kernel calls it; `cpu` where it does not say."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "cpu")
@@ -378,43 +342,36 @@ def cpu_name() -> str:
         return "cpu"
 
 
-# A step that the hooks have seen, and what the callback of a framework told of it. Pure.
+# A step that the hooks have seen, with a framework's facts about it: `epoch`, `samples` (this rank's), `loss` (their
+# mean). Missing facts are absent. A loss may still be on the device: it is read only here.
 #
 #     seen = SeenStep(120, 1763900000.2, taken)
-#     seen.hears({"epoch": 3, "samples": 32, "loss": 0.41}, mark)
-#     seen.told_fields(samples=16)            {"epoch": 3, "samples": 32, "loss": 13.12}
-#
-# Facts are those that `trainer.integrations` gives: `epoch`, `samples` (this rank's), and `loss`, the mean over them.
-# What a callback does not know is absent. A loss may be a number that the device still has to copy: only here it is
-# read.
+#     seen.add({"epoch": 3, "samples": 32, "loss": 0.41}, mark)
+#     seen.fields(samples=16)                  {"epoch": 3, "samples": 32, "loss": 13.12}
 
 
 @dataclass
 class SeenStep:
-    number: int
-    """Over the whole run."""
-    wall_s: float
-    """The time of day of its end."""
+    number: int  # over the whole run
+    wall_s: float  # time of day at its end
     taken: TakenStep
-    told: dict[str, Any] = field(default_factory=dict)
-    told_at: Mark | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    facts_mark: Mark | None = None
 
     @property
     def last_mark(self) -> Mark | None:
-        """When the device has passed it, everything of this step can be read."""
-        return self.told_at or (self.taken.stretches[-1][2] if self.taken.stretches else None)
+        return self.facts_mark or (self.taken.stretches[-1][2] if self.taken.stretches else None)
 
-    def hears(self, facts: Mapping[str, Any], now: Mark) -> None:
-        """May come in several parts; of one fact the last counts."""
-        self.told.update(facts)
-        self.told_at = now
+    def add(self, facts: Mapping[str, Any], now: Mark) -> None:
+        self.facts.update(facts)
+        self.facts_mark = now
 
-    def told_fields(self, samples: int) -> dict[str, Any]:
-        """As a `step` record names them. samples: as many as the hooks have counted, for who does not tell it."""
-        samples = self.told.get("samples", samples)
-        fields: dict[str, Any] = {"epoch": self.told["epoch"]} if "epoch" in self.told else {}
+    def fields(self, samples: int) -> dict[str, Any]:
+        """Named as in a `step` record. samples: the hooks' count, if no callback reports it."""
+        samples = self.facts.get("samples", samples)
+        fields: dict[str, Any] = {"epoch": self.facts["epoch"]} if "epoch" in self.facts else {}
         fields["samples"] = samples
-        if "loss" in self.told:
-            loss = float(self.told["loss"]) * samples
+        if "loss" in self.facts:
+            loss = float(self.facts["loss"]) * samples
             fields["loss"] = loss if math.isfinite(loss) else None
         return fields

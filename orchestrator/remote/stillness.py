@@ -1,12 +1,12 @@
-"""Which of this host's ranks stand still, once none of them has printed anything for a minute.
+"""Detects ranks that stand still: none of this host's ranks has written anything for a minute.
 
     still = Stillness(job)
-    still.look(ranks, time.monotonic())     # {"0": "waits", "1": "busy"}; {} while some rank prints or writes metrics
+    still.look(ranks, time.monotonic())     # {"0": "waits", "1": "busy"}; {} while a rank prints or writes metrics
 
-What a rank does is judged by its main thread's state and the CPU time of all its processes (proc(5), stat):
+Activity is judged by the main thread's state and the CPU time of all the rank's processes (proc(5), stat):
 
-    waits       sleeps, and uses next to no CPU: for other ranks, a download, a lock, a timer
-    busy        uses the CPU. NCCL does that, too, while it waits on a GPU: nobody can distinguish the two from here
+    waits       sleeps with almost no CPU use: for other ranks, a download, a lock, a timer
+    busy        uses the CPU; NCCL does too while it waits on a GPU
     disk        waits in the kernel, mostly for a disk or its server
     stopped     by a signal (SIGSTOP), or held by a debugger
 """
@@ -24,12 +24,9 @@ from .processes import Use, uses
 LOOK_S = 5.0
 QUIET_S = 60.0
 IDLE = 0.03
-"""A rank that uses less than this part of one core is idle. Waiting in Gloo was measured to use 0.2 to 0.3 % (torch
-2.15); timers add little."""
-RUNNABLE = 2
-"""A rank that is found ready to run more often than this wants the CPU, also where a crowded host gives it none."""
-FILES = ("stdout.log", "stderr.log", "metrics.jsonl")
-"""What a rank writes while it comes on."""
+"""A rank is idle below this fraction of one core. Waiting in Gloo used 0.2 to 0.3 % (torch 2.15); timers add little."""
+RUNNABLE = 2  # a rank found ready to run more often than this is busy, even if a crowded host gives it no CPU
+FILES = ("stdout.log", "stderr.log", "metrics.jsonl")  # a rank's output: it is still while none of these grows
 
 
 class Sample(NamedTuple):
@@ -38,15 +35,13 @@ class Sample(NamedTuple):
 
 
 class Stillness:
-    """One job's ranks on this host. Forgets whatever printed."""
-
     def __init__(self, job: JobFolder) -> None:
         self._job = job
         self._printed: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._samples: dict[str, deque[Sample]] = {}
 
     def look(self, ranks: Mapping[str, Mapping[str, Any]], now_s: float) -> dict[str, str]:
-        """ranks: the supervisor's records of them; those that have ended are left out. now_s: on a monotonic clock."""
+        """ranks: the supervisor's records; ended ranks are left out. now_s: on a monotonic clock."""
         running = {rank: record for rank, record in ranks.items() if record.get("pid") and "ended" not in record}
         found = uses({record["pid"]: record["wrapper"] for record in running.values()})
         for rank, record in running.items():
@@ -56,9 +51,9 @@ class Stillness:
                 self._samples[rank] = deque()
             if use := found.get(record["pid"]):
                 self._samples[rank].append(Sample(now_s, use))
-        return self._judged(list(running), now_s)
+        return self._activity(list(running), now_s)
 
-    def _judged(self, running: list[str], now_s: float) -> dict[str, str]:
+    def _activity(self, running: list[str], now_s: float) -> dict[str, str]:
         done = {}
         for rank in running:
             samples = self._samples[rank]
@@ -74,7 +69,6 @@ class Stillness:
 
 
 def what_it_does(samples: deque[Sample]) -> str:
-    """samples: of one rank, the oldest first, from at least two moments."""
     first, last = samples[0], samples[-1]
     if last.use.state in "Tt":
         return "stopped"

@@ -1,8 +1,8 @@
-"""The one process of ours that stays on a host while a job runs: starts torchrun, watches, and leaves nothing behind.
+"""The process that stays on a host while a job runs: starts torchrun, watches the ranks, and leaves nothing behind.
 
-Its parent, the keeper, starts it and cleans up should it be killed. It starts and ends this host's ranks (`programs`),
-and speaks with the other hosts' supervisors (`membership`, `membership`). The master's supervisor is the hub, too: it
-decides when all start, stop and finish (`coordinator`). All of it works with no controller in sight.
+Its parent, the keeper, cleans up if it is killed. It runs this host's ranks (`programs`) and communicates with the
+other supervisors (`membership`). The master's supervisor is also the hub, which decides when all start, stop and finish
+(`coordinator`). No controller is needed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, NoReturn, cast
 
 from . import answer as trouble
 from . import verdict
-from .coordinator import HEARSAY_S, JOIN_S, Coordinator
+from .coordinator import JOIN_S, REPORT_S, Coordinator
 from .host_state import HostState
-from .layout import JobFolder, write_last_word, write_record
+from .layout import JobFolder, write_final_record, write_record
 from .membership import LEASE_S, Membership, Peers, Pulse, Unreached
 from .mesh import Place
 from .messages import AgentRecord, Failure, FinalState, Order, Process, failure, finish
@@ -30,16 +30,18 @@ from .programs import Programs
 from .stillness import LOOK_S as STILL_LOOK_S
 
 GO_S = 300.0
-"""Prepared but not asked to start for this long: the controller is gone, undo. Longer than the slowest upload takes."""
+"""Longest time from `prepare` to `go`, longer than the slowest upload; then the controller is gone and the job is
+undone.
+"""
 LOOK_S = 2.0
 SETTLE_S = 0.3
-"""When a peer failed: so long may a rank of ours, dying of the true cause this very moment, take to say so. Longer
-(`HEARSAY_S`) where all that is known so far is that a connection broke.
+"""After a peer's failure, time for our own ranks to report the same cause. REPORT_S if only a broken connection is
+known.
 """
 
 
 class Supervisor:
-    """One host's part of one job. What is known of it is `state`; every change of that goes through `_changed`."""
+    """One host's part of one job: every change of `state` goes through `_changed`."""
 
     def __init__(self, job: JobFolder, node: dict[str, Any]) -> None:
         token = bytes.fromhex(node["token"])
@@ -47,7 +49,7 @@ class Supervisor:
         self._peers = Peers(node["name"], token, self._changed)
         self.state = HostState(job, node, self._peers.cut, self._changed)
         self._record = RecordWriter(job, node["name"])
-        self._fifo = ControlFifo(job, self._heard)
+        self._fifo = ControlFifo(job, self._received)
         self._tasks, self._pulse = Tasks(self._crash), Pulse()
         self._coordinator = (
             Coordinator(node, self.state, self._peers, self._takes_part, self._obey) if node["is_master"] else None
@@ -57,7 +59,7 @@ class Supervisor:
         self._programs = Programs(job, node, self.state, self._fifo.drain, rendezvous)
         self._go: dict[str, Any] | None = None
         self._decided, self._finished = asyncio.Event(), asyncio.Event()
-        """Whether we know if we start; whether the last word is written."""
+        """Starting or not is decided; the final record is written."""
         self._rendezvous_port: int | None = None
         self._may_meet = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
@@ -66,19 +68,19 @@ class Supervisor:
     # ---- life -------------------------------------------------------------------------------------------------
 
     async def run(self, answer: int) -> None:
-        """Until the job is over here. answer: the descriptor that our pid and our ports go to."""
+        """Runs until the job is over here. answer: descriptor for our pid and ports."""
         loop, limit_s = asyncio.get_running_loop(), self._node.get("time_limit_s")
         self._tasks.watch_callbacks()
         loop.add_signal_handler(signal.SIGCHLD, self._programs.children.reap)
         loop.add_signal_handler(signal.SIGTERM, self._keeper_died)
         self._fifo.open()
-        said = self._record.said
+        record = self._record.record
         if self._coordinator:
-            said["hub_port"] = await self._coordinator.listen()
+            record["hub_port"] = await self._coordinator.listen()
         if len(self._node["members"]) > 1:
-            said["peer_port"] = await self._peers.listen(self._node["address"])
+            record["peer_port"] = await self._peers.listen(self._node["address"])
         self._write()
-        os.write(answer, json.dumps({key: said.get(key) for key in ("pid", "hub_port", "peer_port")}).encode())
+        os.write(answer, json.dumps({key: record.get(key) for key in ("pid", "hub_port", "peer_port")}).encode())
         os.close(answer)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._decided.wait(), GO_S)
@@ -90,7 +92,7 @@ class Supervisor:
         await self._take_part(self._go)
 
     async def _take_part(self, go: dict[str, Any]) -> None:
-        self._record.said["go"] = time.time()
+        self._record.record["go"] = time.time()
         self._peers.places = {name: Place(*place) for name, place in self._job.read_peers().items()}
         if self._coordinator:
             self._coordinator.open()
@@ -111,7 +113,6 @@ class Supervisor:
             await self._coordinator.close()
 
     async def _join(self) -> None:
-        """All that comes before the word to start."""
         if self.state.phase == "joining" and all(await asyncio.gather(self._programs.prepare(), self._reached())):
             if self._stopping is None:
                 self.state.phase = "joined"
@@ -119,7 +120,6 @@ class Supervisor:
             self._changed()
 
     async def _reached(self) -> bool:
-        """Checks the way to every other host, and to where the ranks will meet."""
         try:
             await self._peers.reach()
             if not self._coordinator:
@@ -130,8 +130,8 @@ class Supervisor:
             cause = failure("network", error.node, str(error))
             if self._stopping is None:
                 self.state.fail(cause)
-                if self._membership and not self._membership.has_heard:
-                    self._give_up(cause)  # there is nobody to report to
+                if self._membership and not self._membership.has_connected:
+                    self._give_up(cause)  # no hub to report to
             return False
         return True
 
@@ -142,12 +142,12 @@ class Supervisor:
                 self._write()
 
     async def _watch_folder(self) -> None:
-        """Somebody may remove the job's folder under us: then nobody can reach us, so the job ends."""
+        # Without the job's folder no request can reach us, so the job ends.
         while self.state.has_folder():
             await asyncio.sleep(LOOK_S)
         self.state.fail(self.state.without_folder())
 
-    # ---- what others see --------------------------------------------------------------------------------------
+    # ---- reports to others ------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
         if self._go is None and self.state.failures:
@@ -183,7 +183,7 @@ class Supervisor:
         if self.state.cancelled or order["state"] == "cancelled":
             return 0.0
         first = order.get("first_failure")
-        return HEARSAY_S if first and first.get("secondary") else SETTLE_S
+        return REPORT_S if first and first.get("secondary") else SETTLE_S
 
     def _start_ranks(self, order: Order) -> None:
         self.state.phase = "running"
@@ -192,13 +192,13 @@ class Supervisor:
 
     def _stop(self, settle_s: float = 0.0) -> None:
         if self._stopping is None:
-            self._fifo.drain()  # what already happened here is a cause, what happens from now on is our doing
+            self._fifo.drain()  # earlier events are causes, later ones are our doing
             self.state.is_stopping = True
             self._stopping = self._tasks.spawn(self._end_ranks(settle_s))
 
     async def _end_ranks(self, settle_s: float) -> None:
         await asyncio.sleep(settle_s)
-        self.state.ranks.look(time.monotonic())  # as they are found when they are ended
+        self.state.ranks.look(time.monotonic())  # their activity at the moment they are ended
         self.state.enter("stopping")
         self.state.leftovers = await self._programs.children.end_all_of_it(self.state.ranks.wrappers)
         self._fifo.drain()
@@ -206,7 +206,7 @@ class Supervisor:
 
     async def _finish(self, state: FinalState, first_failure: Failure | None) -> None:
         if self._is_finishing:
-            return  # the first verdict counts: while our ranks end, the hub may already have left
+            return  # the first verdict counts: the hub may leave while our ranks end
         self._is_finishing = True
         if self.state.phase != "ended":
             self._stop()
@@ -215,13 +215,13 @@ class Supervisor:
         self._write({"state": state, "first_failure": first_failure, "ended": time.time()})
         self._finished.set()
 
-    # ---- on our own -------------------------------------------------------------------------------------------
+    # ---- without the hub --------------------------------------------------------------------------------------
 
     def _takes_part(self) -> bool:
         return self._go is not None and not self._is_left_behind()
 
     def _is_left_behind(self) -> bool:
-        """Whether we stood still until our lease had run out. Then the others ended without us, and so do we."""
+        # We were frozen until our lease was over: the others ended without us, and so do we.
         if self._pulse.longest_s < LEASE_S or len(self._node["members"]) == 1:
             return False
         why = f"stood still for {self._pulse.longest_s:.0f} s (stopped, starved or asleep), and its lease is over"
@@ -249,7 +249,6 @@ class Supervisor:
         self.state.fail(failure(kind, self._node["name"], reason))
 
     def _crash(self, error: BaseException) -> NoReturn:
-        """What nobody expected: the hub and the record learn of it, and the keeper ends what is left."""
         with contextlib.suppress(Exception):
             how = trouble.describe(error) if isinstance(error, OSError) else repr(error)
             reason = f"the supervisor failed: {how[:400]}"
@@ -259,7 +258,7 @@ class Supervisor:
 
     # ---- events -----------------------------------------------------------------------------------------------
 
-    def _heard(self, event: dict[str, Any]) -> None:
+    def _received(self, event: dict[str, Any]) -> None:
         if "rank" in event:
             self._rank_reported(event)
         elif "go" in event:
@@ -287,15 +286,8 @@ class Supervisor:
         self._changed()
 
 
-# The tasks of one event loop, of which none may fail unheard.
-#
-# tasks = Tasks(crashed)
-# tasks.watch_callbacks()         # what fails in a callback of the loop counts as well
-# tasks.spawn(coroutine)
-
-
 class Tasks:
-    """crashed: called with what a task raised, or a callback."""
+    """Reports every error. crashed: called with the exception of a task or of the loop's callbacks."""
 
     def __init__(self, crashed: Callable[[BaseException], None]) -> None:
         self._crashed = crashed
@@ -321,20 +313,13 @@ class Tasks:
         loop.default_exception_handler(context)
 
 
-# agent.json: what became of a job on this host, written by its supervisor alone.
-#
-# record = RecordWriter(job, "beta")
-# record.write({"phase": "running"})              # joins what was written before
-# record.write({"state": "failed", "ended": now}) # the last word, for which there is room on a full disk
-
-
 class RecordWriter:
-    """said: what the file says, and what joins it with the next `write`."""
+    """Writes agent.json. record: the file's content, updated with each `write`."""
 
     def __init__(self, job: JobFolder, node: str) -> None:
         self._job = job
         me = identify(os.getpid())
-        self.said: AgentRecord = {
+        self.record: AgentRecord = {
             "schema": 1,
             "job": job.id,
             "node": node,
@@ -347,43 +332,38 @@ class RecordWriter:
         }
 
     def write(self, news: AgentRecord) -> None:
-        """A full disk or a removed folder must not keep the job from ending: the hub knows what the file cannot say."""
-        self.said.update(news)
+        # A full disk or a removed folder must not keep the job from ending; the hub still gets our status.
+        self.record.update(news)
         try:
-            (write_last_word if "ended" in self.said else write_record)(self._job, self.said)
+            (write_final_record if "ended" in self.record else write_record)(self._job, self.record)
         except OSError as error:
-            with contextlib.suppress(OSError):  # the log lies on the same disk
+            with contextlib.suppress(OSError):  # the log is on the same disk
                 sys.stderr.write(f"cannot write {self._job.agent}: {error}\n")
 
-
-# The two FIFOs in a job's folder: what its supervisor hears there, and how its ranks see that it lives.
-#
-#     fifo = ControlFifo(job, heard)
-#     fifo.open()         # from now on heard({...}) is called for every line that comes
-#     fifo.drain()        # now, for what came already
-#
-# One JSON object a line: requests of `control`, events of the rank wrappers (`rank`).
 
 CHUNK_BYTES = 1 << 16
 
 
 class ControlFifo:
-    """heard: called with each line; where it raises ValueError or KeyError, the line was no message of ours."""
+    """The job folder's FIFOs: `control` receives one JSON object a line from `control` and the rank wrappers (`rank`);
+    `alive` shows the ranks that we run.
 
-    def __init__(self, job: JobFolder, heard: Callable[[dict[str, Any]], None]) -> None:
-        self._job, self._heard = job, heard
+    received: called with each line; ValueError or KeyError means an invalid message.
+    """
+
+    def __init__(self, job: JobFolder, received: Callable[[dict[str, Any]], None]) -> None:
+        self._job, self._received = job, received
         self._control: int | None = None
         self._alive: int | None = None
         self._unread = b""
 
     def open(self) -> None:
-        # Opened for both ways: no end of file when a writer leaves, and opening never waits for another side.
+        # Opened for reading and writing: no end of file when a writer leaves, and opening never blocks.
         self._control = os.open(self._job.control, os.O_RDWR | os.O_NONBLOCK)
         self._alive = os.open(self._job.alive, os.O_RDWR)
         asyncio.get_running_loop().add_reader(self._control, self.drain)
 
     def drain(self) -> None:
-        """Reads every line that waits."""
         assert self._control is not None
         with contextlib.suppress(BlockingIOError):
             while chunk := os.read(self._control, CHUNK_BYTES):
@@ -392,4 +372,4 @@ class ControlFifo:
         for line in lines:
             with contextlib.suppress(ValueError, KeyError):
                 if isinstance(event := json.loads(line), dict):
-                    self._heard(event)
+                    self._received(event)

@@ -1,9 +1,9 @@
-"""Where the last lines of a job's logs begin, so that `reader` can be asked to hand out these alone.
+"""Finds where the last lines of a job's logs begin, for `reader`.
 
-Request: {"workdir", "job", "lines": {name: N}, "since_s"}; of a file with N = 0 nothing is wanted, with null every
-line; since_s: none that was printed longer ago (null: whenever it was). Answer: {"files": {name: [offset, inode,
-head]}}, head being the first HEAD_BYTES before the offset in base64; a file that is not there, or is wanted whole, is
-left out. A log is read from its end, MAX_TAIL_BYTES at most: a longer last line is cut.
+Request: {"workdir", "job", "lines": {name: N}, "since_s"}; N = 0: no lines, null: all; since_s: only lines printed in
+this time (null: all). Answer: {"files": {name: [offset, inode, head]}}; head: the first HEAD_BYTES before the offset,
+in base64. Missing files and files to be read whole are left out. At most MAX_TAIL_BYTES from the end are read; a longer
+line is cut.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def tails(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def begin_since(handle: int, size: int, log: Path, wall: float) -> int:
-    """The offset of the first line of which something was printed then or later. Where no times are known (another
-    program writes the log) it is all or nothing, by when the log was written last.
+    """Offset of the first line with output from then or later. If print times are unknown (another program writes the
+    log), all or nothing, by the log's last write.
     """
     times = LineTimes(log.with_suffix(".times"))
     if times.is_empty:
@@ -60,7 +60,7 @@ def begin_since(handle: int, size: int, log: Path, wall: float) -> int:
 
 
 def begin_of(handle: int, size: int, lines: int) -> int:
-    """The offset of the last `lines` lines; what stands behind the last newline is one of them."""
+    """Offset of the last `lines` lines; text after the last newline counts as a line."""
     at, left, least = size, lines, max(0, size - MAX_TAIL_BYTES)
     while at > least:
         begin = max(least, at - BLOCK_BYTES)

@@ -1,9 +1,8 @@
-"""A line of shell that no other user of this host can read.
+"""Hides a shell command from other users: they can read command lines, but not environments.
 
-argv, environment = unseen_line("curl -H 'Authorization: ...' ...", os.environ)
+    argv, environment = unseen_line("curl -H 'Authorization: ...' ...", os.environ)
 
-Every user of this host can read a command line, and only its owner an environment. Programs that the line starts have
-their own command lines, and do not have it in their environment.
+Programs that the command starts have visible command lines of their own, but not this variable.
 """
 
 from __future__ import annotations
@@ -14,5 +13,5 @@ _LINE = "ORCH_LINE"
 
 
 def unseen_line(line: str, environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """What to start, and its environment. $0 is `sh`, as of `sh -c`."""
+    """Arguments and environment to start. $0 is `sh`, as with `sh -c`."""
     return ["sh", "-c", f'eval "unset {_LINE}\n${_LINE}"'], {**environment, _LINE: line}

@@ -1,4 +1,4 @@
-"""Decides the hub's next order from everybody's status: pure, so that every case can be tested without a process."""
+"""Decides the hub's next order from all statuses, without side effects, so that every case can be tested."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from .messages import Failure, FinalState, Order, Status, failure, finish
 
 
 def decide(statuses: Mapping[str, Status], lost: Mapping[str, str], settled: bool) -> Order:
-    """The order that follows. statuses: every member's latest, in node-rank order (a member not heard of yet has {}).
-    lost: nodes that are gone, and why, in the order of their loss. settled: whether the time for stragglers to report
-    after a stop is over.
+    """statuses: every member's latest, in node-rank order ({} before its first). lost: lost nodes and why, in order of
+    loss. settled: the time for late reports after a stop is over.
     """
     failures = [f for status in statuses.values() for f in status.get("failures", ())]
     failures += [failure("lost", node, why) for node, why in lost.items()]
@@ -32,13 +31,12 @@ def decide(statuses: Mapping[str, Status], lost: Mapping[str, str], settled: boo
 
 
 def severed(statuses: Mapping[str, Status], lost: Iterable[str]) -> dict[str, str]:
-    """The hosts that have to go because they and another one do not reach each other, though the hub hears both, and
-    why: of each such pair the one that more ways are cut to, and never the master where the other will do. statuses: as
-    for `decide`; in `cut` each says whom it does not reach, and how.
+    """Hosts that have to leave, and why, because they and another host cannot reach each other although both reach the
+    hub: of each pair the host with more failed connections, and the master only if there is no alternative.
     """
     master, found = next(iter(statuses)), dict[str, str]()
     cut = {
-        frozenset((node, other)): f"{node} and {other} cannot reach each other ({how}), though the master hears both"
+        frozenset((node, other)): f"{node} and {other} cannot reach each other ({how}), though both reach the master"
         for node, status in statuses.items()
         for other, how in status.get("cut", {}).items()
         if other in statuses and not {node, other} & set(lost)
@@ -52,14 +50,14 @@ def severed(statuses: Mapping[str, Status], lost: Iterable[str]) -> dict[str, st
 
 
 def first_cause(failures: list[Failure]) -> Failure | None:
-    """The failure that came first, effects of others' deaths last."""
+    """The earliest failure; lost hosts, then effects of other failures, count only without another cause."""
     if not failures:
         return None
-    return min(failures, key=lambda one: (_weight(one), one.get("order", 0)))
+    return min(failures, key=lambda cause: (_weight(cause), cause.get("order", 0)))
 
 
-def _weight(one: Failure) -> int:
-    if one.get("secondary"):
+def _weight(cause: Failure) -> int:
+    if cause.get("secondary"):
         return 2
-    # A lost host explains everybody's broken connections, but not a rank that failed by its own word.
-    return 1 if one["kind"] == "lost" else 0
+    # A lost host explains broken connections everywhere, but not a rank that failed by itself.
+    return 1 if cause["kind"] == "lost" else 0

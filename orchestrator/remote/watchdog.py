@@ -1,10 +1,10 @@
-"""Ends a program of ours that nobody hears: on a link that swallows packets a write blocks for ever.
+"""Ends a program whose connection is dead: a write to a link that drops packets blocks for ever.
 
-    wind()          # before each word: whoever does not come to say the next one within STUCK_S ends
+    wind()          # before each message: without the next one within STUCK_S the process ends
 
-The kernel's alarm ends the process whatever it is blocked in; nothing of it is inherited by what a program starts.
-(While a program is still on its way here, the same is done by `orchestrator/transport/shell.py`, and for one with a
-deadline by `loader`. What sshd keeps of such a connection is its own: ClientAliveInterval ends that.)
+Uses the kernel's alarm, which ends a blocked process; child processes do not inherit it. While a program is starting,
+`orchestrator/transport/shell.py` sets the alarm; `loader` sets it for programs with a deadline. sshd ends its own
+process by ClientAliveInterval.
 """
 
 from __future__ import annotations

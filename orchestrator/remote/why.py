@@ -1,4 +1,4 @@
-"""What each rank of a job is at on this host, seen twice a moment apart: threads, processes, pipes, connections.
+"""Snapshots of each rank of a job on this host, twice a moment apart: threads, processes, pipes, connections.
 
 Request: {"workdir", "job"}. The answer:
 
@@ -7,11 +7,11 @@ Request: {"workdir", "job"}. The answer:
      "ranks": [{"rank": 0, "ended": false, "exit_code": null, "signal": null,
                 "does": "waits", "grew": false, "quiet_s": 75.2, "step": 120, "step_s": 0.4,
                 "wrapper": "S", "wrapper_pid": 4710, "full_pipes": [], "net_bytes": 0,
-                "processes": [...],         the script itself, then those that it started (`why.row`)
-                "more": 0,                  and so many that are left out
+                "processes": [...],         the script itself, then its descendants (`why.row`)
+                "more": 0,                  number of descendants left out
                 "connections": [{"to": ADDRESS, "port": 29500, "unsent": 0, "unread": 0, "retransmits": 0}, ...]}, ...]}
 
-`does` is as of `stillness`. It changes nothing and needs no rights but those of the job's own user.
+`does` is from `stillness`. Nothing is changed, and the rights of the job's user are enough.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ from typing import Any, NamedTuple
 
 from .agent import agent_state, stopped
 from .answer import Refused, reply
-from .beneath import READ
 from .layout import JobFolder, WorkFolder
 from .meeting import ESTABLISHED, connections, sockets_of
 from .processes import descendants, uses
 from .rank_progress import RankProgress, progress_of
+from .safe_open import READ
 from .stacks import Thread, asking, carried, disk_bytes
 from .stillness import Sample, what_it_does
 
-LOOKS, LOOK_S = 7, 0.25
-"""CPU use is measured over so many looks, so far apart."""
+LOOKS, LOOK_S = 7, 0.25  # CPU use is measured over this many looks, this far apart
 AT_ONCE = 8
 MOST_CONNECTIONS = 16
 ANSWER_BYTES = 1 << 19
 DEPTHS = ((12, 40), (4, 25), (1, 12), (1, 3), (0, 0))
-"""Threads of a process, and frames of a thread: the first that makes the answer fit."""
+"""(threads per process, frames per thread): the first pair with which the answer fits."""
 GPU_HEAD, GPU_TAIL = 1 << 12, 1 << 13
 
 
@@ -59,7 +58,7 @@ def why(request: dict[str, Any]) -> dict[str, Any]:
         raise Refused(f"{job.id} has no folder there", "it was removed: `orch jobs`")
     agent = agent_state(job)
     ranks = {int(number): record for number, record in agent.get("ranks", {}).items()}
-    found = _looked_at(job, {number: record for number, record in ranks.items() if _runs(record)})
+    found = _looks(job, {number: record for number, record in ranks.items() if _runs(record)})
     answer = {
         "state": agent.get("state"),
         "alive": agent.get("alive"),
@@ -79,9 +78,7 @@ def _runs(record: Mapping[str, Any]) -> bool:
     return bool(record.get("pid") and "ended" not in record)
 
 
-class Found:
-    """What two looks saw of one rank."""
-
+class RankLooks:
     def __init__(self, job: JobFolder, number: int, record: Mapping[str, Any]) -> None:
         self._job, self._number, self._record = job, number, record
         self._before: dict[int, SeenProcess] = {}
@@ -115,22 +112,22 @@ class Found:
         }
 
 
-def _looked_at(job: JobFolder, ranks: Mapping[int, Mapping[str, Any]]) -> dict[int, Found]:
-    found = {number: Found(job, number, record) for number, record in ranks.items()}
+def _looks(job: JobFolder, ranks: Mapping[int, Mapping[str, Any]]) -> dict[int, RankLooks]:
+    found = {number: RankLooks(job, number, record) for number, record in ranks.items()}
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(Found.first, found.values()))
+        list(pool.map(RankLooks.first, found.values()))
         for look in range(LOOKS):
             time.sleep(LOOK_S if look else 0)
             used = uses({record["pid"]: record["wrapper"] for record in ranks.values()})
             for number, record in ranks.items():
                 if use := used.get(record["pid"]):
                     found[number].samples.append(Sample(time.monotonic(), use))
-        list(pool.map(Found.second, found.values()))
+        list(pool.map(RankLooks.second, found.values()))
     return found
 
 
 def _rank(
-    job: JobFolder, number: int, record: Mapping[str, Any], found: Found | None, threads: int, frames: int
+    job: JobFolder, number: int, record: Mapping[str, Any], found: RankLooks | None, threads: int, frames: int
 ) -> dict[str, Any]:
     known = {"rank": number, "ended": "ended" in record, **{key: record.get(key) for key in ("exit_code", "signal")}}
     if found is None:
@@ -140,7 +137,6 @@ def _rank(
 
 
 def _connections(inodes: set[int]) -> list[dict[str, Any]]:
-    """Those on which something waits, in either direction; the most first."""
     rows = [row for row in connections() if row.inode in inodes and row.state == ESTABLISHED]
     waiting = sorted((row for row in rows if row.unsent or row.unread), key=lambda row: (row.retransmits, row.unsent))
     names = ("unsent", "unread", "retransmits")
@@ -151,7 +147,7 @@ def _connections(inodes: set[int]) -> list[dict[str, Any]]:
 
 
 def _gpu_lines(log: Path) -> list[str]:
-    """Whole lines alone. A GPU's limits stand in its first one."""
+    # Whole lines only. A GPU's limits are in its first line.
     try:
         with open(log, "rb") as file:
             head = file.read(GPU_HEAD)
@@ -163,44 +159,34 @@ def _gpu_lines(log: Path) -> list[str]:
     return [line for part in parts for line in part.decode(errors="replace").split("\n") if line]
 
 
-# What is seen of a rank's processes from outside, without root: the script, and whatever it has started.
+#     seen, more = see(job, 0, 4711)                      the script first; more: number left out
+#     row(seen[0], job.src, threads=12, frames=40)        as in the answer
 #
-#     seen, more = see(job, 0, 4711)                      the script first; so many are left out
-#     row(seen[0], job.src, threads=12, frames=40)        as it stands in the answer
-#
-# A program that is no Python has no threads here, and is known by its state and by what in the kernel it waits for
-# (proc(5): `wchan`).
+# A program that is not Python has no threads here, only its state and the kernel function it waits in (proc(5):
+# `wchan`).
 
-MOST_PROCESSES = 24
-"""Of one rank."""
+MOST_PROCESSES = 24  # of one rank
 STOPPED = ("T", "t")
-IDLE_TICKS = 3
-"""Between two looks; to write its stacks takes a part of one."""
+IDLE_TICKS = 3  # between two looks; writing its stacks takes part of a tick
 PIPES = {1: "stdout", 2: "stderr"}
 SOURCE_BYTES = 1 << 20
 TEXT = 120
-SHORT, NAME = 64, 500
-"""A path or the name of a function has at most so many characters; so it is with `faulthandler`."""
+SHORT, NAME = 64, 500  # longest path or function name, as in `faulthandler`
 
 
 class SeenProcess(NamedTuple):
-    """One process at one moment; of a `compared` one also what has changed since the moment before."""
+    """One process at one moment; after `compared` also its changes since then."""
 
     pid: int
     name: str
     state: str
     wchan: str
-    ticks: int
-    """CPU time so far."""
+    ticks: int  # CPU time so far
     moved_bytes: int
-    """Read and written so far, of one that is `compared` since then; 0 where nobody may know. Its stacks are among it.
-    """
-    threads: list[Thread] | None
-    """None where it is not asked, or does not answer."""
-    same: bool = False
-    """Whether its main thread stands where it stood."""
-    idle: bool = False
-    """Whether it has used next to no CPU since."""
+    """Read and written so far, or since the earlier look after `compared`, stacks included; 0 if hidden."""
+    threads: list[Thread] | None  # None if it was not asked or did not answer
+    same: bool = False  # its main thread has not moved
+    idle: bool = False  # it has used almost no CPU since
 
     def compared(self, before: SeenProcess | None) -> SeenProcess:
         if before is None:
@@ -217,7 +203,7 @@ class SeenProcess(NamedTuple):
 
 
 def see(job: JobFolder, rank: int, pid: int) -> tuple[list[SeenProcess], int]:
-    """The script first, then what it has started, the oldest first; and how many more of those there are."""
+    """The script, then its descendants, the oldest first; and the number left out."""
     pids = [pid, *(one.pid for one in sorted(descendants(pid), key=lambda one: one.start_time))]
     with asking(job.stacks(rank)) as ask:
         found = [_seen(one, None if state_of(one) in STOPPED else ask(one)) for one in pids[:MOST_PROCESSES]]
@@ -225,7 +211,6 @@ def see(job: JobFolder, rank: int, pid: int) -> tuple[list[SeenProcess], int]:
 
 
 def _seen(pid: int, threads: list[Thread] | None) -> SeenProcess | None:
-    """None where it has ended."""
     name, _, rest = _text(pid, "stat").rpartition(") ")
     fields = rest.split()
     if len(fields) < 13 or fields[0] in "ZX":
@@ -236,7 +221,6 @@ def _seen(pid: int, threads: list[Thread] | None) -> SeenProcess | None:
 
 
 def state_of(pid: int) -> str:
-    """A letter of proc(5); "" where there is no such process."""
     return _text(pid, "stat").rpartition(") ")[2][:1]
 
 
@@ -246,7 +230,7 @@ def _wchan(pid: int) -> str:
 
 
 def _moved_bytes(pid: int, state: str) -> int:
-    """By read(2), write(2) and the like, and from and to disks; of who waits for a disk also what that itself moves."""
+    # By read(2), write(2) and the like, and from and to disks; if it waits for a disk, also that disk's bytes.
     lines = [line.split() for line in _text(pid, "io").splitlines()]
     names = ("rchar:", "wchar:", "read_bytes:", "write_bytes:")
     return sum(int(line[1]) for line in lines if line[0] in names) + (disk_bytes(pid) if state == "D" else 0)
@@ -260,7 +244,6 @@ def _text(pid: int, name: str) -> str:
 
 
 def full_pipes(pid: int) -> list[str]:
-    """Which of its two streams is a pipe that takes nothing more now: whoever reads it has stopped."""
     found = []
     for number, name in PIPES.items():
         path = f"/proc/{pid}/fd/{number}"
@@ -280,7 +263,6 @@ def full_pipes(pid: int) -> list[str]:
 
 
 def row(one: SeenProcess, src: Path, threads: int, frames: int) -> dict[str, Any]:
-    """threads, frames: so many of each at most."""
     return {
         **{key: getattr(one, key) for key in ("pid", "state", "same", "idle", "moved_bytes")},
         "name": one.name[:SHORT],
@@ -295,7 +277,6 @@ def _thread(thread: Thread, src: Path, most: int) -> dict[str, Any]:
 
 
 def _line(src: Path, file: str, line: int) -> str:
-    """The text of a line of the job's own code; "" of any other file."""
     path, top = os.path.realpath(src / file), os.path.realpath(src)
     lines = _lines(path) if path.startswith(f"{top}/") else ()
     return lines[line - 1].decode(errors="replace").strip()[:TEXT] if 0 < line <= len(lines) else ""

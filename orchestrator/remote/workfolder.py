@@ -1,13 +1,13 @@
-"""What a work folder is before anything is done in it: who may write there, what lies there, and whether it is ours.
+"""Checks a work folder before use: who may write there, what it contains, and whether it is ours.
 
     danger(Path("/srv/orch"))      # None, or what is wrong with it and what to try
     content(Path("/srv/orch"))     # "absent", "empty", "ours" or "other"
 
-Whoever may write into a work folder, or may replace it, runs code as its user. So it has to be the user's own and
-closed to others, and every folder above it has to belong to the user or to root and be closed to others or sticky, as
-/tmp is (StrictModes of sshd_config(5)). Ours is a folder that bears our mark, a file; `touch` makes one, too.
+A user who can write into a work folder or replace it can run code as its owner. So it has to be the user's own and
+closed to others; every folder above has to belong to the user or root, and be closed to others or sticky like /tmp
+(StrictModes of sshd_config(5)). A folder is ours if it contains our mark, a file that `touch` can create.
 
-Imports nothing of ours: the probe runs this text in a process of its own.
+Imports only the standard library: the probe runs this text in a process of its own.
 """
 
 from __future__ import annotations
@@ -28,17 +28,13 @@ from pathlib import Path
 from typing import Any
 
 MARK = ".orch-work"
-MAX_LINKS = 40
-"""As many links as Linux itself follows on the way to a file (path_resolution(7))."""
-TRIALS = 100
-"""Of writing there, where the folder comes and goes meanwhile."""
+MAX_LINKS = 40  # as Linux (path_resolution(7))
+TRIALS = 100  # attempts to write while other probes create and remove the folder
 _TRIAL = re.compile(r"\.probe-[0-9a-f]{16}")
 
 
 def danger(root: Path) -> tuple[str, str] | None:
-    """Why others could write into this folder or replace it, and what to try; None where they cannot. What is not there
-    yet is no danger.
-    """
+    """Why other users could write into this folder or replace it, and what to try. None if safe, or not there yet."""
     elsewhere = "set `workdir:` to a folder of your own"
     for path, found in way_to(root):
         is_root = path == os.path.realpath(root)
@@ -56,7 +52,7 @@ def danger(root: Path) -> tuple[str, str] | None:
 
 
 def way_to(root: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Every folder and link that leads to `root`, and itself, from / on, as far as it is there."""
+    """Every existing folder and link from / to `root`, inclusive."""
     at, todo, links = "/", [part for part in root.parts if part != "/"], 0
     yield at, os.lstat(at)
     while todo:
@@ -75,14 +71,14 @@ def way_to(root: Path) -> Iterator[tuple[str, os.stat_result]]:
             continue
         links += 1
         if links > MAX_LINKS:
-            return  # whoever opens it gets the system's error
+            return  # opening it gives the system's error
         target = os.readlink(step)
         at = "/" if target.startswith("/") else at
         todo = [part for part in target.split("/") if part not in ("", ".")] + todo
 
 
 def content(root: Path) -> str:
-    """`absent`, `empty`, `ours` (it bears our mark) or `other`. Others of ours may make it or remove it meanwhile."""
+    """`absent`, `empty`, `ours` (with our mark) or `other`. Other programs of ours may change it meanwhile."""
     while True:
         try:
             there = names(root)
@@ -95,7 +91,7 @@ def content(root: Path) -> str:
             return "empty"
         if mark or MARK not in there:
             return "other"
-        # The mark went between the two looks.
+        # The mark was removed between the two checks.
 
 
 def _mark(root: Path) -> os.stat_result | None:
@@ -110,12 +106,11 @@ def _is_ours(mark: os.stat_result) -> bool:
 
 
 def names(root: Path) -> list[str]:
-    """What lies there, less what a probe has under way."""
     return sorted(entry.name for entry in os.scandir(root) if not _TRIAL.fullmatch(entry.name))
 
 
 def unfit(root: Path) -> tuple[str, str] | None:
-    """Why this may not be a work folder, and what to try; None where it may."""
+    """Why this must not be a work folder, and what to try; None if it may."""
     if found := danger(root):
         return found
     if content(root) != "other":
@@ -127,7 +122,6 @@ def unfit(root: Path) -> tuple[str, str] | None:
 
 
 def _writers(found: os.stat_result) -> str:
-    """Who besides its owner and root may write there; "" where nobody may."""
     if found.st_mode & stat.S_IWOTH:
         return "every user"
     if found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid):
@@ -136,9 +130,7 @@ def _writers(found: os.stat_result) -> str:
 
 
 def _is_private(gid: int) -> bool:
-    """Whether a group has no member but this user and root: on Debian each user has such a one, and files that they
-    make are group-writable.
-    """
+    # A group only of this user and root: Debian gives each user such a group, and makes their files group-writable.
     try:
         members = set(grp.getgrgid(gid).gr_mem)
     except KeyError:
@@ -165,8 +157,8 @@ def _group(gid: int) -> str:
 
 
 def trial(workdir: str) -> dict[str, Any]:
-    """What `NodeFacts` holds of the work folder; no inodes if its file system makes them as it goes, as btrfs does.
-    Whatever this makes, it removes.
+    """The work folder's facts for `NodeFacts`. Inodes are None if the file system creates them on demand (btrfs).
+    Removes everything it creates.
     """
     root = Path(workdir).expanduser().absolute()
     problem = _written(root)
@@ -183,22 +175,21 @@ def trial(workdir: str) -> dict[str, Any]:
 
 
 def _space(root: Path) -> tuple[os.statvfs_result, int]:
-    """Of the nearest folder that is there, with its inode, which is the same on all hosts that mount it."""
+    # Uses the nearest existing folder. Its inode is equal on all hosts that mount it.
     for there in (root, *root.parents):
-        with contextlib.suppress(FileNotFoundError):  # another probe's, which has just removed it
+        with contextlib.suppress(FileNotFoundError):  # another probe has just removed its own
             if there.is_dir():
                 return os.statvfs(there), there.stat().st_ino
     raise FileNotFoundError(root)
 
 
 def _written(root: Path) -> str | None:
-    """Why the folder cannot be written, or holds no locks; None where it does."""
     problem = None
     for _ in range(TRIALS):
         problem = _tried(root)
         if not isinstance(problem, (FileNotFoundError, FileExistsError)):
             break
-        # Several hosts may share a home: another probe has just removed the folder that it had made for its own trial.
+        # Hosts may share a home: another probe has just removed a folder that it had created.
     return f"{problem.filename or root}: {problem.strerror}" if problem else None
 
 
@@ -228,8 +219,7 @@ def _tried(root: Path) -> OSError | None:
 
 
 def _remove_old_trials(root: Path) -> None:
-    """What an earlier probe was kept from removing."""
-    long_ago = time.time() - 600  # none that is at work takes so long
+    long_ago = time.time() - 600  # longer than any running probe takes
     with contextlib.suppress(OSError):
         for entry in os.scandir(root):
             is_trial = _TRIAL.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)

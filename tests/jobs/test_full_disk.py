@@ -21,7 +21,7 @@ from orchestrator.jobs.running import RunningJob
 from orchestrator.jobs.watch import watch
 from orchestrator.paths import Home
 from orchestrator.remote import processes
-from orchestrator.remote.pump import PIPE_BYTES, Pump
+from orchestrator.remote.output_writer import PIPE_BYTES, OutputWriter
 from orchestrator.store import Store
 from tests.support import forks
 from tests.support.disks import small_disk
@@ -230,21 +230,21 @@ def test_all_that_a_killed_script_wrote_is_in_its_log(tmp_path):
     script = (
         "import os, signal\nos.write(1, b'x' * 900_000)\nos.write(1, b'last')\nos.kill(os.getpid(), signal.SIGKILL)"
     )
-    pump = Pump(tmp_path / "log")
-    child = subprocess.Popen([sys.executable, "-c", script], stdout=pump.entry)
-    pump.start()
+    writer = OutputWriter(tmp_path / "log")
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=writer.entry)
+    writer.start()
     assert child.wait() == -signal.SIGKILL
-    assert pump.finish() == 0
+    assert writer.finish() == 0
     assert (tmp_path / "log").read_bytes() == b"x" * 900_000 + b"last"
 
 
 @pytest.mark.parametrize("grandchild", ["sleep 60", "yes"], ids=["silent", "flooding"])
 def test_a_daemonised_grandchild_that_keeps_the_pipe_does_not_keep_the_wrapper(tmp_path, grandchild):
-    pump = Pump(tmp_path / "log")
-    child = subprocess.Popen(["sh", "-c", f"echo said; {grandchild} & echo $!"], stdout=pump.entry)
-    pump.start()
+    writer = OutputWriter(tmp_path / "log")
+    child = subprocess.Popen(["sh", "-c", f"echo said; {grandchild} & echo $!"], stdout=writer.entry)
+    writer.start()
     child.wait()
-    pump.finish()
+    writer.finish()
     lines = (tmp_path / "log").read_text().splitlines()
     assert lines[0] == "said"
     os.kill(next(int(line) for line in lines if line.isdigit()), signal.SIGKILL)
@@ -253,21 +253,21 @@ def test_a_daemonised_grandchild_that_keeps_the_pipe_does_not_keep_the_wrapper(t
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_script_goes_on_at_full_speed_where_nothing_can_be_written(tmp_path):
-    pump = Pump(Path("/dev/full"))
-    child = subprocess.Popen([sys.executable, "-c", "print('x' * 9_999_999)"], stdout=pump.entry)
-    pump.start()
+    writer = OutputWriter(Path("/dev/full"))
+    child = subprocess.Popen([sys.executable, "-c", "print('x' * 9_999_999)"], stdout=writer.entry)
+    writer.start()
     assert child.wait() == 0
-    assert pump.finish() == 10_000_000
+    assert writer.finish() == 10_000_000
 
 
 def test_bytes_arrive_as_they_are_and_in_order(tmp_path):
     content = os.urandom(3 * PIPE_BYTES + 17)
     (tmp_path / "in").write_bytes(content)
-    pump = Pump(tmp_path / "log")
-    child = subprocess.Popen(["cat", str(tmp_path / "in")], stdout=pump.entry)
-    pump.start()
+    writer = OutputWriter(tmp_path / "log")
+    child = subprocess.Popen(["cat", str(tmp_path / "in")], stdout=writer.entry)
+    writer.start()
     child.wait()
-    assert pump.finish() == 0
+    assert writer.finish() == 0
     assert (tmp_path / "log").read_bytes() == content
     assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
 

@@ -13,7 +13,7 @@ CAUSES = [
     # kind, what is known more of it                                                         whose, without which host
     ("lost", {"reason": SILENT}, "hosts", "b"),
     ("lost", {"reason": "its supervisor is gone: killed, or the host went down"}, "hosts", "b"),
-    ("lost", {"reason": "b and c cannot reach each other (no connection), though the master hears both"}, "hosts", "b"),
+    ("lost", {"reason": "b and c cannot reach each other (no connection), though both reach the master"}, "hosts", "b"),
     ("network", {"reason": "a cannot reach b at 10.0.0.2 port 4711"}, "hosts", "b"),
     ("supervisor", {"reason": "the supervisor was killed by SIGKILL", "signal": "SIGKILL"}, "hosts", "b"),
     ("supervisor", {"reason": "the supervisor was asked to end (SIGTERM, or its keeper died)"}, "hosts", "b"),

@@ -221,7 +221,7 @@ ENDED = {"a": over("failed"), "b": over("failed"), "c": over("failed")}
 
 
 def test_the_constants_are_those_of_the_supervisors() -> None:
-    ladder_s = coordinator.HEARSAY_S + 2 * coordinator.KILL_S
+    ladder_s = coordinator.REPORT_S + 2 * coordinator.KILL_S
     assert (membership.LEASE_S, ladder_s) == (retries.LEASE_S, retries.LADDER_S)
 
 

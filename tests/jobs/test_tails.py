@@ -26,8 +26,8 @@ from orchestrator.jobs.lines import LogLine, Splitter
 from orchestrator.jobs.live import Notice
 from orchestrator.jobs.watch import watch
 from orchestrator.remote.line_times import LineTimes
+from orchestrator.remote.output_writer import OutputWriter
 from orchestrator.remote.print_times import PrintTimes
-from orchestrator.remote.pump import Pump
 from orchestrator.remote.tails import BLOCK_BYTES, MAX_TAIL_BYTES, begin_of, begin_since
 from tests.support.local_cluster import Place
 from tests.support.local_job import gang
@@ -206,11 +206,11 @@ def test_a_disk_that_answers_nothing_about_times_holds_no_script_up(
     def fails(_: int) -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    pump = Pump(tmp_path / "log", PrintTimes(tmp_path / "times"))
+    writer = OutputWriter(tmp_path / "log", PrintTimes(tmp_path / "times"))
     monkeypatch.setattr("orchestrator.remote.print_times.os", SimpleNamespace(**{**vars(os), "fstat": fails}))
-    child = subprocess.Popen([sys.executable, "-c", "print('x' * 3_000_000)"], stdout=pump.entry)
-    pump.start()
-    assert child.wait(60) == 0 and pump.finish() == 0
+    child = subprocess.Popen([sys.executable, "-c", "print('x' * 3_000_000)"], stdout=writer.entry)
+    writer.start()
+    assert child.wait(60) == 0 and writer.finish() == 0
     assert len((tmp_path / "log").read_bytes()) == 3_000_001
 
 

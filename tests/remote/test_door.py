@@ -73,7 +73,7 @@ def test_of_too_many_strangers_the_oldest_goes_and_no_member():
         async with crowd_of(door.STRANGERS + 3, port) as crowd:
             assert [await is_shown_out(reader) for reader in crowd[:3]] == [True] * 3
             assert not crowd[3].at_eof()
-            assert len(hub._door._strangers) == door.STRANGERS
+            assert len(hub._listener._strangers) == door.STRANGERS
             assert hub.connected == 1
         member.close()
 
@@ -95,7 +95,7 @@ def test_a_stranger_that_says_nothing_has_to_go(monkeypatch):
     async def run(hub, port):
         async with crowd_of(1, port) as (silent,):
             assert await is_shown_out(silent)
-            assert not hub._door._strangers
+            assert not hub._listener._strangers
 
     with_hub(run)
 

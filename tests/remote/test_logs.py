@@ -72,7 +72,7 @@ def test_no_log_says_nothing(tmp_path):
     assert not is_secondary([])
 
 
-_TOO_LARGE = "use a smaller one, or `--set accumulate=4`"
+_TOO_LARGE = "use a smaller batch, or `--set accumulate=4`"
 KNOWN = {
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB": _TOO_LARGE,
     "RuntimeError: GET was unable to find an engine to execute this computation": _TOO_LARGE,

@@ -1,10 +1,7 @@
-"""Files beneath a folder, opened step by step: no link on the way is followed, whoever made it.
+"""Opens files below a folder step by step (openat(2)) and follows no links, so that no other user can redirect us.
 
-    with folder(job.root) as top, holder(top, "src/runs/best.pt") as (at, last):
-        handle = os.open(last, READ, dir_fd=at)
-
-Each step is taken from the folder that the step before it opened (openat(2)), so nobody who renames or replaces a name
-meanwhile leads us elsewhere. A path that a person chose is walked the same way (`chosen_folder`).
+with folder(job.root) as top, holder(top, "src/runs/best.pt") as (at, last):
+    handle = os.open(last, READ, dir_fd=at)
 """
 
 from __future__ import annotations
@@ -17,14 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO without a writer must not hold us
+READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO without a writer must not block
 _STEP = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-MAX_LINKS = 40
-"""On one path, as path_resolution(7) has it."""
+MAX_LINKS = 40  # as in path_resolution(7)
 
 
 class UnsafeError(PermissionError):
-    """Somebody else decides what lies there. strerror: why, filename: where."""
+    """Another user controls this path. strerror: why, filename: which path."""
 
     def __init__(self, where: Path | str, why: str) -> None:
         super().__init__(errno.EPERM, why, str(where))
@@ -32,7 +28,7 @@ class UnsafeError(PermissionError):
 
 @contextlib.contextmanager
 def folder(path: Path | str, dir_fd: int | None = None) -> Iterator[int]:
-    """An open folder of our own, or of root's. Raises OSError, UnsafeError where it is a link or another user's."""
+    """Opens a folder that is ours or root's. Raises OSError; UnsafeError if it is a link or another user's."""
     try:
         handle = os.open(path, FOLDER, dir_fd=dir_fd)
     except OSError as error:
@@ -40,7 +36,7 @@ def folder(path: Path | str, dir_fd: int | None = None) -> Iterator[int]:
             raise UnsafeError(path, "is a link, and links are not followed there") from error
         raise
     try:
-        _refuse_strangers(path, os.fstat(handle))
+        _refuse_other_owner(path, os.fstat(handle))
         yield handle
     finally:
         os.close(handle)
@@ -48,9 +44,9 @@ def folder(path: Path | str, dir_fd: int | None = None) -> Iterator[int]:
 
 @contextlib.contextmanager
 def holder(top: int, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-    """The open folder that holds this file, and the file's own name in it. Raises as `folder` does.
+    """The open folder that holds this file, and the file's name in it. Raises as `folder` does.
 
-    make: folders that are not there; then none may be one in which everybody writes.
+    make: create missing folders; then all of them must not be world-writable.
     """
     *above, last = name.split("/")
     with contextlib.ExitStack() as opened:
@@ -61,7 +57,7 @@ def holder(top: int, name: str, *, make: bool = False) -> Iterator[tuple[int, st
             try:
                 top = opened.enter_context(folder(part, top))
                 if make:
-                    _refuse_open_house(part, os.fstat(top))
+                    _refuse_world_writable(part, os.fstat(top))
             except OSError as error:
                 error.filename = "/".join(above[: depth + 1])
                 raise
@@ -70,24 +66,24 @@ def holder(top: int, name: str, *, make: bool = False) -> Iterator[tuple[int, st
 
 @contextlib.contextmanager
 def chosen_folder(path: Path, *, make: bool = True) -> Iterator[int]:
-    """The open folder at an absolute path that a person chose. make: if it is not there.
+    """Opens the folder at an absolute path that a person chose. make: create it if missing.
 
-    Links on the way are followed where they are ours or root's. Raises UnsafeError where another user has a say in
-    where the path leads: a folder or link of theirs, or a folder in which everybody may rename what is not theirs.
+    Follows links that are ours or root's. Raises UnsafeError if another user could change where the path leads: their
+    folder or link, or a world-writable folder without the sticky bit.
     """
     todo, links = list(reversed(path.parts[1:])), 0
     at, where = os.open("/", _STEP), Path("/")
     try:
         while True:
-            _refuse_strangers(where, os.fstat(at))
-            _refuse_open_house(where, os.fstat(at))
+            _refuse_other_owner(where, os.fstat(at))
+            _refuse_world_writable(where, os.fstat(at))
             if not todo:
                 break
             part = todo.pop()
             below = _step(at, part, make=make)
             found = os.fstat(below)
             if stat.S_ISLNK(found.st_mode):
-                _refuse_strangers(where / part, found)
+                _refuse_other_owner(where / part, found)
                 links += 1
                 leads_to = Path(os.readlink("", dir_fd=below))
                 os.close(below)
@@ -124,15 +120,15 @@ def _is_link(path: Path | str, dir_fd: int | None) -> bool:
 
 
 def is_trusted(uid: int) -> bool:
-    """Ours, or root's: in a user namespace root is whoever `/` seems to belong to."""
+    # Ours or root's. In a user namespace, the owner of `/` is root.
     return uid in (os.getuid(), 0, os.stat("/").st_uid)
 
 
-def _refuse_strangers(where: Path | str, found: os.stat_result) -> None:
+def _refuse_other_owner(where: Path | str, found: os.stat_result) -> None:
     if not is_trusted(found.st_uid):
         raise UnsafeError(where, "belongs to another user")
 
 
-def _refuse_open_house(where: Path | str, found: os.stat_result) -> None:
+def _refuse_world_writable(where: Path | str, found: os.stat_result) -> None:
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-        raise UnsafeError(where, "is a folder in which everybody may write")
+        raise UnsafeError(where, "is a folder in which every user may write")

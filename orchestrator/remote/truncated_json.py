@@ -1,9 +1,9 @@
-"""Makes what a supervisor reports fit into so many bytes of JSON, whatever its ranks printed.
+"""Shortens a supervisor's record until its JSON fits into a message.
 
-fitted(record, 24_000)      # the record itself, or one whose longest words and lists are cut
+    fitted(record, 24_000)      # the record itself, or one with shorter texts and lists
 
-A character outside of ASCII takes up to 12 bytes there. The first of `failures` and `leftovers` stay, and the last of
-`faults`, which is the newest; the first failure of all is cut last.
+A non-ASCII character takes up to 12 bytes. The first `failures` and `leftovers` stay, and the last `faults`, which are
+the newest; `first_failure` is cut last.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 _STEPS = ((200, 8), (100, 4), (50, 2), (20, 1))
-"""So many characters of a sentence, and so many entries of a list: the first pair that fits."""
+"""(characters of a text, entries of a list): the first pair that fits is used."""
 _SENTENCES = ("reason", "log_line")
-_FEW = 20
-"""In the end, so many ranks and so many hosts."""
+_FEW = 20  # most ranks and hosts after the last step
 
 
 def fitted(record: Mapping[str, Any], most_bytes: int) -> dict[str, Any]:
@@ -52,6 +51,5 @@ def _cut(one: Any, chars: int) -> Any:
 
 
 def _few(name: str, entries: dict[str, Any]) -> dict[str, Any]:
-    """Keeps only the ranks that did not end well."""
     worth = {key: one for key, one in entries.items() if name != "ranks" or one.get("exit_code") != 0}
     return dict(list(worth.items())[:_FEW])

@@ -1,13 +1,13 @@
-"""Carries what a rank prints from a pipe into its log file, so that a full disk never reaches the script.
+"""Writes a rank's output from a pipe into its log file, so that a full disk never blocks the script.
 
-    pump = Pump(job.rank(0) / "stdout.log")
-    child = subprocess.Popen([...], stdout=pump.entry)
-    pump.start()
+    writer = OutputWriter(job.rank(0) / "stdout.log")
+    child = subprocess.Popen([...], stdout=writer.entry)
+    writer.start()
     ...
-    dropped = pump.finish()         # once the child has ended: every byte that it wrote is in the file, or is counted
+    dropped = writer.finish()         # after the child's end: every byte is in the file or counted
 
-The pipe is emptied whatever becomes of its content: what the disk does not take is dropped and counted, and a line in
-the log says how much is missing there as soon as there is room for it.
+Output that the disk does not take is dropped and counted; once there is room, a line in the log reports the number of
+missing bytes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,15 @@ from .print_times import PrintTimes
 
 PIPE_BYTES = 1 << 20
 BUFFER_BYTES = 1 << 18
-"""Used again and again, so that it stays in the processor's cache: what a fresh megabyte a read costs is a third."""
-ROOM_BYTES = 1 << 16
-"""A disk that was full is written to again when it has this much room: not for every few bytes that come free."""
+"""Reused, so that it stays in the processor's cache: a third of the cost of a fresh megabyte per read."""
+ROOM_BYTES = 1 << 16  # after a full disk, writing resumes at this much free space, not for a few bytes
 
 
-class Pump(threading.Thread):
+class OutputWriter(threading.Thread):
     """entry: the pipe's end for the child; `start` closes ours."""
 
     def __init__(self, log: Path, times: PrintTimes | None = None) -> None:
-        """times: notes when what is in the log was printed."""
-        super().__init__(daemon=True, name=f"pump-{log.name}")
+        super().__init__(daemon=True, name=f"output-{log.name}")
         self._file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         self._pipe, self.entry = os.pipe()
         with contextlib.suppress(OSError):  # beyond this user's share of pipe memory it stays at 64 KiB
@@ -51,7 +49,7 @@ class Pump(threading.Thread):
         super().start()
 
     def finish(self) -> int:
-        """Empties the pipe, also where a child that was left behind holds it open. Returns the bytes dropped, ever."""
+        """Empties the pipe, even if a remaining child holds it open. Returns the total of dropped bytes."""
         os.close(self._end)
         self.join()
         if self._unreported:
@@ -65,12 +63,11 @@ class Pump(threading.Thread):
                 break
             if not self._carry(BUFFER_BYTES):
                 return
-        left = _waiting(self._pipe)  # what comes later is no longer the script's: it has ended
+        left = _waiting(self._pipe)  # later bytes are not the script's: it has ended
         while left and (size := self._carry(left)):
             left -= size
 
     def _carry(self, at_most: int) -> int:
-        """One piece from the pipe to the file; its size, 0 at the pipe's end."""
         size = os.readv(self._pipe, [self._buffer[:at_most]])
         if size and self._times and self._times.is_due():
             self._times.note(self._file)
@@ -84,7 +81,6 @@ class Pump(threading.Thread):
         self._drop(len(data) - self._write(data))
 
     def _write(self, data: memoryview) -> int:
-        """Writes what fits; returns how much that was."""
         written = 0
         with contextlib.suppress(OSError):
             while written < len(data):
@@ -108,11 +104,10 @@ class Pump(threading.Thread):
     def _has_room(self) -> bool:
         try:
             disk = os.fstatvfs(self._file)
-        except OSError:  # a disk that fails: what is printed is dropped and counted, and the script goes on
+        except OSError:  # a failing disk: output is dropped and counted
             return False
         return disk.f_bavail * disk.f_frsize >= ROOM_BYTES
 
 
 def _waiting(pipe: int) -> int:
-    """Bytes that lie in the pipe now."""
     return int(struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4))[0])

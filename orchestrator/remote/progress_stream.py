@@ -1,9 +1,9 @@
-"""A program that takes its time and reports its progress: JSON objects, each between two markers, then its last word.
+"""Progress messages of long-running programs to the controller: JSON objects between markers, the last one final.
 
-    serve(request, lambda request, talk: {"folder": ...})     # ... {"beat": 1} ... {"end": {"folder": ...}}
+    serve(request, lambda request, progress: {"folder": ...})     # ... {"beat": 1} ... {"end": {"folder": ...}}
 
-What the host refuses is reported as {"error", "remedy"}. A beat every second says that this end lives. That the
-controller has left shows here as a closed standard input (`gone`), or an output that nobody reads.
+A refusal is reported as {"error", "remedy"}. A beat each second shows that this end is alive. A controller that has
+left shows as a closed standard input (`gone`) or a broken pipe.
 """
 
 from __future__ import annotations
@@ -30,16 +30,13 @@ LOCK_S = 0.2
 STDIN = 0
 
 
-class Talk:
-    """The way to the controller; several threads may speak."""
-
+class ProgressStream:
     def __init__(self, marker: str) -> None:
         self._marker = marker
         self._lock = threading.Lock()
         self._mentioned_at = 0.0
 
-    def say(self, word: dict[str, Any]) -> None:
-        """Raises BrokenPipeError where nobody listens."""
+    def send(self, word: dict[str, Any]) -> None:
         line = f"{self._marker}{json.dumps(word)}{self._marker}\n"
         with self._lock:
             wind()
@@ -47,37 +44,38 @@ class Talk:
             sys.stdout.flush()
 
     def mention(self, word: dict[str, Any]) -> None:
-        """Reports what may also be left out: at most a few words a second."""
         if time.monotonic() > self._mentioned_at + MENTION_S:
             self._mentioned_at = time.monotonic()
-            self.say(word)
+            self.send(word)
 
     def beat(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                self.say({"beat": 1})
+                self.send({"beat": 1})
                 time.sleep(BEAT_S)
 
 
 class ControllerLeft(Exception):
-    """The controller has left: nobody reads what we report."""
+    """Output has no reader any more."""
 
 
-def serve(request: dict[str, Any], action: Callable[[dict[str, Any], Talk], dict[str, Any]]) -> None:
+def serve(request: dict[str, Any], action: Callable[[dict[str, Any], ProgressStream], dict[str, Any]]) -> None:
     os.umask(0o077)
-    talk = Talk(request["marker"])
-    threading.Thread(target=talk.beat, daemon=True).start()
+    progress = ProgressStream(request["marker"])
+    threading.Thread(target=progress.beat, daemon=True).start()
     with contextlib.suppress(BrokenPipeError, ControllerLeft):
-        talk.say(_outcome(request, action, talk))
+        progress.send(_outcome(request, action, progress))
     # Neither waits for threads nor flushes to a reader that has left.
     os._exit(0)
 
 
 def _outcome(
-    request: dict[str, Any], action: Callable[[dict[str, Any], Talk], dict[str, Any]], talk: Talk
+    request: dict[str, Any],
+    action: Callable[[dict[str, Any], ProgressStream], dict[str, Any]],
+    progress: ProgressStream,
 ) -> dict[str, Any]:
     try:
-        return {"end": action(request, talk)}
+        return {"end": action(request, progress)}
     except Refused as refusal:
         return {"error": refusal.args[0], "remedy": refusal.args[1]}
     except BrokenPipeError:
@@ -89,18 +87,18 @@ def _outcome(
 
 
 def gone(timeout_s: float) -> bool:
-    """Whether the controller closes our input within this time. It sends nothing while this is asked."""
+    """The controller closes our input within this time. It must not send anything meanwhile."""
     ready, _, _ = select.select([STDIN], [], [], timeout_s)
     return bool(ready) and not os.read(STDIN, 1)
 
 
 @contextlib.contextmanager
-def alone_at(lock: Path | str, talk: Talk, dir_fd: int | None = None) -> Iterator[None]:
-    """Holds this lock file; waits, and says so, while another program has it: here, or where this disk is shared."""
+def alone_at(lock: Path | str, progress: ProgressStream, dir_fd: int | None = None) -> Iterator[None]:
+    """Holds this lock file; waits and reports it while a program, also on another host with this disk, holds it."""
     handle = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
     try:
         while not try_lock(handle):
-            talk.mention({"waits": 1})
+            progress.mention({"waits": 1})
             if gone(LOCK_S):
                 raise ControllerLeft
         yield

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from orchestrator.remote.fitting import fitted
 from orchestrator.remote.host_state import MOST_REPORTED, HostState
-from orchestrator.remote.layout import RECORD_BYTES, RESERVE_BYTES, WorkFolder, write_last_word
+from orchestrator.remote.layout import RECORD_BYTES, RESERVE_BYTES, WorkFolder, write_final_record
 from orchestrator.remote.link import MAX_LINE
 from orchestrator.remote.messages import failure
+from orchestrator.remote.truncated_json import fitted
 
 LONG = "\U0001f642" * 500
 """A line as long as any that a log's end gives; each character takes 12 bytes in JSON."""
@@ -34,7 +34,7 @@ def test_the_last_word_fits_into_its_reserve_whatever_was_printed(tmp_path, rank
     job = WorkFolder(str(tmp_path)).job("j")
     job.root.mkdir(parents=True)
     record = worst_record(ranks)
-    write_last_word(job, record)
+    write_final_record(job, record)
     assert job.agent.stat().st_size <= RECORD_BYTES < RESERVE_BYTES
     kept = job.read_agent()
     assert kept["failures"][0]["reason"].startswith("0 \U0001f642")
