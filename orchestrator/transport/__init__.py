@@ -1,8 +1,7 @@
-"""How a host is reached: one narrow interface with two implementations (`ssh`, `shell`).
+"""How a host is reached: one interface, `Transport`, with two implementations (`ssh`, `shell`).
 
-A transport runs one shell command on one host. That is all it does: every other thing we do on a host is a
-standalone Python program of ours sent on standard input (see `ask.py`), so nothing needs to be installed there
-and nothing but data travels in the other direction.
+A transport runs one shell command on one host. Everything else is done by Python programs of ours, sent on standard
+input (`ask.py`), so that nothing has to be installed there.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ MAX_OUTPUT_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What a command left behind. exit_code is 128 + the signal's number for a command that a signal ended."""
+    """exit_code is 128 + n if signal n ended the command."""
 
     exit_code: int
     stdout: bytes
@@ -25,37 +24,31 @@ class CommandResult:
 
 
 class Transport(Protocol):
-    """A way to one host. All methods raise ConnectError when the host is gone or the deadline passes.
+    """A connection to one host. All methods raise ConnectError when the host is gone or the deadline passes.
 
-    One transport may be used from several threads at once: each command gets its own channel.
+    Threads may share it: each command gets its own channel.
     """
 
-    login_s: float
-    """How long the last login took, our own queues apart."""
-    logins_tried: int
-    """How many times its server had to be asked for that one."""
+    login_s: float  # duration of the last login, without our own queues
+    logins_tried: int  # attempts for that login
 
     @property
-    def node(self) -> str:
-        """The node's name in the inventory."""
-        ...
+    def node(self) -> str: ...
 
     def run(self, command: str, *, stdin: bytes = b"", timeout_s: float) -> CommandResult:
-        """Runs one line of POSIX shell to its end: until it has exited and nobody holds its outputs open.
+        """Runs one line of POSIX shell until it has exited and its outputs are closed.
 
-        Output above MAX_OUTPUT_BYTES is a ProbeError, never a full memory. An error carries what
-        came of standard output as `said`.
+        Output above MAX_OUTPUT_BYTES is a ProbeError. An error carries the standard output so far as `said`.
         """
         ...
 
     def stream(self, command: str, *, stdin: bytes | Iterable[bytes] = b"") -> AbstractContextManager[Iterator[bytes]]:
-        """The command's standard output in chunks as they come, without limit of time. Its standard error is dropped.
+        """The command's standard output in chunks as they come, without a time limit; standard error is dropped.
 
-        `stdin` is sent and then held open: its end is how a program on the host learns that we left. Given in pieces,
-        it is drawn in a thread of its own, as fast as the host takes it, and must not raise. Leaving the context ends
-        the command (its standard input closes, then its channel). The iterator ends with the command, and raises
-        ConnectError when the link breaks first. Chunks are at most 1 MiB; b"" is yielded at least every second while
-        nothing comes, so that the reader can look at its own deadlines.
+        `stdin` is sent and then held open: its end shows the program that we left. Pieces are drawn in a thread of
+        their own and must not raise. Leaving the context ends the command. The iterator ends with the command, and
+        raises ConnectError if the connection breaks first. Chunks are at most 1 MiB; b"" is yielded at least once a
+        second, so that the caller can check its own deadlines.
         """
         ...
 

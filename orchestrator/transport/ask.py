@@ -1,11 +1,10 @@
-"""One question to one host: send a program of `orchestrator/remote/` on standard input, get one JSON value back.
+"""Sends a program of `orchestrator/remote/` to a host on standard input, and gets one JSON object or a stream back.
 
     answer = ask(host, "probe", {"peers": ["192.168.1.42"]}, timeout_s=20)
 
-Nothing is installed for it: the modules that it needs travel with each request, behind `remote/loader.py`, which makes
-them importable. The request names a random marker; the answer stands between two such markers, and a stream begins with
-one, so that a shell that prints a banner spoils nothing (`noise`). What comes back is untrusted: its size is capped, it
-is parsed as JSON and nothing else, and it must be an object.
+The modules it needs are sent with each request, after `remote/loader.py`. A random marker in the request surrounds the
+answer and begins a stream, so that output of the shell does no harm. Answers are untrusted: limited in size, and parsed
+only as a JSON object.
 """
 
 from __future__ import annotations
@@ -29,20 +28,15 @@ from orchestrator.transport.sources import pack, shipped_sources
 
 MAX_ANSWER_BYTES = 1 << 20
 ALIKE = "does its shell print at login (`orch exec -- true` shows it), or is another version of orch in use?"
-SILENT_S = 60.0
-"""How long a program that reports its progress may be silent; it sends a beat every second."""
-STUCK_S = 120
-"""As `remote/watchdog.py` has it."""
-LATE_S = 60.0
-"""So long after we have stopped to wait a program may still be at work on its host."""
+SILENT_S = 60.0  # longest silence of a program that reports progress; it sends a beat every second
+STUCK_S = 120  # as in `remote/watchdog.py`
+LATE_S = 60.0  # time that a program may run on after we have stopped waiting
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ConnectedHost:
-    """A host that we can ask: how to reach it and how to start Python there."""
-
     transport: Transport
     python: str
     activate: str | None
@@ -56,8 +50,8 @@ class ConnectedHost:
 def ask(
     host: ConnectedHost, program: str, request: Mapping[str, Any], *, blob: bytes = b"", timeout_s: float
 ) -> dict[str, Any]:
-    """The program's answer. Raises ConnectError when the host does not answer in time, ProbeError when its Python or
-    its shell does not, and HostError with the host's own words when the program refuses.
+    """The program's answer. Raises ConnectError without an answer in time, ProbeError if its Python or shell fails,
+    HostError with the host's own message if the program refuses.
     """
     marker = new_marker()
     stdin = _input(host, program, request, marker, blob, int(timeout_s + LATE_S))
@@ -72,7 +66,7 @@ def ask(
 
 
 def understood(node: str, read: Callable[[], T]) -> T:
-    """What `read` makes of a host's answer. Raises ProbeError where that has not the form that it should have."""
+    """The result of `read` on a host's answer. Raises ProbeError if the answer is malformed."""
     try:
         return read()
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
@@ -81,7 +75,6 @@ def understood(node: str, read: Callable[[], T]) -> T:
 
 
 def new_marker() -> str:
-    """What distinguishes a program's words from all else that a host prints."""
     return secrets.token_hex(16)
 
 
@@ -89,8 +82,8 @@ def new_marker() -> str:
 def open_stream(
     host: ConnectedHost, program: str, request: Mapping[str, Any], marker: str
 ) -> Iterator[Iterator[bytes]]:
-    """Starts a program that answers with a stream of bytes of its own form (see `remote/reader.py`), which begins with
-    the marker; b"" comes at least once a second. The iterator raises as `exchange` has it.
+    """Starts a program with a byte stream of its own format (`remote/reader.py`), from its marker on; b"" comes at
+    least once a second. The iterator raises like `exchange`.
     """
     with _started(host, program, _input(host, program, request, marker, b""), marker) as said:
         yield said
@@ -100,15 +93,15 @@ def open_stream(
 def exchange(
     host: ConnectedHost, program: str, request: Mapping[str, Any], more: Iterable[bytes] = ()
 ) -> Iterator[Iterator[dict[str, Any]]]:
-    """Starts a program that reports its progress (see `remote/talk.py`): each of its words up to its `end`, and {} at
-    least once a second. more: what it is sent after the request; drawn in a thread of its own, it must not raise.
+    """Starts a program that reports progress (`remote/progress_stream.py`): its messages up to `end`, and {} at least
+    once a second. more: sent after the request; drawn in a thread of its own, it must not raise.
 
-    The iterator raises ConnectError when the host falls silent or the link breaks, HostError with the host's own words
-    when the program refuses, ProbeError when what it says makes no sense.
+    The iterator raises ConnectError if the host is silent or the connection breaks, HostError with the host's own
+    message if the program refuses, ProbeError for malformed messages.
     """
     marker = new_marker()
     pieces = chain([_input(host, program, request, marker, b"")], more)
-    with _started(host, program, pieces, marker) as said, closing(_words(host.node, said, marker.encode())) as words:
+    with _started(host, program, pieces, marker) as said, closing(_messages(host.node, said, marker.encode())) as words:
         yield words
 
 
@@ -118,39 +111,38 @@ def _started(
 ) -> Iterator[Iterator[bytes]]:
     with (
         host.transport.stream(_command(host, program), stdin=stdin) as chunks,
-        closing(_said(host.node, chunks, marker.encode())) as said,
+        closing(_program_output(host.node, chunks, marker.encode())) as said,
     ):
         yield said
 
 
-def _said(node: str, chunks: Iterable[bytes], marker: bytes) -> Generator[bytes, None, None]:
-    """The stream from its first marker on. Raises ConnectError where SILENT_S pass without a word."""
-    listener, heard_at = Listener(node, marker), time.monotonic()
+def _program_output(node: str, chunks: Iterable[bytes], marker: bytes) -> Generator[bytes, None, None]:
+    filter_, received_at = MarkerFilter(node, marker), time.monotonic()
     try:
         for chunk in chunks:
-            said = listener.take(chunk)
-            heard_at = time.monotonic() if said else heard_at
-            if (silent_s := time.monotonic() - heard_at) > SILENT_S:
+            said = filter_.take(chunk)
+            received_at = time.monotonic() if said else received_at
+            if (silent_s := time.monotonic() - received_at) > SILENT_S:
                 raise ConnectError(
                     node,
                     f"nothing received for {silent_s:.0f} s",
                     "check the network, and that the host is not overloaded",
                 )
             yield said
-        if not listener.has_begun:
+        if not filter_.has_begun:
             remedy = "check that python starts there, and that the shell's start-up files neither exec nor exit"
-            raise ConnectError(node, "its program ended before it had said a word", remedy)
+            raise ConnectError(node, "its program ended before its first output", remedy)
     except HostError as error:
-        raise listener.explained(error) from error
+        raise filter_.explained(error) from error
 
 
-def _words(node: str, chunks: Iterable[bytes], marker: bytes) -> Generator[dict[str, Any], None, None]:
+def _messages(node: str, chunks: Iterable[bytes], marker: bytes) -> Generator[dict[str, Any], None, None]:
     buffer = b""
     for chunk in chunks:
         yield {}
         said, buffer = _between(buffer + chunk, marker)
         if len(buffer) > MAX_ANSWER_BYTES:
-            raise ProbeError(node, f"says more than {MAX_ANSWER_BYTES} bytes at once")
+            raise ProbeError(node, f"sent more than {MAX_ANSWER_BYTES} bytes at once")
         for text in said:
             word: dict[str, Any] = understood(node, partial(_object, text))
             if "error" in word:
@@ -158,11 +150,10 @@ def _words(node: str, chunks: Iterable[bytes], marker: bytes) -> Generator[dict[
             yield word
             if "end" in word:
                 return
-    raise ConnectError(node, "its program ended without a last word", "try again")
+    raise ConnectError(node, "its program ended without a final message", "try again")
 
 
 def _between(data: bytes, marker: bytes) -> tuple[list[bytes], bytes]:
-    """What stands whole between two markers, and the rest that may be the beginning of more."""
     *parts, tail = data.split(marker)
     return parts[1::2], marker + tail if len(parts) % 2 else tail[-len(marker) :]
 
@@ -172,7 +163,7 @@ def _object(text: bytes) -> dict[str, Any]:
 
 
 def words_of(words: Any) -> list[str]:
-    """A list of a host's words, each fit for a terminal."""
+    """A list of a host's texts, each safe for a terminal."""
     if not isinstance(words, list):
         raise ValueError("not a list")
     return [one_line(word) for word in words]
@@ -185,7 +176,7 @@ def _command(host: ConnectedHost, program: str) -> str:
 def _input(
     host: ConnectedHost, program: str, request: Mapping[str, Any], marker: str, blob: bytes, limit_s: int = STUCK_S
 ) -> bytes:
-    """limit_s: then it ends itself on the host, whoever still waits; one that speaks winds it up again."""
+    # limit_s: the program ends itself then, unless its messages extend the time (`remote/watchdog.py`).
     loader = resources.files("orchestrator.remote").joinpath("loader.py").read_bytes()
     package = pack(program, shipped_sources())
     shipped = {"program": program, "limit_s": limit_s, "sources": package.sizes, "bytes": len(package.content)}
@@ -212,7 +203,7 @@ def _parse(host: ConnectedHost, result: CommandResult, marker: str) -> dict[str,
 
 START_UP_FILES = "check that this host's shell start-up files neither exec nor exit"
 
-# What a shell or a Python that may not start prints, and what that means: (what is wrong, what to try).
+# Output of a shell or Python that cannot start: (what is wrong, what to try).
 _REFUSED = {
     sign: (
         "its user may start no further process or thread there",
@@ -266,22 +257,15 @@ def _last_line(output: bytes) -> str:
     return lines[-1].strip() if lines else ""
 
 
-# What a host's shell prints around our program's words: skipped up to a size, and named where it drowns them. Pure.
-#
-#     listener = Listener("v100", marker)
-#     said = listener.take(chunk)             # from the first marker on; b"" until then
-#
-# A greeting in `.bashrc`, or a ForceCommand that prints before it runs what it was asked to, shares standard output
-# with
-# the program. Every program begins with the marker of its request, so that what comes before is recognised and dropped.
-
-MAX_NOISE_BYTES = 1 << 20
-"""Skipped before the first word, and again between two words; whoever prints more does not end."""
+MAX_NOISE_BYTES = 1 << 20  # limit before the first message and between two messages; more output counts as endless
 REMEDY = "make its start-up files (.bashrc, .profile) and a ForceCommand silent for non-interactive logins"
 
 
-class Listener:
-    """Waits for the first marker of one stream."""
+class MarkerFilter:
+    """Skips a shell's output up to the first marker of one stream.
+
+    Such output comes from `.bashrc` or a ForceCommand.
+    """
 
     def __init__(self, node: str, marker: bytes) -> None:
         self._node, self._marker = node, marker
@@ -289,7 +273,7 @@ class Listener:
         self.has_begun = False
 
     def take(self, chunk: bytes) -> bytes:
-        """What of the stream has come that is the program's. Raises ProbeError for noise that does not end."""
+        """The program's part of the chunk. Raises ProbeError for endless other output."""
         if self.has_begun or not chunk:
             return chunk
         known = max(0, len(self._before) - len(self._marker))
@@ -305,7 +289,7 @@ class Listener:
         return said
 
     def explained(self, error: HostError) -> HostError:
-        """The same error, with what the shell printed where the program did not come to speak."""
+        """Adds the shell's output if the program has not begun."""
         return error if self.has_begun else explained(error, self._before)
 
 
@@ -314,16 +298,15 @@ def endless(node: str, said: bytes | bytearray) -> ProbeError:
 
 
 def explained(error: HostError, said: bytes | bytearray) -> HostError:
-    """An error of a host whose program was not heard, with what was heard in its place."""
+    """Adds the shell's output to an error of a host whose program gave none."""
     line = _first_line(said)
     if not line:
         return error
     words = error.message.removeprefix(f"{error.node}: ")
     kind = ConnectError if isinstance(error, ConnectError) else ProbeError
-    return kind(error.node, f"{words}; its shell prints at login ({line}), and our program was not heard", REMEDY)
+    return kind(error.node, f"{words}; its shell prints at login ({line}), and our program gave no output", REMEDY)
 
 
 def _first_line(said: bytes | bytearray) -> str:
-    """The first line that is not empty, in quotes; "" where there is none."""
     lines = bytes(said[:4096]).decode(errors="replace").strip().splitlines()
     return repr(one_line(lines[0], 80)) if lines else ""

@@ -1,11 +1,10 @@
-"""OpenSSH's certificates (`ssh-keygen -s`): a public key, who may use it and until when, signed by an authority.
+"""OpenSSH certificates (`ssh-keygen -s`): a public key with its users or hosts and validity, signed by an authority.
 
     certificate = Certificate.parse(blob)
-    certificate.public == key.asbytes()          # whose certificate it is
+    certificate.public == key.asbytes()          # it certifies this key
     certificate.fault_of_host("v100.lab")        # "" if it proves that its key is this host's
 
-Of a user's certificate the host judges; of a host's we do. Both have the form of `PROTOCOL.certkeys`, which comes with
-OpenSSH.
+We check hosts' certificates; hosts check users'. Format: OpenSSH's `PROTOCOL.certkeys`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from orchestrator.text import one_line
 SUFFIX = "-cert-v01@openssh.com"
 _ECDSA = ("ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521")
 _FIELDS = {"ssh-ed25519": 1, "ssh-rsa": 2, **dict.fromkeys(_ECDSA, 2), "sk-ssh-ed25519": 2, "sk-ecdsa-sha2-nistp256": 3}
-"""How many fields a public key has."""
+"""Number of fields of a public key."""
 _HOST = 2
 _FOREVER = (1 << 64) - 1
 _WEAK = {"ssh-rsa", "ssh-dss"}
@@ -31,37 +30,31 @@ _WEAK = {"ssh-rsa", "ssh-dss"}
 
 @dataclass(frozen=True)
 class Certificate:
-    type: str
-    """`ssh-ed25519-cert-v01@openssh.com`."""
+    type: str  # `ssh-ed25519-cert-v01@openssh.com`
     blob: bytes
-    public: bytes
-    """The key that it is about, as public keys are written."""
+    public: bytes  # the certified key, in public key format
     kind: int
-    principals: tuple[str, ...]
-    """Hosts or logins; none for any."""
+    principals: tuple[str, ...]  # hosts or logins; empty for any
     valid_from: int
-    valid_until: int
-    """Seconds since 1970."""
+    valid_until: int  # seconds since 1970
     critical: bytes
-    authority: bytes
-    """The public key of who signed it."""
+    authority: bytes  # the signer's public key
     signed: bytes
     signature: bytes
 
     @classmethod
     def parse(cls, blob: bytes) -> Certificate:
-        """Raises ValueError for what is no certificate."""
         reader = _Reader(blob)
         type_ = reader.text()
         plain = type_.removesuffix(SUFFIX)
         if plain == type_ or plain not in _FIELDS:
             raise ValueError(f"{one_line(type_, 60)!r} is no kind of certificate")
-        reader.string()  # the nonce
+        reader.string()  # nonce
         key = plain + ("@openssh.com" if plain.startswith("sk-") else "")
         public = _string(key.encode()) + b"".join(_string(reader.string()) for _ in range(_FIELDS[plain]))
-        reader.number(8)  # the serial
+        reader.number(8)  # serial
         kind = reader.number(4)
-        reader.string()  # the name that logs know it by
+        reader.string()  # key id
         names = _Reader(reader.string())
         principals = []
         while names.left:
@@ -89,7 +82,6 @@ class Certificate:
 
     @classmethod
     def read(cls, path: Path) -> Certificate | None:
-        """None if the file is missing or holds no certificate."""
         try:
             return cls.parse(base64.b64decode(path.read_text().split()[1]))
         except (OSError, ValueError, IndexError):
@@ -97,7 +89,6 @@ class Certificate:
 
     @classmethod
     def of(cls, key: paramiko.PKey) -> Certificate | None:
-        """The one by which a host showed its key."""
         blob = getattr(key, "public_blob", None)
         try:
             return cls.parse(blob.key_blob) if blob else None
@@ -105,7 +96,6 @@ class Certificate:
             return None
 
     def __str__(self) -> str:
-        """`for ubuntu, admin, until 2026-11-29 10:00`."""
         names = ", ".join(one_line(name, 40) for name in self.principals) or "anybody"
         now = time.time()
         if now < self.valid_from:
@@ -115,13 +105,13 @@ class Certificate:
         return f"for {names}, {'until' if now < self.valid_until else 'expired'} {_moment(self.valid_until)}"
 
     def fault_of_host(self, name: str) -> str:
-        """Why it does not prove that its key is that of the host `name`; "" if it does. The authority is known."""
+        """Why it does not prove that its key is host `name`'s; "" if it does. The authority is trusted already."""
         if not self._is_signed():
             return "is not signed by it"
         if self.kind != _HOST:
             return "is not for a host"
         if self.critical:
-            return "has conditions that orch does not know"
+            return "has conditions that orch does not support"
         if not self.valid_from <= time.time() < self.valid_until:
             return f"is not valid now ({self})"
         if self.principals and name not in self.principals:  # no patterns, as in ssh
@@ -129,7 +119,7 @@ class Certificate:
         return ""
 
     def _is_signed(self) -> bool:
-        """SHA-1 is no signature."""
+        # SHA-1 signatures are rejected.
         try:
             if _Reader(self.signature).text() in _WEAK:
                 return False
@@ -140,9 +130,7 @@ class Certificate:
 
 
 def public_of(path: Path) -> bytes:
-    """The public key of a key file: itself one, the part of a private one that is not encrypted, or the one beside it;
-    b"" if there is none.
-    """
+    """Public key of a public or private key file, or of FILE.pub; b"" if not found."""
     return _written_public(path) or _public_part(path) or _written_public(Path(f"{path}.pub"))
 
 
@@ -160,7 +148,7 @@ def _written_public(path: Path) -> bytes:
 
 
 def _public_part(path: Path) -> bytes:
-    """OpenSSH's own form of private keys begins with the public one, also where it is encrypted."""
+    # OpenSSH's private key format begins with the public key, unencrypted.
     try:
         lines = path.read_text().split("-----")
         if lines[1] != "BEGIN OPENSSH PRIVATE KEY":
@@ -175,8 +163,6 @@ def _public_part(path: Path) -> bytes:
 
 
 class _Reader:
-    """Reads fields of RFC 4251 one after the other. Raises ValueError at the end of the data."""
-
     def __init__(self, data: bytes) -> None:
         self.left = data
 

@@ -1,10 +1,10 @@
-"""The way to one host: through its jump hosts, each with its checked key and a login, until a deadline.
+"""Connects to one host through its jump hosts, with a checked key and a login at each, until a deadline.
 
     connection = Dialler(route, host_keys, accept_new, ask_passphrase, timeout_s=10).open(timeout_s=10)
     connection.transport.open_session()
 
-Hundreds of hosts are dialled at once. Key exchanges cost our processor some 50 ms each, so few are under way at a time;
-a host has its turn when its server has greeted us, and never waits behind one that is silent.
+Hundreds of hosts are dialled in parallel. A key exchange costs us about 50 ms of CPU, so at most 16 run at a time. A
+host's turn comes after its server's greeting, so that silent hosts delay no others.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from orchestrator.transport.route import Hop
 from orchestrator.transport.ssh_errors import hung_up_early, offer, translated
 from orchestrator.transport.ssh_session import SignalAwareTransport
 
-_KEY_EXCHANGES = 16  # at once, over all hosts: more of them only make each last longer
+_KEY_EXCHANGES = 16  # at once, over all hosts: more of them only make each slower
 
-# What is out of use: CBC modes, MACs on MD5 and SHA-1, key exchange and signatures on SHA-1 (RFC 9142, RFC 8332).
+# Disabled: CBC modes, MACs on MD5 and SHA-1, key exchange and signatures on SHA-1 (RFC 9142, RFC 8332).
 _DISABLED = {
     "ciphers": ["aes128-cbc", "aes192-cbc", "aes256-cbc", "blowfish-cbc", "3des-cbc"],
     "macs": ["hmac-md5", "hmac-md5-96", "hmac-sha1", "hmac-sha1-96"],
@@ -49,14 +49,10 @@ _key_exchanges = threading.Semaphore(_KEY_EXCHANGES)
 
 @dataclass(frozen=True)
 class Connection:
-    """An open connection with everything that it rests upon."""
-
     transport: paramiko.Transport
     resources: ExitStack
-    tries: int = 1
-    """So many did it take: a server that has too many logins at a time hangs up on some."""
-    took_s: float = 0.0
-    """Our own queues apart."""
+    tries: int = 1  # attempts it took: a server with too many logins at a time hangs up on some
+    took_s: float = 0.0  # without our own queues
 
     def close(self) -> None:
         self.resources.close()
@@ -64,7 +60,7 @@ class Connection:
 
 @dataclass(frozen=True)
 class Dialler:
-    """All that is needed to connect, again and again. look_only: refuse every last key as unknown, to see it."""
+    """Everything needed to connect repeatedly. look_only: refuse the last key as unknown, to get it."""
 
     route: tuple[Hop, ...]
     host_keys: HostKeys
@@ -79,7 +75,7 @@ class Dialler:
         return self.route[-1].peer.node
 
     def open(self, timeout_s: float) -> Connection:
-        """Dials until the deadline, again where a server hung up before it greeted us. A refused login is final."""
+        """Dials until the deadline, again if a server hangs up before its greeting. A refused login is final."""
         deadline = Deadline(min(self.timeout_s, timeout_s))
         pause_s, tries = 0.2, 0
         while True:
@@ -107,7 +103,6 @@ class Dialler:
     def _open_hop(
         self, hop: Hop, jump: paramiko.Transport | None, deadline: Deadline, resources: ExitStack
     ) -> paramiko.Transport:
-        """jump: the open connection to the hop before it."""
         dial = Deadline(min(self.dial_s, deadline.left()))
         late = "no answer" if self.dial_s < deadline.timeout_s else "no SSH login"
         with translated(hop, f"{late} within {min(self.dial_s, deadline.timeout_s):g} s", dial):
@@ -118,16 +113,15 @@ class Dialler:
                 turn.enter_context(_key_exchanges)
             late = f"the host answered, but the SSH login did not finish within {deadline.timeout_s:g} s"
             with translated(
-                hop, late, deadline, "raise `connect_timeout:` in the inventory, or look why it is so slow"
+                hop, late, deadline, "raise `connect_timeout:` in the inventory, or check why it is so slow"
             ):
                 return self._log_in(hop, sock, deadline, resources, turn.close)
 
     def _log_in(
         self, hop: Hop, sock: Any, deadline: Deadline, resources: ExitStack, keys_exchanged: Callable[[], None]
     ) -> paramiko.Transport:
-        """By fabric, which brings a hop's settings, its host key policy and its login together. Jump hosts and commands
-        are paramiko's: fabric's gateway has no deadline, and its `run` none for a write, and decodes what comes.
-        """
+        # By fabric, which combines a hop's settings, host key policy and login. Jump hosts and commands use paramiko:
+        # fabric's gateway has no deadline, and its `run` decodes output and may block in writes.
         settings = {
             "sock": sock,
             "timeout": deadline.left(),
@@ -137,8 +131,8 @@ class Dialler:
             "transport_factory": lambda sock, **options: self._transport(hop, sock, deadline, options),
             "auth_strategy": Login(hop, deadline, self.ask_passphrase, keys_exchanged),
         }
-        # An empty configuration: neither ~/.fabric.yaml nor fabric's reading of ~/.ssh/config may change anything, and
-        # without a gateway fabric takes our socket.
+        # An empty configuration: ~/.fabric.yaml and fabric's reading of ~/.ssh/config must not change anything. Without
+        # a gateway fabric uses our socket.
         config = fabric.Config(lazy=True, ssh_config=paramiko.SSHConfig())
         connection = fabric.Connection(hop.host, hop.user, hop.port, config, gateway=False, connect_kwargs=settings)
         connection.client.set_missing_host_key_policy(self._policy(hop))  # fabric's own accepts every key
@@ -158,16 +152,14 @@ class Dialler:
         transport = SignalAwareTransport(sock, **options)
         transport.handshake_timeout = deadline.left()
         security = transport.get_security_options()
-        # Where a host has it: AES-GCM takes a third less of our processor than AES-CTR with an HMAC.
+        # If supported: AES-GCM takes a third less CPU here than AES-CTR with an HMAC.
         security.ciphers = tuple(sorted(security.ciphers, key=lambda name: "-gcm@" not in name))
-        # The type of key that we know comes first: a host with several keys must not look unknown.
+        # The known key's type comes first, so that a host with several keys does not look unknown.
         transport.first_keys = tuple(self.host_keys.algorithms(hop.peer))
         return transport
 
 
 class _StrictPolicy(paramiko.MissingHostKeyPolicy):
-    """paramiko is given no known hosts, so that every key comes here."""
-
     def __init__(self, peer: Peer, host_keys: HostKeys, accept_new: bool, look_only: bool) -> None:
         self._peer = peer
         self._host_keys = host_keys
@@ -182,7 +174,6 @@ class _StrictPolicy(paramiko.MissingHostKeyPolicy):
 
 @contextlib.contextmanager
 def _dial_tcp(hop: Hop, deadline: Deadline) -> Iterator[socket.socket]:
-    """A TCP connection to the first of the host's addresses that answers; closed on leaving."""
     addresses = socket.getaddrinfo(hop.host, hop.port, type=socket.SOCK_STREAM)
     for position, (family, kind, protocol, _, address) in enumerate(addresses):
         sock = socket.socket(family, kind, protocol)
@@ -201,29 +192,25 @@ def _dial_tcp(hop: Hop, deadline: Deadline) -> Iterator[socket.socket]:
 
 
 def _through(jump: paramiko.Transport, hop: Hop, deadline: Deadline) -> paramiko.Channel:
-    """A connection that the jump host opens for us."""
     place, ours = (hop.host, hop.port), ("", 0)
     return jump.open_channel("direct-tcpip", place, ours, timeout=max(0.01, deadline.left()))
 
 
 def _await_greeting(sock: socket.socket | paramiko.Channel, deadline: Deadline) -> None:
-    """A server speaks first (RFC 4253, 4.2): until it does, it takes none of our turns. Raises TimeoutError."""
+    # A server speaks first (RFC 4253, 4.2); until then it takes none of our slots. Raises TimeoutError.
     with selectors.DefaultSelector() as selector:
         selector.register(sock, selectors.EVENT_READ)
         if not selector.select(deadline.left()):
             raise TimeoutError
 
 
-# Turns at SSH servers: many hosts may share one as their jump host, and it takes few logins at once.
+# Limits the number of logins per SSH server: many hosts may share a jump host.
 
-HANDSHAKES_PER_SERVER = 8  # sshd's MaxStartups drops logins at random from 10 on; matters most for a jump host
+HANDSHAKES_PER_SERVER = 8  # from 10 on, sshd's MaxStartups drops logins at random
 
 
 class _Server:
-    """An SSH server, which many hosts share when it is their jump host.
-
-    failures: by hop, when we last failed to get through, and why.
-    """
+    """failures: by hop, time and reason of our last failure."""
 
     def __init__(self) -> None:
         self.slots = threading.Semaphore(HANDSHAKES_PER_SERVER)
@@ -235,23 +222,23 @@ _servers: dict[tuple[str, int], _Server] = {}
 
 @contextlib.contextmanager
 def login_slot(hop: Hop, deadline: Deadline) -> Iterator[None]:
-    """At most so many handshakes with one server at once. What a jump host did to one who stood before us in the queue
-    it would do to us: a dead one is not dialled for each host behind it.
+    """Limits handshakes per server. A jump host's failure during our wait in the queue counts for us too, so that a
+    dead jump host is not dialled for each host behind it.
     """
     server = _servers.setdefault((hop.host, hop.port), _Server())
-    anybodys = replace(hop, peer=replace(hop.peer, node=""))
+    hop_of_any_node = replace(hop, peer=replace(hop.peer, node=""))
     came_at = time.monotonic()
     with deadline.paused():
         server.slots.acquire()
     try:
-        failed_at, failure = server.failures.get(anybodys, (0.0, None))
+        failed_at, failure = server.failures.get(hop_of_any_node, (0.0, None))
         if failure and failed_at > came_at:
             raise type(failure)(hop.peer.node, failure.message.removeprefix(f"{failure.node}: "), failure.remedy)
         try:
             yield
         except (ConnectError, AuthError) as error:
             if hop.peer.jump and not hung_up_early(error.__cause__):
-                server.failures[anybodys] = (time.monotonic(), error)
+                server.failures[hop_of_any_node] = (time.monotonic(), error)
             raise
     finally:
         server.slots.release()

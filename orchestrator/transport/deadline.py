@@ -1,10 +1,10 @@
-"""How long a host has for what it is asked: a deadline whose clock stands still while the host is not to blame.
+"""Deadlines that stand still while the host is not the cause of a delay.
 
     deadline = Deadline(10)
-    with deadline.paused():            # a person types a passphrase, or it is not this host's turn yet
+    with deadline.paused():            # a person types a passphrase, or our own queue is full
         ...
 
-Work on one host of many (see `fanout`) has a deadline of its own, and what it waits for there does not count either.
+A task of a `fanout` has a deadline of its own, which pauses too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _thread = threading.local()
 
 
 class Deadline:
-    """A moment on the monotonic clock. One thread works towards it; others may look.
+    """On the monotonic clock. One thread works towards it; others may read it.
 
-    renewed_s: what was spent before `renew`.
+    renewed_s: time spent before `renew`.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -30,16 +30,14 @@ class Deadline:
         self._paused_at: float | None = None
 
     def left(self) -> float:
-        """Seconds left, never below zero."""
         now = self._paused_at or time.monotonic()
         return max(0.0, self._end - now)
 
     def spent(self) -> float:
-        """Seconds since it was made, but for pauses."""
         return self.renewed_s + self.timeout_s - self.left()
 
     def renew(self) -> None:
-        """All of its time again, and as much more for the work that this thread is at."""
+        """Restores the full time, and extends the deadline of this thread's task likewise."""
         spent = self.timeout_s - self.left()
         self.renewed_s += spent
         self._end += spent
@@ -47,7 +45,7 @@ class Deadline:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent in here does not count, nor does it for the work that this thread is at."""
+        """Time in here does not count, nor for this thread's task."""
         stopped = [each for each in (self, getattr(_thread, "work", None)) if each and each._paused_at is None]
         for each in stopped:
             each._paused_at = time.monotonic()
@@ -64,7 +62,7 @@ class Deadline:
 
 
 def allow_more(seconds: float) -> None:
-    """The work that this thread is at may take so much longer."""
+    """Extends the deadline of this thread's task."""
     work = getattr(_thread, "work", None)
     if work:
         work._end += seconds
@@ -72,7 +70,6 @@ def allow_more(seconds: float) -> None:
 
 @contextlib.contextmanager
 def at_work(deadline: Deadline) -> Iterator[None]:
-    """Makes it the deadline of all that this thread does in here."""
     _thread.work = deadline
     try:
         yield

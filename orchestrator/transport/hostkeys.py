@@ -1,13 +1,10 @@
-"""Is this the host we mean? Every server's key is judged here, before we show it who we are.
+"""Checks every server's host key, before we log in.
 
-Takes a peer (a node and its name in a known_hosts file) and the key it offered; gives nothing, or HostKeyError. What is
-known comes from three places: the key pinned in the inventory, which alone decides where there is one; the person's
-own known_hosts files, which are only read; and `$ORCH_HOME/known_hosts`, to which `orch trust` appends.
+    HostKeys.default(Home.default()).check(Peer("v100", "192.168.1.42"), key)      # raises HostKeyError
 
-    HostKeys.default(Home.default()).check(Peer("v100", "192.168.1.42"), key)
-
-A known key that changed is refused and no option passes it by. A key marked @revoked is refused even where it is
-pinned. A host whose certificate an authority of a @cert-authority line has signed is known by that.
+Known keys come from the inventory's pin, which overrides the others; from the person's known_hosts files, which are
+only read; and from `$ORCH_HOME/known_hosts`, to which `orch trust` appends. A changed key is always refused, a @revoked
+key even if it is pinned. A certificate by an authority of a @cert-authority line is accepted.
 """
 
 from __future__ import annotations
@@ -29,33 +26,25 @@ from orchestrator.text import fits
 from orchestrator.transport import certificates
 from orchestrator.transport.certificates import Certificate
 
-# One key type is asked for under several signature algorithms (RFC 8332). SHA-1 signatures are never asked for.
+# Signature algorithms per key type (RFC 8332). SHA-1 signatures are never requested.
 _ALGORITHMS = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
 _AUTHORITY = "@cert-authority"
+# Keys with supported certificates.
 _SIGNED = (
     *("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521"),
     *("rsa-sha2-512", "rsa-sha2-256"),
 )
-"""The keys of which we know certificates."""
 _ENTRY = re.compile(r"(?:(@[\w-]+)\s+)?(\S+)\s+(\S+)\s+(\S+)")
 
 
 @dataclass(frozen=True)
 class Peer:
-    """The SSH server that we mean to talk to."""
-
-    node: str
-    """Its name in the inventory."""
-    name: str
-    """As known_hosts files write it, see `known_name`."""
-    pin: str | None = None
-    """The inventory's `host_key`."""
-    files: tuple[Path, ...] | None = None
-    """The person's known_hosts files, where their SSH configuration names others than the usual ones."""
-    jump: bool = False
-    """Whether this is a jump host on the way to `node`."""
-    host: str = ""
-    """The name that a certificate has to be for."""
+    node: str  # its name in the inventory
+    name: str  # its name in known_hosts files (`known_name`)
+    pin: str | None = None  # the inventory's `host_key`
+    files: tuple[Path, ...] | None = None  # the person's known_hosts files, if their SSH configuration sets others
+    jump: bool = False  # this is a jump host on the way to `node`
+    host: str = ""  # the name required in a certificate
 
     def __str__(self) -> str:
         return f"jump host {self.name}" if self.jump else self.name
@@ -63,7 +52,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class OfferedKey:
-    """The key that a peer showed in the key exchange. Nothing says yet that it is the right one."""
+    """The key that a peer presented in the key exchange, not checked yet."""
 
     peer: Peer
     key: paramiko.PKey
@@ -74,7 +63,7 @@ class OfferedKey:
 
 
 class UnknownHostKeyError(HostKeyError):
-    """We know no key of this host. `offered` is what it showed."""
+    """No key of this host is known. `offered` is the presented key."""
 
     def __init__(self, offered: OfferedKey, message: str, remedy: str) -> None:
         super().__init__(offered.peer.node, message, remedy)
@@ -97,22 +86,21 @@ class KnownKey:
 
 
 class HostKeys:
-    """All the host keys that we know. Safe to use from several threads and processes at once."""
+    """All known host keys; safe for several threads and processes."""
 
     def __init__(self, recorded: Path, users: Sequence[Path] = ()) -> None:
-        """recorded: our own file. users: files of the person and the system; read, never written."""
+        """recorded: our own file. users: files of the person and the system, only read."""
         self.recorded = recorded
         self.users = tuple(users)
 
     @classmethod
     def default(cls, home: Home) -> HostKeys:
-        """Our file in `home`, and the four files that OpenSSH reads."""
         ssh, system = Path.home() / ".ssh", Path("/etc/ssh")
         names = (ssh / "known_hosts", ssh / "known_hosts2", system / "ssh_known_hosts", system / "ssh_known_hosts2")
         return cls(home.known_hosts, names)
 
     def algorithms(self, peer: Peer) -> list[str]:
-        """The host key algorithms to ask for first, so that a host with several keys shows the one we know."""
+        """Host key algorithms to request first, so that a host with several keys presents the known key."""
         if peer.pin:
             return list(_ALGORITHMS.get(peer.pin.split(" ")[0], (peer.pin.split(" ")[0],)))
         known = self._known(peer)
@@ -122,19 +110,19 @@ class HostKeys:
         return [*signed, *plain]
 
     def check(self, peer: Peer, key: paramiko.PKey, *, accept_new: bool = False) -> None:
-        """Returns when `key` is the peer's. accept_new: record a key of a host of which we know none.
+        """Returns if `key` is the peer's. accept_new: record the key of a host without known keys.
 
-        Raises UnknownHostKeyError when we know none, HostKeyError when we know another or this one is revoked.
+        Raises UnknownHostKeyError without a known key, HostKeyError for another or a revoked key.
         """
         try:
-            self._judge(peer, key)
+            self._check(peer, key)
         except UnknownHostKeyError:
             if not accept_new:
                 raise
             self._record(peer, key)
 
     def record(self, host: str, port: int, key: paramiko.PKey) -> None:
-        """Remembers a key that a person has compared. Raises HostKeyError when another one is known for this host."""
+        """Records a key that a person has compared. Raises HostKeyError if another is known for this host."""
         name = known_name(host, port)
         self.check(Peer(name, name), key, accept_new=True)
 
@@ -142,19 +130,19 @@ class HostKeys:
         self.recorded.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
         with locked(self.recorded.with_name(f"{self.recorded.name}.lock")):
             try:
-                self._judge(peer, key)  # another process may have recorded one while we waited for the lock
+                self._check(peer, key)  # another process may have recorded one while we waited for the lock
             except UnknownHostKeyError:
                 before = self.recorded.read_bytes() if self.recorded.exists() else b""
                 line = f"{peer.name} {key.get_name()} {key.get_base64()}\n"
                 write_atomic(self.recorded, before + line.encode())
 
-    def _judge(self, peer: Peer, key: paramiko.PKey) -> None:
+    def _check(self, peer: Peer, key: paramiko.PKey) -> None:
         blob = key.asbytes()
         known = self._known(peer)
         certificate = Certificate.of(key)
         for entry in known:
             if entry.marker == "@revoked" and entry.blob == blob:
-                remedy = "give this host a new key; a revoked one is never accepted"
+                remedy = "give this host a new key; a revoked key is never accepted"
                 raise HostKeyError(peer.node, f"{peer}: its host key {_show(key)} is revoked ({_at(entry)})", remedy)
             if entry.marker == "@revoked" and certificate and entry.blob == certificate.authority:
                 words = f"{peer}: the authority that signed its host key's certificate is revoked ({_at(entry)})"
@@ -180,12 +168,12 @@ class HostKeys:
 
 
 def known_name(host: str, port: int) -> str:
-    """`host` as known_hosts files write it: lower case, and `[host]:port` where the port is not 22."""
+    """`host` as in known_hosts files: lower case, and `[host]:port` if the port is not 22."""
     return host.lower() if port == 22 else f"[{host.lower()}]:{port}"
 
 
 def fingerprint(key: paramiko.PKey) -> str:
-    """`SHA256:...` as OpenSSH prints it: the digest in base 64 (RFC 4648) without padding."""
+    """`SHA256:...` as OpenSSH prints it: base 64 (RFC 4648) without padding."""
     return _digest(key.asbytes())
 
 
@@ -194,7 +182,7 @@ def _digest(blob: bytes) -> str:
 
 
 def _read(file: Path) -> Iterator[KnownKey]:
-    """The entries of a file. Lines that cannot be read are passed over, as OpenSSH does."""
+    # The entries of a file. Unreadable lines are skipped, as in OpenSSH.
     try:
         lines = file.read_text(errors="replace").split("\n")
     except OSError:
@@ -213,7 +201,6 @@ def _read(file: Path) -> Iterator[KnownKey]:
 
 
 def _matches(hosts: str, name: str) -> bool:
-    """Whether a known_hosts line is about `name`: hashed, or patterns with `*`, `?` and `!`."""
     if hosts.startswith("|1|"):
         return _matches_hash(hosts, name)
     matched = False
@@ -226,7 +213,6 @@ def _matches(hosts: str, name: str) -> bool:
 
 
 def _matches_hash(hosts: str, name: str) -> bool:
-    """`|1|<salt>|<HMAC-SHA1 of the name under that salt>`."""
     try:
         salt, expected = (base64.b64decode(part, validate=True) for part in hosts[3:].split("|"))
     except ValueError:
@@ -256,7 +242,6 @@ def _authorities(known: Sequence[KnownKey]) -> list[KnownKey]:
 def _unknown(
     peer: Peer, key: paramiko.PKey, authorities: Sequence[KnownKey], certificate: Certificate | None, fault: str
 ) -> UnknownHostKeyError:
-    """authorities: that this host's certificate might be of. fault: what is wrong with one of theirs."""
     words = f"{peer}: its host key {_show(key)} is not known"
     remedy = f"compare it with what `ssh-keygen -lf` prints for the key on that host, then `orch trust {peer.node}`"
     if authorities:
@@ -271,18 +256,18 @@ def _changed(peer: Peer, key: paramiko.PKey, known: KnownKey) -> HostKeyError:
     return HostKeyError(
         peer.node,
         f"{peer}: its host key is not the one we know: known {known}, offered {_show(key)}",
-        "somebody may stand between; if the host was reinstalled, compare the new key there, remove the old one with "
-        f"`ssh-keygen -R '{peer.name}' -f {known.file}`, then `orch trust {peer.node}`",
+        "somebody may intercept the connection; if the host was reinstalled, compare the new key there, remove the old "
+        f"key with `ssh-keygen -R '{peer.name}' -f {known.file}`, then `orch trust {peer.node}`",
     )
 
 
 def _not_pinned(peer: Peer, pin: str, key: paramiko.PKey) -> HostKeyError:
     return HostKeyError(
         peer.node,
-        f"{peer}: its host key is not the pinned one: pinned {_show_pin(pin)} (host_key in the inventory), "
+        f"{peer}: its host key is not the pinned key: pinned {_show_pin(pin)} (host_key in the inventory), "
         f"offered {_show(key)}",
-        "somebody may stand between; if the host was reinstalled, compare the new key there and mend `host_key:` "
-        "(a pin written as `ssh-rsa AAAA...` asks for that type of key)",
+        "somebody may intercept the connection; if the host was reinstalled, compare the new key there and correct "
+        "`host_key:` (a pin written as `ssh-rsa AAAA...` asks for that type of key)",
     )
 
 

@@ -1,12 +1,10 @@
-"""Who we are: proving it to a host whose key has been checked.
+"""Logs in with public keys, after the host's key was checked.
 
-Takes a hop and an authenticated-to-us connection; logs in with public keys alone, or raises AuthError that says which
-keys were tried. Keys come from the files named for the hop and from the agent; where the agent holds the key of a named
-file, the agent signs and the file is not opened. A key that has a certificate shows it first, then itself. Private keys
-are read, never written, copied or forwarded, and a file that others may read is refused. Passphrases and opened keys
-live in this process's memory only.
+    Login(hop, deadline, ask_passphrase).authenticate(transport)      # raises AuthError with the keys tried
 
-    Login(hop, deadline, ask_passphrase).authenticate(transport)
+Keys come from the hop's files and from the agent, which signs for files whose key it holds. A key is offered with its
+certificate first, then without. Private keys are never written, copied or forwarded; a file that others may read is
+refused. Passphrases and opened keys stay in this process's memory.
 """
 
 from __future__ import annotations
@@ -38,22 +36,20 @@ _LATE = "Authentication timeout."  # paramiko has no class of its own for it
 
 
 class KeyUnusableError(Exception):
-    """A key file that cannot be used: what is wrong, and what to try."""
-
     def __init__(self, message: str, remedy: str) -> None:
         super().__init__(message)
         self.remedy = remedy
 
 
 class KeyRing:
-    """The private keys that this process has opened, each asked for once, however many hosts want it at once."""
+    """Private keys opened by this process; each passphrase is asked for once, also by parallel logins."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._keys: dict[tuple[Path, int], paramiko.PKey | KeyUnusableError] = {}
 
     def open(self, path: Path, ask_passphrase: AskPassphrase | None) -> paramiko.PKey:
-        """The key in `path`. Raises KeyUnusableError; a passphrase that was wrong is not asked for again."""
+        """The key in `path`. Raises KeyUnusableError; after a wrong passphrase it does not ask again."""
         with self._lock:
             written = _check_private(path)
             held = self._keys.get((path, written)) or self._load(path, written, ask_passphrase)
@@ -62,7 +58,7 @@ class KeyRing:
         return held
 
     def _load(self, path: Path, written: int, ask_passphrase: AskPassphrase | None) -> paramiko.PKey | KeyUnusableError:
-        """written: when, for a key that was replaced meanwhile is another key."""
+        # written: modification time, since a replaced file is another key.
         try:
             key: paramiko.PKey | KeyUnusableError = _read_key(path, None)
         except paramiko.PasswordRequiredException:
@@ -77,9 +73,9 @@ _RING = KeyRing()
 
 
 class _Offer(paramiko.PKey):
-    """A key as it is shown to a host: by its certificate, if there is one.
+    """A key as offered to a host, with a certificate if it has one.
 
-    fault: why it did not sign. An agent may refuse to, which must not end the connection: the next key has its turn.
+    fault: why it did not sign. An agent's refusal must not end the connection: the next key is tried.
     """
 
     def __init__(self, label: str, key: paramiko.PKey, certificate: Certificate | None = None) -> None:
@@ -108,7 +104,7 @@ class _Offer(paramiko.PKey):
 
 
 class Login:
-    """Logs in over one connection. Has the shape of paramiko's AuthStrategy."""
+    """Logs in over one connection. Has the interface of paramiko's AuthStrategy."""
 
     def __init__(
         self,
@@ -117,7 +113,6 @@ class Login:
         ask_passphrase: AskPassphrase | None,
         begins: Callable[[], None] = lambda: None,
     ) -> None:
-        """begins: called when the keys are exchanged and the login begins."""
         self._hop = hop
         self._deadline = deadline
         self._ask_passphrase = ask_passphrase
@@ -127,17 +122,17 @@ class Login:
         self._certified = bool(hop.certificates)
 
     def authenticate(self, transport: SignalAwareTransport) -> None:
-        """Raises AuthError when no key is taken, TimeoutError when the host gives no answer in time."""
+        """Raises AuthError if no key is accepted, TimeoutError without an answer in time."""
         self._begins()
         with _agent(self._hop) as agent:
             for offer in self._offers(agent):
                 if offer.shown in self._shown:
-                    continue  # a certificate lies in a file and in the agent, and hosts count our tries
+                    continue  # a certificate may be both in a file and in the agent, and hosts count attempts
                 self._shown.add(offer.shown)
                 if self._try(transport, offer):
                     return
                 self._tried.append(f"{offer.label} ({offer.fault})" if offer.fault else offer.label)
-                # A host may look each key up in a slow directory: all of the time for each, or our tries use it up.
+                # A host may look up each key in a slow directory, so each key gets the full time.
                 self._deadline.renew()
         raise self._refused("")
 
@@ -159,7 +154,6 @@ class Login:
         return True
 
     def _ended(self, words: str) -> Exception:
-        """The host ended the connection. words: its own; a link that broke brings none."""
         if "too many authentication failures" in words.lower():
             return self._refused("the host takes no more tries; name one `key_file:` and set IdentitiesOnly")
         if words:
@@ -167,7 +161,6 @@ class Login:
         return paramiko.SSHException(HUNG_UP)
 
     def _offers(self, agent: _AgentKeys) -> Iterator[_Offer]:
-        """What to try, in order. An encrypted file is opened only when its turn comes."""
         named = [(path, Certificate.read(path)) for path in self._hop.certificates]
         for path in self._hop.key_files:
             beside = [Path(f"{name}-cert.pub") for name in dict.fromkeys([str(path), str(path).removesuffix(".pub")])]
@@ -182,7 +175,7 @@ class Login:
             except KeyUnusableError as error:
                 if self._hop.key_required:
                     raise AuthError(self._hop.peer.node, f"key {path} {error}", error.remedy) from error
-                self._tried.append(f"{path} ({error}){self._hop.said_by(str(path))}")
+                self._tried.append(f"{path} ({error}){self._hop.origin_of(str(path))}")
                 continue
             yield from self._forms(str(path), opened, certificates)
         for key in [key for keys in agent.values() for key in keys] if self._hop.agent else ():
@@ -199,7 +192,6 @@ class Login:
     def _forms(
         self, label: str, key: paramiko.PKey, certificates: Sequence[tuple[Path, Certificate | None]]
     ) -> Iterator[_Offer]:
-        """The key with each certificate that is its own, then alone."""
         for path, certificate in certificates:
             if certificate and certificate.public == key.asbytes():
                 self._certified = True
@@ -214,7 +206,7 @@ class Login:
             remedy = "a certificate must be valid now, for this user, and of an authority that the host trusts"
         error = AuthError(
             hop.peer.node,
-            f"{hop.login} was refused{hop.said_by('user')}{' (' + why + ')' if why else ''}; "
+            f"{hop.login} was refused{hop.origin_of('user')}{' (' + why + ')' if why else ''}; "
             f"keys tried: {tried}{f'; not tried: {hop.not_tried}, put them into an agent' if hop.not_tried else ''}",
             f"try `{_ssh_line(hop)}`; {remedy}",
         )
@@ -223,9 +215,8 @@ class Login:
 
 
 def unlock(hop: Hop, ask_passphrase: AskPassphrase) -> None:
-    """Opens the key that the inventory names for this hop, so that no question comes up while hosts are waiting.
-
-    Raises AuthError when it cannot be used.
+    """Opens the key that the inventory names for this hop, so that no question comes up during parallel logins. Raises
+    AuthError if it cannot be used.
     """
     if not hop.key_required:
         return
@@ -239,7 +230,7 @@ def unlock(hop: Hop, ask_passphrase: AskPassphrase) -> None:
 
 
 def opens(path: Path) -> bool:
-    """Whether a key file needs no question: it is not encrypted, or was opened before."""
+    """The key file is not encrypted, or was opened before."""
     try:
         _RING.open(path, None)
     except KeyUnusableError:
@@ -248,7 +239,7 @@ def opens(path: Path) -> bool:
 
 
 class _AgentAt(paramiko.agent.AgentSSH):
-    """paramiko's own looks at $SSH_AUTH_SOCK only."""
+    # paramiko's class uses only $SSH_AUTH_SOCK.
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -266,7 +257,6 @@ class _AgentAt(paramiko.agent.AgentSSH):
 
 @contextlib.contextmanager
 def _agent(hop: Hop) -> Iterator[_AgentKeys]:
-    """The agent's keys by their public part, certificates of a key before it; none where there is no agent."""
     try:
         agent = _AgentAt(hop.agent_socket) if hop.agent_socket else None
     except (paramiko.SSHException, OSError):
@@ -284,7 +274,6 @@ def _agent(hop: Hop) -> Iterator[_AgentKeys]:
 
 
 def _check_private(path: Path) -> int:
-    """When it was written last, in nanoseconds."""
     try:
         found = path.stat()
     except OSError as error:
@@ -305,7 +294,6 @@ def _decrypt(path: Path, passphrase: str | None) -> paramiko.PKey | KeyUnusableE
 
 
 def _read_key(path: Path, passphrase: str | None) -> paramiko.PKey:
-    """Raises PasswordRequiredException for an encrypted file, KeyUnusableError for anything else that is amiss."""
     if is_public(path):
         private = f" ({path.with_suffix('')})" if path.suffix == ".pub" else ""
         raise KeyUnusableError(
@@ -327,8 +315,8 @@ def _read_key(path: Path, passphrase: str | None) -> paramiko.PKey:
 
 
 def _ssh_line(hop: Hop) -> str:
-    """With what a host's block of the SSH configuration says: `ssh` would not look for it by the address."""
-    named = [path for path in hop.key_files if hop.key_required or hop.said_by(str(path))]
+    # Includes settings from the SSH configuration: `ssh` would not find them by the address.
+    named = [path for path in hop.key_files if hop.key_required or hop.origin_of(str(path))]
     settings = [f"CertificateFile={path}" for path in hop.certificates]
     if hop.agent_socket != os.environ.get("SSH_AUTH_SOCK", ""):
         settings.append(f"IdentityAgent={hop.agent_socket or 'none'}")

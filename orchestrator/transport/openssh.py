@@ -1,12 +1,12 @@
-"""The system's own `ssh`, with what we know of a host: for a person who wants to type there.
+"""Builds command lines and configuration for the system's own `ssh`, with what we know about a host.
 
     argv = command_line(target, host_keys, pins=home.root / "pinned_hosts")
     os.execvp(argv[0], argv)
     print(host_entry(target, host_keys, pins=home.root / "pinned_hosts"))       # for scp, rsync, ansible, editors
 
-Takes the same `Target` and SSH configuration as `ssh.connect`, and goes the same way: the user, port and keys of each
-hop, jump hosts as nested ProxyCommands, and only host keys that we know. The person's configuration still has its say
-in all else that it sets for the host itself. Nothing secret stands in the line: keys are named by their files.
+Uses the same route as `ssh.connect`: user, port and keys of each hop, jump hosts as nested ProxyCommands, and only
+known host keys. The person's configuration applies in everything else. The line contains no secret: keys are file
+names.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _STRICT = ("StrictHostKeyChecking=yes", "UpdateHostKeys=no", "CheckHostIP=no", "
 def command_line(
     target: Target, host_keys: HostKeys, *, pins: Path, command: Sequence[str] = (), terminal: bool = False
 ) -> list[str]:
-    """pins: a folder for files with the keys that the inventory pins. command: what to run in place of a shell; a
-    single word is a line of shell. terminal: whether the command gets one.
+    """pins: a folder for files with pinned keys. command: to run instead of a shell; a single word is a line of shell.
+    terminal: whether the command gets one.
 
-    Raises OrchError without an `ssh`, HostKeyError for a key that is not known, and as `ssh.fetch_host_key` does.
+    Raises OrchError without an `ssh`, HostKeyError for an unknown key, and the errors of `ssh.fetch_host_key`.
     """
     program = _program()
     _, settings = _way(program, target, host_keys, pins)
@@ -44,13 +44,11 @@ def command_line(
     argv = [program, *(("-F", str(Path(chosen).expanduser())) if chosen else ()), *(("-t",) if terminal else ())]
     argv += [*_options(settings), "--", target.host]
     line = command[0] if len(command) == 1 else shell.join(command)
-    return [*argv, f" {line}"] if command else argv  # the blank: what begins with `-` would be an option
+    return [*argv, f" {line}"] if command else argv  # a leading space: `-` would begin an option
 
 
 def host_entry(target: Target, host_keys: HostKeys, *, pins: Path) -> str:
-    """The `Host` of an OpenSSH configuration by which every program of OpenSSH, and all that start one, reach the host
-    by its node's name. Arguments and errors as of `command_line`.
-    """
+    """A `Host` block for OpenSSH programs, named like the node. Arguments and errors as for `command_line`."""
     hop, settings = _way(_program(), target, host_keys, pins)
     lines = [f"HostName={hop.host}", *settings]
     if target.connect_timeout_s:
@@ -65,7 +63,6 @@ def _program() -> str:
 
 
 def _way(program: str, target: Target, host_keys: HostKeys, pins: Path) -> tuple[Hop, list[str]]:
-    """The host itself, and the settings for it; the one for its proxy has the jump hosts."""
     route = find_route(target)
     known = [_known_hosts(hop, target, host_keys, pins) for hop in route]
     proxy = "none"
@@ -80,7 +77,6 @@ def _options(settings: Sequence[str]) -> list[str]:
 
 
 def _settings(hop: Hop, known: Sequence[Path], proxy: str) -> list[str]:
-    """known: the files with its host keys."""
     settings = [
         f"User={hop.user}",
         f"Port={hop.port}",
@@ -92,14 +88,13 @@ def _settings(hop: Hop, known: Sequence[Path], proxy: str) -> list[str]:
         settings.append(f"HostKeyAlias={hop.peer.name}")
     if not hop.agent:
         settings.append("IdentitiesOnly=yes")
-    # Not `-i`, which looks for a file by the name as it stands, and reads it in another way afterwards.
+    # Instead of `-i`, which looks for the file by its literal name but interprets it later.
     settings.append(f"IdentityAgent={_quoted(Path(hop.agent_socket)) if hop.agent_socket else 'none'}")
     settings += [f"CertificateFile={_quoted(file)}" for file in hop.certificates]
     return [*settings, *(f"IdentityFile={_quoted(key)}" for key in hop.key_files if hop.key_required or key.exists())]
 
 
 def _known_hosts(hop: Hop, target: Target, host_keys: HostKeys, pins: Path) -> tuple[Path, ...]:
-    """The files in which OpenSSH is to look for this server's key. Raises HostKeyError where they have none."""
     peer = hop.peer
     if peer.pin:
         return (_pinned(peer, peer.pin, target, host_keys, pins),)
@@ -109,7 +104,6 @@ def _known_hosts(hop: Hop, target: Target, host_keys: HostKeys, pins: Path) -> t
 
 
 def _pinned(peer: Peer, pin: str, target: Target, host_keys: HostKeys, pins: Path) -> Path:
-    """A file with the pinned key alone. Of one that is pinned by its fingerprint the host is asked."""
     if pin.startswith("SHA256:"):
         offered = fetch_host_key(target, host_keys=host_keys)
         key = offered.key
@@ -125,10 +119,9 @@ def _pinned(peer: Peer, pin: str, target: Target, host_keys: HostKeys, pins: Pat
 
 
 def _quoted(path: Path) -> str:
-    """One of several paths in a setting."""
     return '"' + _percents(str(path)).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _percents(text: str) -> str:
-    """OpenSSH replaces `%h` and the like."""
+    # OpenSSH replaces `%h` and the like.
     return text.replace("%", "%%")

@@ -1,11 +1,9 @@
-"""The way to a host: inventory and SSH configuration together, as a list of hops.
+"""Finds the route to a host: a list of hops from the inventory and the SSH configuration.
 
-Takes a `Target` (what the inventory says); gives the hops to connect through, jump hosts first, the host itself last.
-What the inventory says wins; the configuration fills the rest (HostName, User, Port, IdentityFile, CertificateFile,
-IdentityAgent, IdentitiesOnly, ProxyJump, HostKeyAlias, UserKnownHostsFile, GlobalKnownHostsFile, ConnectTimeout). Knows
-no network.
+    find_route(Target("v100", "10.0.0.7", proxy_jump="me@gate:2222"))      # jump hosts first, the host last
 
-    find_route(Target("v100", "10.0.0.7", proxy_jump="me@gate:2222"))
+The inventory wins; the configuration adds HostName, User, Port, IdentityFile, CertificateFile, IdentityAgent,
+IdentitiesOnly, ProxyJump, HostKeyAlias, UserKnownHostsFile, GlobalKnownHostsFile and ConnectTimeout. Uses no network.
 """
 
 from __future__ import annotations
@@ -32,58 +30,44 @@ _SECURITY_KEYS = ("id_ed25519_sk", "id_ecdsa_sk")
 
 @dataclass(frozen=True)
 class Target:
-    """What the inventory says of one node."""
-
     node: str
     host: str
     port: int | None = None
     user: str | None = None
     key_file: str | None = None
-    host_key: str | None = None
-    """`ssh-ed25519 AAAA...` or `SHA256:...`."""
-    proxy_jump: str | None = None
-    """`[user@]host[:port][,...]`; `none` for no jump at all."""
+    host_key: str | None = None  # `ssh-ed25519 AAAA...` or `SHA256:...`
+    proxy_jump: str | None = None  # `[user@]host[:port][,...]`; `none` for no jump at all
     connect_timeout_s: float | None = None
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One SSH server on the way to a node, with everything that is needed to log in."""
+    """One SSH server on the way to a node, with everything needed to log in."""
 
     peer: Peer
     host: str
     port: int
     user: str
-    key_files: tuple[Path, ...]
-    """In the order to try: private keys, or public ones whose private half an agent holds."""
-    key_required: bool
-    """Whether the inventory names the key, so that one which cannot be used is an error."""
-    agent: bool
-    """Whether keys of the agent may be tried, too."""
-    through: str = ""
-    """The jump hosts before it, as `ssh -J` has them."""
-    certificates: tuple[Path, ...] = ()
-    """Besides those that lie beside a key."""
-    agent_socket: str = ""
-    """"" for no agent at all."""
-    not_tried: str = ""
-    """Ways in that the configuration names and we do not know."""
-    connect_timeout_s: float = 0.0
-    """ConnectTimeout of the configuration; 0 if it says none."""
-    origins: tuple[tuple[str, str], ...] = ()
-    """Where values of the configuration stand: ("host", "HostName in /home/me/.ssh/config:3")."""
+    key_files: tuple[Path, ...]  # in the order to try: private keys, or public keys whose private half is in an agent
+    key_required: bool  # the inventory names the key: if unusable, it is an error
+    agent: bool  # other keys of the agent may be tried too
+    through: str = ""  # the jump hosts before it, as for `ssh -J`
+    certificates: tuple[Path, ...] = ()  # besides FILE-cert.pub of each key
+    agent_socket: str = ""  # "" for no agent
+    not_tried: str = ""  # keys in the configuration that we cannot use
+    connect_timeout_s: float = 0.0  # ConnectTimeout of the configuration; 0 if not set
+    origins: tuple[tuple[str, str], ...] = ()  # origins of values: ("host", "HostName in /home/me/.ssh/config:3")
 
     @property
     def place(self) -> str:
-        """`192.168.1.41:22`, `[fd00::1]:22`."""
         return place(self.host, self.port)
 
     @property
     def login(self) -> str:
         return f"{self.user}@{self.place}"
 
-    def said_by(self, *names: str) -> str:
-        """` (HostName in FILE:3)`: where these of our values stand in the SSH configuration; "" if in the inventory."""
+    def origin_of(self, *names: str) -> str:
+        """` (HostName in FILE:3)`: where the SSH configuration sets these values; "" for the inventory's."""
         found = [origin for name, origin in self.origins if name in names]
         return f" ({', '.join(dict.fromkeys(found))})" if found else ""
 
@@ -93,9 +77,8 @@ def find_route(
 ) -> tuple[Hop, ...]:
     """The hops to `target`, the target itself last.
 
-    ssh_config: in place of $ORCH_SSH_CONFIG, else ~/.ssh/config and the system's. note: called with what had to be left
-    out of it. Raises HostError for a way that cannot be gone, and for a login as root that nobody asked for; UsageError
-    for a broken configuration.
+    ssh_config: replaces $ORCH_SSH_CONFIG, ~/.ssh/config and the system's. note: called with ignored parts of it. Raises
+    HostError for an impossible route or an implicit login as root, UsageError for a broken configuration.
     """
     try:
         hops = list(_hops(target, ssh_config, note, jump=False, depth=0, named_by=""))
@@ -109,7 +92,6 @@ def find_route(
 def _hops(
     target: Target, path: Path | None, note: Callable[[str], None], *, jump: bool, depth: int, named_by: str
 ) -> Iterator[Hop]:
-    """named_by: the setting that names a jump host; "" for the inventory."""
     direct = target.proxy_jump is not None
     found = settings(target.host, user=target.user, port=target.port, direct=direct, path=path, note=note)
     hop = _hop(target, found, jump=jump, named_by=named_by)
@@ -126,18 +108,18 @@ def _hops(
         yield from _jumps(target, hop, chain, path, note, depth, way)
     elif not direct and found.get("proxycommand", [Setting(("none",))])[0].value.lower() != "none":
         origin = found["proxycommand"][0].origin
-        remedy = "write the way as `proxy_jump:` in the inventory or ProxyJump in the SSH configuration"
-        raise HostError(target.node, f"{target.host} is reached by a ProxyCommand ({origin}), which orch lacks", remedy)
+        remedy = "write the route as `proxy_jump:` in the inventory or ProxyJump in the SSH configuration"
+        raise HostError(
+            target.node, f"{target.host} is reached by a ProxyCommand ({origin}), which orch does not support", remedy
+        )
     yield hop
 
 
 def _jumps(
     target: Target, hop: Hop, chain: str, path: Path | None, note: Callable[[str], None], depth: int, named_by: str
 ) -> Iterator[Hop]:
-    """As OpenSSH: the first jump host may have a ProxyJump of its own, each later one is reached through the former.
-
-    hop: where the chain leads.
-    """
+    # As in OpenSSH: the first jump host may have a ProxyJump of its own, each later one is reached through the previous
+    # one. hop: where the chain leads.
     way = f" ({named_by})" if named_by else ""
     specs = chain.split(",")
     for position, text in enumerate(specs):
@@ -178,7 +160,7 @@ def _hop(target: Target, found: Settings, *, jump: bool, named_by: str) -> Hop:
     if not target.user and "user" in found:
         origins.append(("user", origin("user", "User")))
     alias = value("hostkeyalias")
-    user = target.user or value("user") or _own_name(target, jump)
+    user = target.user or value("user") or _local_user(target, jump)
     files = _known_hosts(found, Tokens(target.host, host, str(port), user, alias))
     name = alias or known_name(host, port)
     hop = Hop(
@@ -201,7 +183,7 @@ def _with_keys(hop: Hop, target: Target, found: Settings, jump: bool) -> Hop:
     named = [one for one in found.get("identityfile", ()) if one.value.lower() != "none"]
     paths = [Path(tokens.expand("IdentityFile", one)) for one in named]
     lines = [(str(path), f"IdentityFile in {one.origin}") for path, one in zip(paths, named, strict=True)]
-    own = target.key_file if not (jump and named) else None  # a jump host's own IdentityFile is the better guess
+    own = target.key_file if not (jump and named) else None  # for a jump host its own IdentityFile is the better guess
     keys = [Path(own).expanduser()] if own else paths or [Path.home() / ".ssh" / name for name in _DEFAULT_KEYS]
     certificates = [one for one in found.get("certificatefile", ()) if one.value.lower() != "none"]
     return replace(
@@ -228,20 +210,18 @@ def _agent_socket(found: Settings, tokens: Tokens) -> str:
 
 
 def _seconds(text: str) -> float:
-    """Of `90`, `1m30s`, `none`, as ssh writes a time."""
     units = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
     return float(sum(int(number) * units[unit.lower()] for number, unit in re.findall(r"(\d+)([smhdwSMHDW]?)", text)))
 
 
 def _not_tried(found: Settings) -> str:
-    """What ssh might log in with, and we do not."""
     ways = [f"keys of PKCS11Provider {one.value} ({one.origin})" for one in found.get("pkcs11provider", ())[:1]]
     ways += [f"the security key {name}" for name in _SECURITY_KEYS if (Path.home() / ".ssh" / name).exists()]
     return ", ".join(way for way in ways if "Provider none" not in way)
 
 
-def _own_name(target: Target, jump: bool) -> str:
-    """Who we are here, as ssh has it; but a login as root is never a default."""
+def _local_user(target: Target, jump: bool) -> str:
+    # The local user, as in ssh; but never an implicit login as root.
     name = getpass.getuser()
     if name == "root":
         remedy = f"write `user@{target.host}` in `proxy_jump:`" if jump else "set `user:` in the inventory"
@@ -250,7 +230,6 @@ def _own_name(target: Target, jump: bool) -> str:
 
 
 def _known_hosts(found: Settings, tokens: Tokens) -> tuple[Path, ...] | None:
-    """The known_hosts files that the configuration names, None if it names none."""
     usual = {
         "userknownhostsfile": ("UserKnownHostsFile", ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")),
         "globalknownhostsfile": ("GlobalKnownHostsFile", ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")),

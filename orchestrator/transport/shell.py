@@ -1,8 +1,7 @@
-"""The only place that puts values into shell text.
+"""Builds shell commands, and runs them on this machine (`LocalTransport`). No other module puts values into shell text.
 
-Two rules keep every host's login shell out of the way: user data never stands in a shell line (it travels on standard
-input), and what does stand there is quoted here. The bootstrap holds no quote, backslash, `!` or `$`, so that sh,
-dash, bash, zsh, fish and tcsh all read it the same way.
+User data is sent on standard input, and everything in a shell line is quoted here. The bootstrap has no quote,
+backslash, `!` or `$`, so that sh, dash, bash, zsh, fish and tcsh read it alike.
 """
 
 from __future__ import annotations
@@ -21,19 +20,16 @@ from pathlib import Path
 from orchestrator.errors import ConnectError, HostError, ProbeError
 from orchestrator.transport import MAX_OUTPUT_BYTES, CommandResult
 
-ARRIVE_S = 300
-"""A program that has not come whole by then ends: its link fell silent while it was on its way."""
-ACTIVATE_FAILED = "orch-activate-failed"
-"""Printed on standard error if the line that is to run before Python fails, or ends the shell."""
-# Every user of a host can read a command line: what stands here says no more than that a line of shell comes.
+ARRIVE_S = 300  # time for a program to arrive completely; then its connection is dead and it ends
+ACTIVATE_FAILED = "orch-activate-failed"  # printed on standard error if the line before Python fails or ends the shell
+# Command lines are visible to all users of a host, so the `activate` line is read from standard input.
 _ACTIVATE = (
     f'IFS= read -r ORCH_LINE && trap "echo {ACTIVATE_FAILED} >&2" EXIT && '
     'eval "unset ORCH_LINE; $ORCH_LINE" </dev/null && trap - EXIT && '
 )
-_FLAGS = "-Suc"
-"""-S leaves the installed packages out: our programs need none, and to look through them takes half of the start."""
-# Reads "<length>\n<that many bytes of Python>" from standard input and runs it; the rest of the input is its request.
-# The folder that it starts in, most often the home folder, is no place for modules: a person's json.py may lie there.
+_FLAGS = "-Suc"  # -S skips site-packages, which our programs do not need: half of the start time
+# Reads "<length>\n<that many bytes of Python>" from standard input and runs it; the rest is its request. The current
+# folder is no place for modules: a person's json.py may be there.
 _BOOTSTRAP = (
     "import sys;sys.path=[p for p in sys.path if p];import signal;signal.alarm(%d);"
     "i=sys.stdin.buffer;exec(compile(i.read(int(i.readline())),sys.argv[1],sys.argv[2]))"
@@ -41,21 +37,19 @@ _BOOTSTRAP = (
 
 
 def join(argv: Sequence[str]) -> str:
-    """A POSIX shell line that passes exactly these arguments."""
     return shlex.join(argv)
 
 
 def typed(argv: Sequence[str]) -> str:
-    """The same as a person would type it: `~/` at the beginning of a word stays the home folder."""
+    """Like `join`, as a person would type it: a leading `~/` remains the home folder."""
     return " ".join(f"~/{shlex.quote(word[2:])}" if word.startswith("~/") else shlex.quote(word) for word in argv)
 
 
 def python_on_stdin(python: str, program: str, *, activates: bool = False) -> str:
-    """The shell line that starts `python` on a program sent on standard input.
+    """A shell line that starts `python` on a program from standard input.
 
-    python: a path or name, `~/` allowed at its start. program: a name for tracebacks and `ps`. activates: whether
-    standard input begins with a line of POSIX shell to run first (the inventory's `activate`, the one wanted piece of
-    user shell); POSIX has `read` take that line and no byte more.
+    python: a path or name, may begin with `~/`. program: a name for tracebacks and `ps`. activates: standard input
+    begins with a line of POSIX shell to run first (the inventory's `activate`); POSIX's `read` takes exactly that line.
     """
     home, _, rest = python.partition("/")
     interpreter = f'"$HOME"/{shlex.quote(rest)}' if home == "~" and rest else shlex.quote(python)
@@ -64,26 +58,24 @@ def python_on_stdin(python: str, program: str, *, activates: bool = False) -> st
     return line if not activates and home != "~" else f"exec sh -c {shlex.quote(line)}"
 
 
-# This machine as a host, without SSH: to try a job with no cluster, or where the controller is a node itself.
-#
-#     LocalTransport("here").run("nvidia-smi -L", timeout_s=20).stdout
-#
-# Behaves as the SSH transport does: `sh -c` in the home folder, in a session of its own, with the few environment
-# variables that a login would have set. Ending a command ends its whole process group; what made itself a session of
-# its
-# own (a job's supervisor does) lives on, as it would behind an sshd.
-
 _TICK_S = 1.0
 _MAX_PIECE_BYTES = 1 << 20
 _GRACE_S = 1.0
 
-# What a login sets, and what says which devices and libraries this machine's user may use. Nothing else comes along:
-# a leftover RANK or MASTER_ADDR of another job would steer ours.
+# Variables set by a login, and variables that select devices and libraries. Others are dropped: a RANK or MASTER_ADDR
+# of another job would disturb ours.
 _KEPT = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 
 
 class LocalTransport:
-    """A `Transport` to this machine. Its methods raise ConnectError when a deadline passes."""
+    """This machine as a host, for jobs without a cluster or on the controller itself. Raises ConnectError after a
+    deadline.
+
+        LocalTransport("here").run("nvidia-smi -L", timeout_s=20).stdout
+
+    Like SSH it runs `sh -c` in the home folder, in a session of its own, with a login's few environment variables.
+    Ending a command ends its process group; other sessions (a job's supervisor) live on.
+    """
 
     def __init__(self, node: str) -> None:
         self._node = node
@@ -121,12 +113,12 @@ class LocalTransport:
                 yield chunks
 
     def close(self) -> None:
-        """Nothing is held between commands."""
+        """No connection is kept between commands."""
 
     def _pieces(
         self, process: subprocess.Popen[bytes], left: Callable[[], float]
     ) -> Generator[tuple[str, bytes], None, None]:
-        """(stream, bytes) until both outputs have ended; ("stdout", b"") once a second while nothing comes."""
+        """(stream, bytes) until both outputs have ended; ("stdout", b"") once a second without output."""
         assert process.stdout and process.stderr  # noqa: S101 - for the type checker: both are pipes
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ, "stdout")
@@ -155,7 +147,6 @@ def _stdout_of(pieces: Iterator[tuple[str, bytes]]) -> Generator[bytes, None, No
 
 @contextlib.contextmanager
 def _started(command: str, stdin: bytes | Iterable[bytes], *, hold_stdin: bool) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs the command; on leaving, whatever of its process group is left is ended."""
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         ["sh", "-c", command],
@@ -180,12 +171,12 @@ def _started(command: str, stdin: bytes | Iterable[bytes], *, hold_stdin: bool) 
         for output in (process.stdout, process.stderr):
             if output:
                 output.close()
-        writer.join(_GRACE_S)  # longer only where a process that outlives the command holds its standard input
+        writer.join(_GRACE_S)  # longer only if a process that outlives the command holds its standard input
 
 
 def _feed(process: subprocess.Popen[bytes], stdin: bytes | Iterable[bytes], left: threading.Event | None) -> None:
     assert process.stdin  # noqa: S101 - for the type checker: it is a pipe
-    with contextlib.suppress(BrokenPipeError), process.stdin:  # a command need not read what it is given
+    with contextlib.suppress(BrokenPipeError), process.stdin:  # a command need not read its input
         for piece in [stdin] if isinstance(stdin, bytes) else stdin:
             process.stdin.write(piece)
             process.stdin.flush()
@@ -194,7 +185,6 @@ def _feed(process: subprocess.Popen[bytes], stdin: bytes | Iterable[bytes], left
 
 
 def _end(process: subprocess.Popen[bytes], left: threading.Event, *, grace_s: float) -> None:
-    """Closes standard input, gives the command a moment to end by itself, then ends its group."""
     left.set()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(grace_s)

@@ -3,12 +3,9 @@
     transport = connect(Target("v100", "192.168.1.42", user="ubuntu"), host_keys=HostKeys.default(Home.default()))
     transport.run("nvidia-smi -L", timeout_s=20).stdout
 
-Takes a `Target` and the person's SSH configuration; gives an `SshTransport`. This is the one edge where what paramiko,
-fabric and sockets raise becomes our ConnectError, HostKeyError or AuthError.
-
-Left to themselves, fabric accepts any host key, also one that changed, and paramiko waits for ever on a link that
-swallows packets. So every key goes through `HostKeys`, and every wait has an end: TCP_USER_TIMEOUT for what was sent, a
-heartbeat for the way behind a jump host, a deadline for each call.
+Errors of paramiko, fabric and sockets become ConnectError, HostKeyError or AuthError here. fabric would accept any host
+key, and paramiko would wait for ever on a dead link: so keys go through `HostKeys`, and waits are limited by
+TCP_USER_TIMEOUT, a heartbeat behind jump hosts, and a deadline for each call.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from orchestrator.transport.ssh_session import STDERR, STDOUT, RemoteCommand
 
 __all__ = ["SshTransport", "Target", "connect", "fetch_host_key", "unlock"]
 
-# paramiko logs what servers say, and tracebacks; whatever matters reaches the person as an error of ours.
+# paramiko logs servers' messages and tracebacks; everything relevant becomes an error of ours.
 logging.getLogger("paramiko").setLevel(logging.CRITICAL + 1)
 
 
@@ -50,14 +47,13 @@ def connect(
     ssh_config: Path | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> SshTransport:
-    """Logs in to `target`, through its jump hosts where it has some.
+    """Logs in to `target`, through its jump hosts if any.
 
-    timeout_s: unless the inventory sets another limit, or the SSH configuration a longer one. dial_s: of that no more
-    than so long for a hop's TCP connection: a host that is up accepts it, however busy it is. accept_new: record the
-    key of a host of which none is known. ask_passphrase: gets a key file's path, answers its passphrase or None; asked
-    once a key in the life of this process. ssh_config: in place of $ORCH_SSH_CONFIG, else ~/.ssh/config. note: called
-    with what had to be left out of it. Raises ConnectError, HostKeyError, AuthError, UsageError for a broken SSH
-    configuration.
+    timeout_s: overridden by the inventory's limit, or a longer limit in the SSH configuration. dial_s: limit for a
+    hop's TCP connection. accept_new: record the key of a host without known keys. ask_passphrase: gets a key file's
+    path, returns its passphrase or None; called once per key and process. ssh_config: replaces $ORCH_SSH_CONFIG and
+    ~/.ssh/config. note: called with ignored parts of it. Raises ConnectError, HostKeyError, AuthError, UsageError
+    (broken SSH configuration).
     """
     route = find_route(target, ssh_config, note)
     limit_s = _limit_s(target, route, timeout_s)
@@ -72,9 +68,8 @@ def _limit_s(target: Target, route: Sequence[Hop], usual_s: float) -> float:
 
 
 def unlock(target: Target, ask_passphrase: AskPassphrase, ssh_config: Path | None = None) -> None:
-    """Opens the key file that the inventory names for `target`, asking for its passphrase if it must.
-
-    Done for every node before hosts are dialled at once, a question never comes up in one of many threads.
+    """Opens the key file that the inventory names for `target`, asking for its passphrase if needed: before a parallel
+    dial, so that no thread has to ask.
     """
     if target.key_file and not opens(Path(target.key_file).expanduser()):
         _unlock(find_route(target, ssh_config)[-1], ask_passphrase)
@@ -88,11 +83,10 @@ def fetch_host_key(
     timeout_s: float = 10.0,
     ssh_config: Path | None = None,
 ) -> OfferedKey:
-    """The key that a host shows, after a key exchange and before any login.
+    """The key that a host presents, before any login.
 
-    That is the target's key, or the key of the first jump host on the way that we do not know (`peer.jump`): it has to
-    be trusted first. Nothing is recorded: when a person has compared `fingerprint`, call
-    `host_keys.check(peer, key, accept_new=True)`, which refuses a key that is not the known one.
+    It is the target's, or the first unknown jump host's (`peer.jump`), which has to be trusted first. Nothing is
+    recorded: after a person has compared `fingerprint`, call `host_keys.check(peer, key, accept_new=True)`.
     """
     route = find_route(target, ssh_config)
     limit_s = _limit_s(target, route, timeout_s)
@@ -105,7 +99,7 @@ def fetch_host_key(
 
 
 class SshTransport:
-    """A `Transport` over one SSH connection, which is opened again when a command finds it broken."""
+    """A `Transport` over one SSH connection, reopened when a command finds it broken."""
 
     def __init__(self, dialler: Dialler) -> None:
         self._dialler = dialler
@@ -119,7 +113,7 @@ class SshTransport:
         return self._dialler.node
 
     def open(self, timeout_s: float) -> paramiko.Transport:
-        """The live connection; a new one where the last has ended. The host key is checked each time."""
+        """The live connection, or a new one if it has ended. The host key is checked each time."""
         if not self._lock.acquire(timeout=timeout_s):
             raise ConnectError(self.node, f"no connection within {timeout_s:g} s", "try again")
         try:
@@ -171,7 +165,7 @@ class SshTransport:
         with self._translated("the host did not start the command"):
             for stream, data in running.pieces(lambda: float("inf")):
                 yield data if stream == STDOUT else b""
-            running.exit_code(lambda: ssh_errors.USER_TIMEOUT_S)  # a link that broke leaves none
+            running.exit_code(lambda: ssh_errors.USER_TIMEOUT_S)  # a broken connection leaves none
 
     def _translated(self, late: str) -> contextlib.AbstractContextManager[None]:
         return translated(self._dialler.route[-1], late)

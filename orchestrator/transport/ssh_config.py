@@ -1,13 +1,12 @@
-"""What the person's SSH configuration says of a host.
+"""Reads the person's SSH configuration for a host.
 
     found = settings("v100", user=None, port=2222)
     found["identityfile"][0].value, found["identityfile"][0].origin      # "~/.ssh/rack", "/home/me/.ssh/config:4"
 
-OpenSSH's own client is asked (`ssh -G`, 5 ms), so that a block applies here exactly if it applies there. On a machine
-without one, or with one that is too old for a criterion of `Match`, this module's reader answers: it knows Host,
-Include and the criteria that need no look at this machine; a block with another one does not apply, and is noted. The
-same reader finds file and line of a setting, and the hosts that a configuration names. Values are raw: `Tokens`
-replaces `%h`, `~` and `${VAR}`.
+`ssh -G` (5 ms) decides which settings apply. Without ssh, or if it is too old for a `Match` criterion, this module's
+reader does: it supports Host, Include and criteria that need no facts of this machine; other blocks are skipped and
+noted. The reader also finds a setting's file and line, and the configuration's hosts. Values are raw: `Tokens` replaces
+`%h`, `~` and `${VAR}`.
 """
 
 from __future__ import annotations
@@ -34,13 +33,12 @@ from orchestrator.errors import UsageError
 from orchestrator.text import fits, one_line
 from orchestrator.transport.deadline import Deadline
 
-ASK_S = 60
-"""`Match exec` and CanonicalizeHostname make ssh wait for other programs and for name servers."""
+ASK_S = 60  # `Match exec` and CanonicalizeHostname make ssh wait for other programs and name servers
 _AT_ONCE = 8
-_MAX_INCLUDES = 16  # as deep as OpenSSH follows them
+_MAX_INCLUDES = 16  # the same depth as in OpenSSH
 _SYSTEM = Path("/etc/ssh/ssh_config")
 _MANY = {"identityfile", "certificatefile"}
-_EITHER = {"proxyjump": "proxycommand", "proxycommand": "proxyjump"}  # the first of the two holds
+_EITHER = {"proxyjump": "proxycommand", "proxycommand": "proxyjump"}  # only the first of the two counts
 _NO_DEFAULT = {"user", "identityfile", "userknownhostsfile", "globalknownhostsfile"}
 _LINE = re.compile(r"\s*([A-Za-z0-9]+)(?:\s*=\s*|\s+|$)(.*)", re.DOTALL)
 
@@ -49,8 +47,6 @@ _asking = threading.Semaphore(_AT_ONCE)
 
 @dataclass(frozen=True)
 class Setting:
-    """words: its arguments, without quotes."""
-
     words: tuple[str, ...]
     file: str = ""
     line: int = 0
@@ -65,25 +61,20 @@ class Setting:
 
 
 Settings: TypeAlias = Mapping[str, Sequence[Setting]]
-"""By the keyword in small letters. What nobody set is missing, even if ssh has a default for it."""
+"""By lower-case keyword. Only what is set: ssh's defaults are missing."""
 
 
 @dataclass(frozen=True)
 class Alias:
-    """A host of the person's SSH configuration."""
-
     name: str
     file: str
-    line: int
-    """Where its `Host` line is."""
-    options: Mapping[str, Any]
-    """What holds for it, by the keyword in small letters: text, or a list of the files that IdentityFile names."""
-    problem: str = ""
-    """Why it cannot be used."""
+    line: int  # of its `Host` line
+    options: Mapping[str, Any]  # its settings by lower-case keyword: text, or a list of files for IdentityFile
+    problem: str = ""  # why it cannot be used
 
 
 def config_files(path: Path | None = None) -> list[Path]:
-    """`path`, else $ORCH_SSH_CONFIG, else ~/.ssh/config and the system's."""
+    """`path`, or $ORCH_SSH_CONFIG, or ~/.ssh/config and the system's."""
     chosen = path or os.environ.get("ORCH_SSH_CONFIG")
     if chosen:
         return [Path(chosen).expanduser()]
@@ -99,11 +90,10 @@ def settings(
     path: Path | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> Settings:
-    """What holds for `host`. user, port: what is decided already. direct: no ProxyJump or ProxyCommand matters.
-    note: called with what had to be left out.
+    """Settings for `host`. user, port: decided already. direct: without ProxyJump and ProxyCommand. note: called with
+    ignored parts.
 
-    Raises UsageError for a file that cannot be read or parsed, ValueError in ssh's words for what is wrong with this
-    host's settings alone.
+    Raises UsageError for an unreadable or invalid file, ValueError with ssh's message for a problem of this host only.
     """
     if host.startswith("-"):
         raise ValueError("a host's name does not begin with a dash")
@@ -116,7 +106,7 @@ def settings(
         return reading.found
     try:
         reading = _read(host, user, port, direct, path)
-    except UsageError:  # ssh has read it, so the fault is ours
+    except UsageError:  # ssh has read it, so our reader is wrong
         reading = _Reading(host, user or getpass.getuser())
     usual = _usual()
     return {
@@ -127,7 +117,7 @@ def settings(
 
 
 def aliases(path: Path | None = None) -> Iterator[Alias]:
-    """Each name that a `Host` line gives without a pattern, once, with what is written of it. Raises UsageError."""
+    """Each host named by a `Host` line without a pattern, with its settings. Raises UsageError."""
     for name, (file, line) in _read("", None, None, False, path).hosts.items():
         if not set("*?!") & set(name):
             found = _read(name, None, None, False, path).found
@@ -138,7 +128,7 @@ def aliases(path: Path | None = None) -> Iterator[Alias]:
 
 
 def left_out(path: Path | None = None) -> list[str]:
-    """The blocks that only ssh can judge. Raises UsageError."""
+    """Blocks that only ssh can evaluate. Raises UsageError."""
     return _read("", None, None, False, path).left_out
 
 
@@ -153,23 +143,20 @@ def _options(name: str, found: Settings) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What the values of settings may be made of (ssh_config(5), TOKENS)."""
-
-    name: str
-    """As the person wrote it."""
+    name: str  # as the person wrote it
     host: str
     port: str
     user: str
     alias: str = ""
 
     def expand(self, keyword: str, setting: Setting, *, file: bool = True) -> str:
-        """Its words with `%h`, and of a file also `~` and `${VAR}`, replaced. Raises ValueError naming the setting."""
+        """The value with `%h`, and in a file name `~` and `${VAR}`, replaced. Raises ValueError naming the setting."""
 
         def replaced(match: re.Match[str]) -> str:
             token, variable = match[1], match[2]
             value = os.environ.get(variable) if variable else values.get(token)
             if value is None:
-                what = f"${{{variable}}} is not set" if variable else f"orch does not know %{token}"
+                what = f"${{{variable}}} is not set" if variable else f"orch does not support %{token}"
                 raise ValueError(f"{keyword} {setting.value} ({setting.origin}): {what}")
             return value
 
@@ -191,24 +178,22 @@ class Tokens:
 
 
 def _ask_ssh(words: Sequence[str], path: Path | None) -> dict[str, list[str]] | None:
-    """What `ssh -G` prints, by keyword; None if there is no ssh that could say it."""
     program, chosen = shutil.which("ssh"), path or os.environ.get("ORCH_SSH_CONFIG")
     if not program or not config_files(path) or not (chosen or _is_own_home()):
         return None
     file = ("-F", str(Path(chosen).expanduser())) if chosen else ()
-    # Our own queue, and the wait for what the configuration starts, are not the host's fault.
+    # Our own queue and programs that the configuration starts are not the host's fault.
     with Deadline(0).paused(), _asking:
         return _run_ssh((program, *file, "-TG", *words))
 
 
 @functools.lru_cache(maxsize=1)
 def _usual() -> dict[str, list[str]]:
-    """What ssh takes if nobody sets anything."""
     return _run_ssh((shutil.which("ssh") or "ssh", "-F", "none", "-TG", "--", "nobody")) or {}
 
 
 def _run_ssh(argv: Sequence[str]) -> dict[str, list[str]] | None:
-    with tempfile.TemporaryFile() as said:  # a pipe would also wait for what a `Match exec` left running
+    with tempfile.TemporaryFile() as said:  # a pipe would also wait for processes that a `Match exec` left running
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": said}
         try:
             done = subprocess.run(argv, **streams, timeout=ASK_S, check=False)
@@ -227,7 +212,7 @@ def _run_ssh(argv: Sequence[str]) -> dict[str, list[str]] | None:
 
 
 def _complained(text: str) -> None:
-    """Raises what ssh says against the configuration. Returns if this ssh is no judge of it."""
+    # Raises ssh's error about the configuration; returns if this ssh cannot evaluate it.
     if re.search("No user exists for uid|^usage:|Unsupported Match attribute", text, re.MULTILINE):
         return
     about_file = re.search(r"^.*(line \d+|config file|owner or permissions).*$", text, re.MULTILINE | re.IGNORECASE)
@@ -237,7 +222,7 @@ def _complained(text: str) -> None:
 
 
 def _is_own_home() -> bool:
-    """Whether ssh, which does not look at $HOME, reads the same ~/.ssh/config."""
+    # ssh ignores $HOME; True if it reads the same ~/.ssh/config.
     try:
         return Path.home() == Path(pwd.getpwuid(os.getuid()).pw_dir)
     except KeyError:
@@ -249,7 +234,7 @@ def _is_own_home() -> bool:
 
 @dataclass
 class _Reading:
-    """One look through the files for one host. found: what applies; written: what stands there, in any block."""
+    """One pass over the files for one host. found: applicable settings; written: all settings."""
 
     host: str
     user: str
@@ -263,7 +248,6 @@ class _Reading:
     left_out: list[str] = field(default_factory=list)
 
     def setting(self, keyword: str, value: str) -> Setting:
-        """The line that gives ssh's `value`."""
         candidates: list[Setting] = [*self.found.get(keyword, []), *self.written.get(keyword, [])]
         for one in candidates:
             if value in (one.value, " ".join(os.path.expanduser(word) for word in one.words)):
@@ -273,7 +257,7 @@ class _Reading:
         return Setting(tuple(value.split()) if keyword.endswith("knownhostsfile") else (value,))
 
     def read(self, file: Path, *, active: bool, never: bool = False, depth: int = 0) -> None:
-        """active: whether lines before the first block apply. never: whether nothing in this file can."""
+        """active: lines before the first block apply. never: nothing in this file applies."""
         found = file.stat()
         for keyword, setting in _lines(file, found.st_mtime_ns, found.st_size):
             if keyword == "host":
@@ -296,7 +280,7 @@ class _Reading:
                 known.append(setting)
 
     def _matches(self, words: Sequence[str], where: str) -> bool:
-        """ssh ends at the first criterion that fails; so does this, and what comes after it needs no note."""
+        # Ends at the first false criterion, like ssh; later ones need no note.
         rest = list(words)
         while rest:
             criterion, _, value = rest.pop(0).partition("=")
@@ -311,7 +295,9 @@ class _Reading:
                     value = rest.pop(0).removeprefix("=")
                 subject = self._subject(name)
                 if subject is None:
-                    said = f"{where}: the block of `Match {name}` is left out: only a newer OpenSSH client can judge it"
+                    said = (
+                        f"{where}: the block of `Match {name}` is left out: only a newer OpenSSH client can evaluate it"
+                    )
                     self.left_out += [] if said in self.left_out else [said]
                     return False
                 holds = _fits_any(value.split(","), subject)
@@ -332,20 +318,19 @@ class _Reading:
         return self.found["hostname"][0].value.replace("%h", self.host).replace("%%", "%").lower()
 
     def _included(self, patterns: Sequence[str]) -> list[Path]:
-        """Relative names count from ~/.ssh, in the system's file from /etc/ssh, as in ssh_config(5)."""
         paths = [self.base / Path(pattern).expanduser() for pattern in patterns]
         return [Path(name) for path in paths for name in sorted(glob.glob(str(path))) if Path(name).is_file()]
 
 
 def _read(host: str, user: str | None, port: int | None, direct: bool, path: Path | None) -> _Reading:
-    """As ssh: what is decided already comes first, then each file, and all again if a block asks for the final look."""
+    # Like ssh: decided values first, then each file, and again if a block asks for a final pass.
     reading = _Reading(host, user or getpass.getuser(), host)
     for keyword, value in (("user", user), ("port", port), ("proxyjump", "none" if direct else None)):
         if value:
             reading.found[keyword] = [Setting((str(value),))]
     _read_files(reading, path)
     origin = reading.found.get("hostname", [Setting(())])[0]
-    reading.host = reading.hostname()  # a HostName of the final look is too late
+    reading.host = reading.hostname()  # a HostName of the final pass comes too late
     if reading.wants_final:
         reading.final = True
         _read_files(reading, path)
@@ -366,15 +351,14 @@ def _read_file(reading: _Reading, file: Path) -> None:
         reading.read(file, active=True)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise  # no fault of the file's: `cli.common` says what to try
+            raise  # not the file's fault: `cli.common` suggests a remedy
         raise UsageError(f"{file}: {error.strerror}", "make the SSH configuration readable") from error
-    except (ValueError, RuntimeError) as error:  # quotes without an end, `~nobody`
+    except (ValueError, RuntimeError) as error:  # unclosed quotes, `~nobody`
         raise UsageError(f"{file}: {error}", "mend that line; `ssh -G HOST` shows what OpenSSH makes of it") from error
 
 
 @functools.lru_cache(maxsize=64)
 def _lines(file: Path, written_ns: int, size: int) -> tuple[tuple[str, Setting], ...]:
-    """Keywords in small letters, with their words. Read once for all hosts, as long as the file stays as it is."""
     found = []
     for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -391,7 +375,6 @@ def _lines(file: Path, written_ns: int, size: int) -> tuple[tuple[str, Setting],
 
 
 def _words(text: str) -> list[str]:
-    """Quotes removed; a word that begins with # begins a comment."""
     lexer = shlex.shlex(text, posix=True)
     lexer.whitespace_split, lexer.commenters = True, ""
     words = []
@@ -403,7 +386,6 @@ def _words(text: str) -> list[str]:
 
 
 def _fits_any(patterns: Sequence[str], name: str) -> bool:
-    """Whether a pattern fits, and none of those with `!`."""
     if any(pattern.startswith("!") and fits(pattern[1:], name) for pattern in patterns):
         return False
     return any(not pattern.startswith("!") and fits(pattern, name) for pattern in patterns)

@@ -1,4 +1,4 @@
-"""What paramiko, fabric and sockets raise, as errors of ours: what broke, where, and what to try.
+"""Translates errors of paramiko, fabric and sockets: what failed, where, and what to try; detects dead connections.
 
 with translated(hop, "no SSH login within 10 s", deadline):
     connection.open()
@@ -24,7 +24,7 @@ _BANNER_FAULT = "Error reading SSH protocol banner"
 
 
 def hung_up_early(cause: BaseException | None) -> bool:
-    """How a server that is short of login slots (MaxStartups) shows: it goes away before or in the key exchange."""
+    """A server short of login slots (MaxStartups) disconnects before or during the key exchange."""
     return isinstance(cause, (EOFError, ConnectionResetError, BrokenPipeError)) or _BANNER_FAULT in str(cause)
 
 
@@ -35,13 +35,13 @@ def translated(
     deadline: Deadline | None = None,
     late_remedy: str = "check that the host is up, not overloaded, and reachable",
 ) -> Iterator[None]:
-    """Turns what paramiko, fabric and sockets raise into ours, the cause kept. late: what to say of a time-out."""
+    """Raises errors as ConnectError, with their cause. late: message for a time-out."""
     try:
         yield
     except (paramiko.SSHException, OSError, EOFError, LinkLostError) as error:
         timed_out = isinstance(error, TimeoutError) or "timeout" in str(error).lower()
         if timed_out or (deadline is not None and not deadline.left()):
-            named = hop.said_by("host") if hop.peer.jump else ""  # of a host a line of its own would part equal errors
+            named = hop.origin_of("host") if hop.peer.jump else ""  # for hosts, a line would keep equal errors apart
             ours = ConnectError(hop.peer.node, f"{_where(hop)}: {late}{named}", late_remedy)
         else:
             ours = translate(hop, error, is_up=deadline is None)
@@ -50,15 +50,14 @@ def translated(
 
 
 def translate(hop: Hop, error: Exception, *, is_up: bool) -> ConnectError:
-    """is_up: whether there was a connection before this."""
     node, where = hop.peer.node, _where(hop)
     if isinstance(error, socket.gaierror):
-        said = hop.said_by("host")
+        said = hop.origin_of("host")
         key = "proxy_jump:" if hop.peer.jump else "host:"
         remedy = "check that setting" if said else f"check `{key}` in the inventory"
         return ConnectError(node, f"no address for {hop.host!r} ({error.strerror}){said}", remedy)
     if isinstance(error, ConnectionRefusedError):
-        said = hop.said_by("port", *(("host",) if hop.peer.jump else ()))
+        said = hop.origin_of("port", *(("host",) if hop.peer.jump else ()))
         remedy = f"start sshd on that host, or mend {'that setting' if said else '`port:`'}"
         return ConnectError(node, f"nothing listens at {where}{said}", remedy)
     if isinstance(error, paramiko.ssh_exception.IncompatiblePeer):
@@ -71,7 +70,7 @@ def translate(hop: Hop, error: Exception, *, is_up: bool) -> ConnectError:
         remedy = "is this port SSH? sshd also hangs up on too many logins at once (MaxStartups, PerSourcePenalties)"
         return ConnectError(node, f"{where}: hung up before an SSH greeting", remedy)
     if str(error) == HUNG_UP:
-        return ConnectError(node, f"{where}: {HUNG_UP}", "try again; sshd's log there says why (journalctl -u ssh)")
+        return ConnectError(node, f"{where}: {HUNG_UP}", "try again; sshd's log there shows why (journalctl -u ssh)")
     what = "the SSH connection broke" if is_up else "no SSH connection was made"
     return ConnectError(node, f"{where}: {what} ({_plain(error)})", "check host and network, try again")
 
@@ -81,21 +80,18 @@ def _where(hop: Hop) -> str:
 
 
 def offer(client: paramiko.SSHClient, error: Exception) -> str:
-    """`: it offers hmac-md5,hmac-sha1`: what the server has of the kind in which we found nothing in common."""
+    """`: it offers hmac-md5,hmac-sha1`: the server's algorithms of the kind without a match."""
     transport = client.get_transport()
     offers = transport.servers_offer if isinstance(transport, SignalAwareTransport) else {}
     return next((f": it offers {names}" for kind, names in offers.items() if kind in str(error)), "")
 
 
 def _plain(error: Exception) -> str:
-    """An error's words on one line, fit for a terminal: servers have a say in them."""
     words = error.strerror if isinstance(error, OSError) and error.strerror else error
     return one_line(words, 300) or type(error).__name__
 
 
-# A link that swallows packets is noticed: TCP watches what was sent, a heartbeat the way behind a jump host.
-
-USER_TIMEOUT_S = 20.0  # unanswered bytes older than this mean that the link is gone
+USER_TIMEOUT_S = 20.0  # a link with older unacknowledged bytes is dead
 _HEARTBEAT_S = 5.0
 
 
@@ -113,15 +109,15 @@ def tune(sock: socket.socket) -> None:
 
 
 def beat(transport: paramiko.Transport) -> None:
-    """Asks the far sshd for an answer every few seconds and ends a connection that stays silent.
+    """Sends a request to the far sshd every few seconds, and closes a connection without answers.
 
-    TCP watches only as far as the first jump host. (paramiko's own keep-alive expects no answer, so notices nothing.)
+    TCP covers only the first jump host, and paramiko's own keep-alive expects no answer.
     """
     while transport.is_active():
         answered = threading.Event()
         threading.Thread(target=_ask_alive, args=(transport, answered), name="orch-heartbeat", daemon=True).start()
         if not answered.wait(USER_TIMEOUT_S):
-            with contextlib.suppress(Exception):  # the jump host may be gone by now, and with it what close() writes to
+            with contextlib.suppress(Exception):  # close() writes to the jump host, which may be gone
                 transport.close()
         ended = time.monotonic() + _HEARTBEAT_S
         while transport.is_active() and time.monotonic() < ended:

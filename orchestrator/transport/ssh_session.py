@@ -1,12 +1,10 @@
-"""One command on one SSH connection.
-
-Takes an open paramiko transport, a command and its standard input; gives its output in pieces as it comes and its
-exit code. Whatever may block for ever (paramiko bounds neither a request nor a write) happens in a thread of its own,
-so that the reader always keeps its deadline, also on a link that swallows everything. Raises paramiko's and the
-socket's own exceptions; `ssh.py` translates them.
+"""Runs one command on an open SSH connection: its output in pieces, and its exit code.
 
     with RemoteCommand(transport, "cat", b"hello") as command:
         output = b"".join(data for stream, data in command.pieces(deadline.left) if stream == STDOUT)
+
+paramiko limits neither requests nor writes, so they run in a thread of their own and the reader keeps its deadline on a
+dead link. Raises paramiko's and sockets' errors; `ssh.py` translates them.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ STDOUT, STDERR = 1, 2
 HUNG_UP = "the host hung up during the login"
 MAX_PIECE_BYTES = 1 << 20
 _TICK_S = 1.0
-_SEND_BYTES = 1 << 18  # paramiko copies what is left after each packet, so a long input is handed over in slices
+_SEND_BYTES = 1 << 18  # paramiko copies the rest after each packet, hence slices of long inputs
 _CLOSE_S = 1.0
 
 
@@ -37,15 +35,15 @@ def _on_channel_request(channel: Any, message: paramiko.Message) -> None:
         channel.status_event.set()
         return
     message.rewind()
-    message.get_int()  # the channel's number, which paramiko had read before
+    message.get_int()  # the channel number, which paramiko had read before
     channel._handle_request(message)
 
 
 class SignalAwareTransport(paramiko.Transport):
-    """paramiko drops the `exit-signal` message (RFC 4254, 6.10); here it sets 128 + n, as a shell would.
+    """paramiko drops the `exit-signal` message (RFC 4254, 6.10); here it sets 128 + n, as in a shell.
 
-    servers_offer: the algorithms that the server named, by paramiko's word for their kind; empty before it has.
-    first_keys: the kinds of host keys to ask for first. goodbye: the server's words if it ended the connection.
+    servers_offer: the server's algorithms by paramiko's kind, once known. first_keys: host key types to request first.
+    goodbye: the server's message when it disconnects.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -62,13 +60,13 @@ class SignalAwareTransport(paramiko.Transport):
 
     @property
     def preferred_keys(self) -> tuple[str, ...]:
-        """paramiko asks for certificates last, so that a host shows none."""
+        """paramiko requests certificates last, so that a host presents none."""
         usual = super().preferred_keys
         first = [name for name in self.first_keys if name in usual]
         return (*first, *(name for name in usual if name not in first))
 
     def _parse_disconnect(self, message: paramiko.Message) -> None:
-        message.get_int()  # a code, which says less than the words
+        message.get_int()  # a code, less specific than the text
         self.goodbye = message.get_text()
 
     _channel_handler_table = {  # noqa: RUF012
@@ -82,7 +80,7 @@ class LinkLostError(Exception):
 
 
 class RemoteCommand:
-    """A command that runs. Leaving the context closes its standard input and its channel."""
+    """A running command. Leaving the context closes its standard input and its channel."""
 
     def __init__(
         self,
@@ -93,7 +91,7 @@ class RemoteCommand:
         hold_stdin: bool = False,
         open_s: float = 60,
     ) -> None:
-        """hold_stdin: leave standard input open after `stdin` was sent. open_s: how long the host may take to start."""
+        """hold_stdin: keep standard input open after `stdin` is sent. open_s: time for the host to start it."""
         self._transport = transport
         self._open_s = open_s
         self._channel: concurrent.futures.Future[paramiko.Channel] = concurrent.futures.Future()
@@ -106,13 +104,13 @@ class RemoteCommand:
     def __exit__(self, *_: object) -> None:
         self._left.set()
         if self._channel.done() and not self._channel.exception():
-            # On a dead link even the goodbye can block; then the connection's own end takes the channel with it.
+            # On a dead link even closing can block; the connection's end then closes the channel.
             _in_background(self._channel.result().close).join(_CLOSE_S)
 
     def pieces(self, left: Callable[[], float]) -> Iterator[tuple[int, bytes]]:
-        """(STDOUT or STDERR, bytes) until both have ended; (STDOUT, b"") once a second while nothing comes.
+        """(STDOUT or STDERR, bytes) until both have ended; (STDOUT, b"") once a second without output.
 
-        left: seconds until this must end. Raises TimeoutError then.
+        left: seconds until TimeoutError.
         """
         channel = self._opened(left)
         with selectors.DefaultSelector() as selector:
@@ -130,7 +128,7 @@ class RemoteCommand:
                     yield STDOUT, b""
 
     def exit_code(self, left: Callable[[], float]) -> int:
-        """128 + n for a command that signal n ended. Raises TimeoutError, LinkLostError."""
+        """128 + n if signal n ended the command. Raises TimeoutError, LinkLostError."""
         channel = self._opened(left)
         if not channel.status_event.wait(left()):
             raise TimeoutError
@@ -162,7 +160,7 @@ class RemoteCommand:
             if not hold_stdin:
                 channel.shutdown_write()
         except (OSError, EOFError, paramiko.SSHException):
-            pass  # the command ended before it had read everything, or the link broke: the reader sees which
+            pass  # the command ended before reading everything, or the connection broke: the reader finds out
 
 
 def _ready(channel: paramiko.Channel) -> Iterator[tuple[int, bytes]]:

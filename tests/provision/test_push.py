@@ -309,7 +309,7 @@ def test_a_way_to_the_folder_in_which_another_user_has_a_say_is_refused(here, tm
     else:
         theirs(way)
     failed, _ = push(here, way / "data")
-    assert ("everybody may write" if planted == "an own link" else "belongs to another user") in failed.message
+    assert ("every user may write" if planted == "an own link" else "belongs to another user") in failed.message
     assert not (way / "data").exists()
 
 
@@ -318,7 +318,7 @@ def test_a_folder_in_which_everybody_may_write_is_refused_at_any_depth(here, tmp
     (there / RAW).mkdir(parents=True)
     (there / RAW).chmod(0o777)
     failed, _ = push(here, there)
-    assert f"{there}/{RAW} is a folder in which everybody may write" in failed.message
+    assert f"{there}/{RAW} is a folder in which every user may write" in failed.message
     assert list((there / RAW).iterdir()) == []
 
 

@@ -125,14 +125,14 @@ def test_the_pinned_key_wins_over_every_file(host_keys: HostKeys, users: Path) -
     users.write_text(line(OTHER))
     for pin in (fingerprint(KEY), f"{KEY.get_name()} {KEY.get_base64()} comment"):
         host_keys.check(Peer("v100", PEER.name, pin=pin), KEY)
-        with pytest.raises(HostKeyError, match="not the pinned one") as caught:
+        with pytest.raises(HostKeyError, match="not the pinned key") as caught:
             host_keys.check(Peer("v100", PEER.name, pin=pin), OTHER, accept_new=True)
         assert fingerprint(KEY) in caught.value.message and fingerprint(OTHER) in caught.value.message
 
 
 def test_a_malformed_pin_matches_nothing(host_keys: HostKeys) -> None:
     for pin in ("", "SHA256:", "ssh-ed25519", "ssh-ed25519 !!", KEY.get_base64()):
-        with pytest.raises(HostKeyError, match="not the pinned one"):
+        with pytest.raises(HostKeyError, match="not the pinned key"):
             host_keys.check(Peer("v100", PEER.name, pin=pin), KEY, accept_new=True)
 
 

@@ -147,7 +147,7 @@ def speak(host, channel, timeout_s):
 
 def test_a_greeting_and_then_no_python_is_reported_with_both():
     host = replace(noisy("echo welcome"), python="/nowhere/python")
-    with pytest.raises(ConnectError, match=r"ended before it had said a word; its shell prints at login \('welcome'\)"):
+    with pytest.raises(ConnectError, match=r"ended before its first output; its shell prints at login \('welcome'\)"):
         stream_of(host)
 
 

@@ -114,7 +114,7 @@ def test_of_a_host_whose_key_is_pinned_that_key_alone_counts(says, servers, tmp_
         assert says(a.target(host_key=pin), PORT, host_keys=nothing) == (0, f"port {a.port}\n", "")
     code, out, err = says(a.target(host_key=b.host_key()), PORT)  # known as it is, and pinned otherwise
     assert (code, out) == (255, "") and "HAS CHANGED" in err
-    with pytest.raises(HostKeyError, match="is not the pinned one"):
+    with pytest.raises(HostKeyError, match="is not the pinned key"):
         says(a.target(host_key=b.fingerprint()), PORT)
     nothing.recorded.write_text(f"@revoked {a.known_hosts_line()}")
     with pytest.raises(HostKeyError, match="is revoked"):

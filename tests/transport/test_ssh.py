@@ -228,7 +228,7 @@ def test_the_key_pinned_in_the_inventory_is_enough_and_decides(server: Sshd, tmp
     for pin in (server.host_key("rsa"), server.fingerprint("ed25519")):
         connect(server.target(host_key=pin), host_keys=nothing).close()
     wrong = server.host_key("ed25519")[:-4] + "AAAA"
-    refused(server, HostKeyError, "not the pinned one", host_key=wrong, accept_new=True)
+    refused(server, HostKeyError, "not the pinned key", host_key=wrong, accept_new=True)
 
 
 def test_trusting_a_host_looks_at_its_key_without_a_login(server: Sshd, tmp_path: Path) -> None:

@@ -286,7 +286,7 @@ def test_a_block_that_cannot_be_judged_does_not_apply(
     assert (hop.host, hop.port, hop.user) == ("v100", 2222, "right")
     kind = re.findall(r"!?([a-z]+)[ =]", criteria)[-1]
     assert notes == [
-        f"{tmp_path}/config:1: the block of `Match {kind}` is left out: only a newer OpenSSH client can judge it"
+        f"{tmp_path}/config:1: the block of `Match {kind}` is left out: only a newer OpenSSH client can evaluate it"
     ]
 
 
@@ -342,9 +342,12 @@ def test_an_error_names_file_and_line_of_a_value_that_the_configuration_gave(tmp
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("ProxyCommand nc %h %p", r"v100 is reached by a ProxyCommand \(.*/config:2\), which orch lacks: .*ProxyJump"),
+        (
+            "ProxyCommand nc %h %p",
+            r"v100 is reached by a ProxyCommand \(.*/config:2\), which orch does not support: .*",
+        ),
         ("ProxyJump v100", r"jumphost loop via v100|is its own jump host"),
-        ("IdentityFile /keys/%C", r"IdentityFile /keys/%C \(.*/config:2\): orch does not know %C"),
+        ("IdentityFile /keys/%C", r"IdentityFile /keys/%C \(.*/config:2\): orch does not support %C"),
         ("IdentityFile ${NO_SUCH_NAME}/x", r"IdentityFile .*/config:2\): \$\{NO_SUCH_NAME\} is not set"),
         ("ProxyJump a:b:c", r"a:b:c"),
     ],
