@@ -1,4 +1,4 @@
-"""What a run amounts to, as other programs take it: values over steps, figures of the whole run, settings.
+"""Exports a collected run: scalars over steps, totals and settings, as TensorBoard event files or into MLflow.
 
 for scalar in scalars(summary):     Scalar(name="loss/training", step=119, seconds=4.468, value=2.31)
 whole_run(summary)                  {"run/samples_per_s": 1122.0, "run/efficiency": 0.96, ...}
@@ -27,7 +27,7 @@ DRAWN = (
     ("evaluations", "accuracy", "accuracy/test"),
     ("speeds", "samples_per_s", "samples_per_s"),
 )
-"""Table of `figure_tables`, its column, and what the values are called; those of hosts end in the host's name."""
+"""Table of `figure_tables`, its column, and the scalar's name, to which hosts add theirs."""
 OF_HOST = ("samples_per_s", "own_samples_per_s", "load_ms", "compute_ms", "sync_ms", "wait_ms", "optim_ms")
 
 
@@ -36,12 +36,12 @@ class Scalar:
     name: str
     step: int
     seconds: float | None
-    """Since the first update began; None where no rank said when its updates were over."""
+    """Since the first update began; None if unknown."""
     value: float
 
 
 def scalars(summary: Summary) -> Iterator[Scalar]:
-    """By name, in the order of steps."""
+    """Grouped by name, in order of steps."""
     tables = figure_tables(summary)
     for title, column, name in DRAWN:
         if title not in tables:
@@ -54,7 +54,7 @@ def scalars(summary: Summary) -> Iterator[Scalar]:
 
 
 def whole_run(summary: Summary) -> dict[str, float]:
-    """Figures without which step they belong to; what is not known is not there."""
+    """Figures of the whole run; unknown ones are absent."""
     found = {
         "samples_per_s": summary.samples_per_s,
         "efficiency": summary.efficiency,
@@ -71,33 +71,28 @@ def whole_run(summary: Summary) -> dict[str, float]:
 
 
 def settings_words(summary: Summary) -> dict[str, str]:
-    """As the ranks used them, and what else says how it was run."""
+    """The ranks' settings, hosts and cluster."""
     words = {one_line(key, 60): one_line(str(value), 400) for key, value in summary.settings.items()}
     hosts = ", ".join(f"{node.name} ({node.ranks} x {node.gpu})" for node in summary.nodes)
     return {**words, "hosts": one_line(hosts, 400), "cluster": one_line(summary.cluster, 60)}
 
 
 def began_at(summary: Summary) -> float:
-    """Unix time of the run's start; 0 where no record says it."""
+    """Unix time of the run's start; 0 if unknown."""
     try:
         return datetime.fromisoformat((summary.started or summary.created or "").replace("Z", "+00:00")).timestamp()
     except ValueError:
         return 0.0
 
 
-# A collected run as TensorBoard's event files.
-#
-#     folder = write_events(summary, Path("tb"))          tb/<job>/events.out.tfevents....orch
-#     tensorboard --logdir tb
-#
-# One folder a run, so that several stand beside each other. What an earlier call wrote there is replaced. The package
-# `tensorboard` writes them (extra `exports`); torch is not needed.
+# TensorBoard event files, written by the package `tensorboard` (extra `exports`): one folder per run; files of an
+# earlier export of the run are replaced.
 
 SUFFIX = ".orch"
 
 
 def write_events(summary: Summary, folder: Path) -> Path:
-    """The run's own folder. Raises UsageError where the package is not installed."""
+    """Returns the run's own folder. Raises UsageError if the package is not installed."""
     try:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary as Values
@@ -126,7 +121,7 @@ def write_events(summary: Summary, folder: Path) -> Path:
 
 
 def _settings(summary: Summary, began: float) -> object:
-    """A table for the page `Text`."""
+    """A table for TensorBoard's page `Text`."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary as Values
     from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
@@ -142,24 +137,20 @@ def _settings(summary: Summary, began: float) -> object:
     return Event(step=0, wall_time=began, summary=Values(value=[value]))
 
 
-# A collected run into MLflow: a server's address, or a database's.
-#
-#     run_id = send(summary, "http://127.0.0.1:5000")
-#
-# The experiment has the name of ours, and the run that of the job; what its ranks used is among the parameters. A job
-# is
-# sent once. The package `mlflow-skinny` sends it (extra `exports`).
+# MLflow, by the package `mlflow-skinny` (extra `exports`): experiment and run are named as ours, settings become
+# parameters. A job is sent once.
 
 MOST_METRICS, MOST_PARAMS = 1000, 100
-"""MLflow takes no more in one call."""
+"""Limits of MLflow per call."""
 STATES = {"succeeded": "FINISHED", "failed": "FAILED", "cancelled": "KILLED", "lost": "FAILED"}
-"""In MLflow's words; all others run."""
+"""All other states are RUNNING."""
 OF_JOB = "orch.job"
 
 
 def send(summary: Summary, uri: str) -> str:
-    """The id of the run there. Raises UsageError where the package is not installed or the job is there already, and
-    OrchError where the server refuses.
+    """Returns the run's id. uri: a server's address, or a database's.
+
+    Raises UsageError if the package is not installed or the job was sent before, OrchError if the server refuses.
     """
     try:
         from mlflow.exceptions import MlflowException
@@ -177,7 +168,7 @@ def send(summary: Summary, uri: str) -> str:
         run: str = client.create_run(experiment, start_time=_began_ms(summary), tags=tags).info.run_id
         try:
             _fill(client, run, summary)
-        except BaseException:  # Ctrl-C, too: half a run there would look like a whole one
+        except BaseException:  # Ctrl-C, too: a partial run there would look complete
             with contextlib.suppress(MlflowException):
                 client.delete_run(run)
             raise
@@ -202,7 +193,7 @@ def _fill(client: Any, run: str, summary: Summary) -> None:
     for some in _parts(metrics, MOST_METRICS):
         client.log_batch(run, metrics=some)
     ended_ms = began_ms + int(1000 * (summary.total_s or 0.0))
-    with contextlib.redirect_stdout(io.StringIO()):  # where it prints addresses
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints addresses
         client.set_terminated(run, STATES.get(summary.state, "RUNNING"), end_time=ended_ms)
 
 

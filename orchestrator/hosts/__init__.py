@@ -1,1 +1,1 @@
-"""What hosts are: the inventory, what a probe finds on them, what that means for a job, and who is the master."""
+"""Describes hosts: the inventory, probed facts, their meaning for a job, and the election of the master."""

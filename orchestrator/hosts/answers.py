@@ -1,10 +1,7 @@
-"""Checks what a host reports of itself, and makes frozen values of it. Pure.
+"""Validates the JSON that a host's probe returns and makes `NodeFacts` and `Health` of it. Pure.
 
-    facts = read_facts("v100", answer, sent_at=before, received_at=after)
-    facts.gpus[0].name, facts.torch.version      # "Tesla V100-PCIE-16GB", "2.0.1"
-
-`remote/probe.py` names each fact as `NodeFacts` and `Health` do. Hosts are not trusted: a value of another type or out
-of its bounds, or too long a list, is a ProbeError; text is cut and made printable.
+Hosts are not trusted: a value of a wrong type or out of bounds, or too long a list, is a ProbeError; text is cut and
+made printable.
 """
 
 from __future__ import annotations
@@ -24,17 +21,13 @@ Checked = TypeVar("Checked", bound=Fact)
 
 
 class Clock(Fact):
-    """The host's wall clock when its program began and when it ended."""
+    """The host's clock before and after the probe, in seconds since 1970."""
 
     began: Time
     ended: Time
 
     def against_ours(self, sent_at: float, received_at: float) -> dict[str, float]:
-        """Offset between two clocks from four readings (NTP, RFC 5905 section 8): the probe's own time falls out.
-
-        The rest of the round trip may lie on one side: a start-up file of the shell runs before the probe. So the
-        offset is right to half of it.
-        """
+        """Clock offset from four readings (NTP, RFC 5905 section 8); its error is half the time in transit."""
         on_the_way_s = (received_at - sent_at) - (self.ended - self.began)
         return {
             "clock_offset_s": round((self.began + self.ended) / 2 - (sent_at + received_at) / 2, 3),
@@ -43,8 +36,6 @@ class Clock(Fact):
 
 
 class _Now(Fact):
-    """What `remote/health.py` reports."""
-
     clock: Clock
     disk_free_bytes: Count
     disk_free_inodes: Count | None
@@ -54,24 +45,20 @@ class _Now(Fact):
 
 
 def read_facts(node: str, answer: Mapping[str, Any], sent_at: float, received_at: float) -> NodeFacts:
-    """node: its name in the inventory. sent_at, received_at: our wall clock around the probe.
-
-    Raises ProbeError naming the node and the fact that makes no sense.
-    """
+    """sent_at, received_at: our clock around the probe. Raises ProbeError naming the node and the bad fact."""
     offset = _checked(node, Clock, answer.get("clock"), "clock").against_ours(sent_at, received_at)
     facts = answer.get("facts")
     return _checked(node, NodeFacts, {**facts, **offset, "node": node} if isinstance(facts, dict) else facts, "facts")
 
 
 def read_health(node: str, answer: Mapping[str, Any]) -> Health:
-    """Raises ProbeError as `read_facts` does."""
     return _checked(node, Health, answer.get("health"), "health")
 
 
 def as_of_now(
     node: str, remembered: NodeFacts, answer: Any, sent_at: float, received_at: float
 ) -> tuple[NodeFacts, Health]:
-    """What is remembered of a host, with what `remote/health.py` reported. Raises ProbeError as `read_facts` does."""
+    """Updates remembered facts from an answer of `remote/health.py`. Raises ProbeError."""
     now = _checked(node, _Now, answer, "state")
     found = {link.name: link for link in now.interfaces}
     update = {
@@ -87,7 +74,6 @@ def as_of_now(
 
 
 def _checked(node: str, kind: type[Checked], value: Any, name: str) -> Checked:
-    """name: what the whole value is, for a message about no part of it."""
     try:
         # As JSON, since a strict check takes no list for a tuple elsewhere. A lone surrogate becomes a question mark.
         text = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")

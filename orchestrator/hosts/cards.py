@@ -1,4 +1,4 @@
-"""Graphics cards by the names that people and drivers give them: memory and its bandwidth. Pure.
+"""Catalogue of graphics cards: memory and its bandwidth, by the names of people and drivers. Pure.
 
 card = find_card("Tesla V100-16GB")
 card.gb_per_s, card.memory_gib, card.unsure          (900, 16, frozenset())
@@ -15,14 +15,14 @@ KNOWN = "remembered from the vendor's data sheet, not verified"
 
 @dataclass(frozen=True)
 class Card:
-    """What is published of one model of GPU."""
+    """Published figures of one GPU model."""
 
     name: str
     gb_per_s: float
     memory_gib: float
-    """As it is sold; makers write GB and mean GiB."""
+    """As sold."""
     unsure: frozenset[str]
-    """The figures that are estimates or not verified."""
+    """Estimated or unverified figures."""
     source: str
 
 
@@ -63,7 +63,7 @@ CARDS: tuple[Card, ...] = (
 
 
 def find_card(label: str) -> Card | None:
-    """The card that this label means: `RTX A2000`, `Tesla V100-16GB`, `NVIDIA GeForce RTX 3090`. None: not known."""
+    """Accepts labels like `RTX A2000`, `Tesla V100-16GB`, `NVIDIA GeForce RTX 3090`."""
     words = _words(label)
     fitting = [card for card in CARDS if _words(card.name) <= words]
     return max(fitting, key=lambda card: len(_words(card.name)), default=None)

@@ -1,8 +1,4 @@
-"""What a host's facts mean for a job: what blocks it from taking part, and what a person should know. Pure.
-
-if error := unusable(node, facts):      # a ProbeError with what to try
-for problem, remedy in space(node, facts): ...
-"""
+"""Judges a host's facts for a job: reasons why it cannot take part, and warnings. Pure."""
 
 from __future__ import annotations
 
@@ -21,20 +17,20 @@ OLDEST_PYTHON = (3, 10)
 SHM_BYTES = 1 << 30
 DISK_BYTES = 1 << 30
 INODES = 10_000
-"""A job takes about a hundred, and two for each file of its code."""
+"""A job needs about a hundred, plus two per file of its code."""
 
 CPU_REMEDY = "set `device: cpu` to train without it"
 START_FABRIC = "`systemctl restart nvidia-fabricmanager` there, as root; its version has to be the driver's"
 NO_FABRIC = ("802", "system not yet initialized")
-"""What CUDA says where GPUs behind NVSwitches wait for their fabric manager (cudaErrorSystemNotReady)."""
+"""CUDA's error until the fabric manager has started (cudaErrorSystemNotReady)."""
 
-# What is wrong and what to try; "" where nothing is.
+# Problem and remedy; both empty if all is well.
 Finding = tuple[str, str]
 FINE: Finding = ("", "")
 
 
 def unusable(node: Node, facts: NodeFacts) -> HostError | None:
-    """The first reason why this host cannot take part, with its remedy; None where it can."""
+    """The first reason why this host cannot take part; None if it can."""
     for check in BLOCKING:
         problem, remedy = check(node, facts)
         if problem:
@@ -43,12 +39,11 @@ def unusable(node: Node, facts: NodeFacts) -> HostError | None:
 
 
 def gpu_warnings(node: Node, facts: NodeFacts) -> tuple[str, ...]:
-    """Who is on its GPUs, one line each, beginning with the node's name."""
     return tuple(f"{node.name}: {line}" for line in occupied(facts)) if wants_cuda(node, facts) else ()
 
 
 def wants_cuda(node: Node, facts: NodeFacts) -> bool:
-    """Whether this host is to train on GPUs: its `device` says so, or is `auto` and it has or declares some."""
+    """`device` is `cuda`, or `auto` and the host has or declares GPUs."""
     if node.device != "auto":
         return node.device == "cuda"
     return not node.paced and (bool(facts.gpus) or _declared(node) > 0)
@@ -96,7 +91,7 @@ def torch(node: Node, facts: NodeFacts) -> Finding:
 
 
 def driver(node: Node, facts: NodeFacts) -> Finding:
-    """A host that has GPUs becomes a CPU rank only if its `device` says so: the job would wait for it at each step."""
+    """A host with a broken GPU never becomes a CPU rank by itself: the job would wait for it at each step."""
     cpu = CPU_REMEDY
     if not facts.gpus and (wants_cuda(node, facts) or _is_broken(node, facts)):
         if not facts.gpu_error:
@@ -110,12 +105,11 @@ def driver(node: Node, facts: NodeFacts) -> Finding:
 
 
 def gpus(node: Node, facts: NodeFacts) -> Finding:
-    """As many as are promised, and open to programs."""
     wanted, found = _declared(node), len(facts.gpus)
     if not found or not wants_cuda(node, facts):
         return FINE
     if found < wanted:
-        problem = f"the inventory says {wanted} GPUs, the host shows {found}"
+        problem = f"the inventory declares {wanted} GPUs, the host shows {found}"
         return problem, f"look at `nvidia-smi` and `dmesg` on that host, or correct `gpus:` of {node.name}"
     closed = [str(gpu.index) for gpu in facts.gpus if gpu.is_closed]
     if closed and found - len(closed) < (node.ranks or wanted or 1):
@@ -125,15 +119,13 @@ def gpus(node: Node, facts: NodeFacts) -> Finding:
 
 
 def fabric(node: Node, facts: NodeFacts) -> Finding:
-    """GPUs behind NVSwitches are of no use before their fabric manager has begun."""
-    said = (facts.torch.cuda_error if facts.torch else None) or ""
-    if wants_cuda(node, facts) and any(sign in said for sign in NO_FABRIC):
-        return f"its GPUs wait for their NVSwitches ({said})", START_FABRIC
+    cuda_error = (facts.torch.cuda_error if facts.torch else None) or ""
+    if wants_cuda(node, facts) and any(sign in cuda_error for sign in NO_FABRIC):
+        return f"its GPUs wait for their NVSwitches ({cuda_error})", START_FABRIC
     return FINE
 
 
 def cuda(node: Node, facts: NodeFacts) -> Finding:
-    """The torch there must see the GPUs that the driver shows."""
     torch = facts.torch
     if not torch or not wants_cuda(node, facts):
         return FINE
@@ -141,9 +133,9 @@ def cuda(node: Node, facts: NodeFacts) -> Finding:
         remedy = f"install a CUDA build of torch and torchvision there{_by_setup(facts)}, or set `device: cpu`"
         return f"torch {torch.version} is a CPU build, but GPUs are to be used", remedy
     if not torch.devices:
-        said = f" ({torch.cuda_error})" if torch.cuda_error else ""
+        reason = f" ({torch.cuda_error})" if torch.cuda_error else ""
         remedy = f"update the driver, or install a torch built for an older CUDA than {torch.cuda}{_by_setup(facts)}"
-        return f"torch {torch.version} cannot use the GPUs{said}", remedy
+        return f"torch {torch.version} cannot use the GPUs{reason}", remedy
     if torch.devices < _needed(node, facts):
         remedy = f"look at `nvidia-smi` (MIG mode?) and `dmesg` on that host, or set `gpus: {torch.devices}`"
         return _unequal(torch, facts), remedy
@@ -180,10 +172,10 @@ def space(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 
 
 def driver_warnings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    """Of a lost GPU, or a memory that needs care, next to GPUs that work. The line has the GPU's bus id."""
+    """Lost GPUs and memory errors next to working GPUs."""
     if wants_cuda(node, facts):
         for line in facts.gpu_warnings:
-            yield f"nvidia-smi reports: {line}", "`dmesg | grep -i nvrm` there says more; a lost GPU needs a reboot"
+            yield f"nvidia-smi reports: {line}", "`dmesg | grep -i nvrm` there gives details; a lost GPU needs a reboot"
 
 
 def interface(node: Node, facts: NodeFacts) -> Iterator[Finding]:
@@ -194,10 +186,7 @@ def interface(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 def bound_address(
     node: Node, facts: NodeFacts, address: str, interface: str | None, others: list[NodeFacts]
 ) -> Finding:
-    """What Gloo would bind in place of `address`, if another host has that address, too: then ranks dial themselves.
-
-    address, interface: of the training. others: the job's other hosts.
-    """
+    """Gloo may bind another address than `address`; if another host has that one too, ranks connect to themselves."""
     bound = facts.bound_address(interface)
     alike = any(bound in other.addresses for other in others if other.boot_id != facts.boot_id)
     if bound is None or bound == address or not alike:
@@ -225,10 +214,10 @@ def packages(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     label = re.search(r"torch[-_:/ ]*v?(\d+(?:\.\d+)+)", node.image or "", re.IGNORECASE)
     if label and (named := numbers(label[1])) != numbers(torch.version)[: len(named)]:
         problem = f"image {node.image}, but torch {torch.version} found in {facts.python_executable}"
-        yield problem, f"correct `image:` of {node.name}, or point `python:` at the one of that image"
+        yield problem, f"correct `image:` of {node.name}, or point `python:` at the Python of that image"
     if not torch.torchvision:
         reason = torch.torchvision_error or "not installed"
-        remedy = f"install the one that belongs to torch {torch.version}, from the same source, or `orch setup`"
+        remedy = f"install the version for torch {torch.version}, from the same source, or run `orch setup`"
         yield f"no torchvision ({reason})", remedy
     if wants_cuda(node, facts) and torch.cuda and not torch.nccl_available:
         words = f"torch {torch.version} has no NCCL, so Gloo carries the gradients everywhere, which is slower"
@@ -236,7 +225,6 @@ def packages(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 
 
 def other_gpus(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    """Where torch sees other GPUs than the driver shows, and enough of them."""
     torch = facts.torch
     if torch and wants_cuda(node, facts) and torch.cuda and _needed(node, facts) <= torch.devices != len(facts.gpus):
         yield _unequal(torch, facts), "look at `nvidia-smi` (MIG mode?) and `dmesg` on that host"
@@ -252,18 +240,18 @@ BLOCKING: tuple[Callable[[Node, NodeFacts], Finding], ...] = (
     cuda,
     kernels,
 )
-"""`orch doctor` has each of them, and those that only warn, under a name of its own (`doctor/table.py`)."""
+"""`doctor/table.py` gives each check a name."""
 
 # ---- small things ---------------------------------------------------------------------------------------------
 
 
 def _declared(node: Node) -> int:
-    """GPUs that the inventory promises; a label alone promises one."""
+    """GPUs that the inventory promises; a label without `gpus` promises 1."""
     return node.gpus if node.gpus is not None else int(bool(node.gpu))
 
 
 def _is_broken(node: Node, facts: NodeFacts) -> bool:
-    """Whether a host whose `device` is `auto` has a driver that fails, rather than none, or no GPU."""
+    """Whether an `auto` host has a failing driver, as opposed to no driver or no GPU."""
     harmless = ("command not found", "No devices were found", "not asked")
     failed = facts.gpu_error and not any(words in facts.gpu_error for words in harmless)
     return bool(failed) and node.device == "auto" and not node.paced
@@ -274,12 +262,10 @@ def _unequal(torch: TorchFacts, facts: NodeFacts) -> str:
 
 
 def _needed(node: Node, facts: NodeFacts) -> int:
-    """GPUs, as far as is declared: else all that are found, and one where `env` names some of them."""
     return node.ranks or node.gpus or (1 if VISIBLE in node.env else len(facts.gpus))
 
 
 def _by_setup(facts: NodeFacts) -> str:
-    """The command that brings a torch for this host's GPUs, where orch knows one."""
     if facts.machine != WHEELS_FOR:
         return ""
     here = [facts.torch.version.partition("+")[0]] if facts.torch else []  # setup keeps a release that is there

@@ -1,4 +1,8 @@
-"""A cluster as it is remembered: its hosts, their facts and environments, its master."""
+"""Remembered clusters under $ORCH_HOME: nodes, facts, environments, master, and changes to them.
+
+A cluster is the inventory plus an overlay (`orch node`, `orch master`, `orch setup`) plus the last facts; the user's
+file is never changed. Files are replaced atomically under a lock. A damaged file is a StateError.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +29,6 @@ from orchestrator.record import SCHEMA, AnyRecord, Record, RecordError, read_rec
 
 
 class Problem(Record):
-    """What keeps a node from taking part: a HostError's words."""
-
     message: str
     remedy: str = ""
     at: str = ""
@@ -38,7 +40,7 @@ class Problem(Record):
 
 
 class Venv(Record):
-    """An environment that `orch setup` made: its Python, and the one of the inventory that it stands in for."""
+    """An environment of `orch setup` in place of the inventory's `base_python`."""
 
     python: str
     base_python: str
@@ -47,41 +49,32 @@ class Venv(Record):
 
 
 class Cluster(Record):
-    """A remembered cluster."""
-
     model_config = ConfigDict(frozen=True, defer_build=True, extra="ignore", populate_by_name=True)
 
     schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
     name: str
     file: str
-    """The inventory file it came from."""
     nodes: tuple[Node, ...]
     added: dict[str, str] = Field(default_factory=dict)
-    """When each node was first seen, ISO 8601."""
     probed: dict[str, str] = Field(default_factory=dict)
-    """When each node was last looked at for its facts, with or without success, ISO 8601."""
+    """Time of each node's last probe, successful or not, ISO 8601."""
     removed: tuple[str, ...] = ()
-    """The names of the file's nodes that `orch node remove` took out."""
+    """Nodes of the file that `orch node remove` took out."""
     extra: tuple[Node, ...] = ()
-    """Nodes that the file does not have: `orch node add`."""
     extra_keys: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """By such a node, the keys that were given; all else it has from `defaults`."""
     defaults: dict[str, Any] = Field(default_factory=dict)
-    """The file's `defaults`, as it writes them."""
     released: tuple[str, ...] = ()
-    """Kept, but given no job until restored."""
+    """Nodes without jobs until restored."""
     venvs: dict[str, Venv] = Field(default_factory=dict)
-    """Nodes whose Python is one that `orch setup` made; `nodes` names it already."""
+    """By node; `nodes` already has these Pythons."""
     master_pin: str | None = None
-    """A person's word (`orch master`): it beats the election."""
+    """Set by `orch master`; overrides the election."""
     master: str | None = None
     master_reason: str = ""
     facts: dict[str, NodeFacts] = Field(default_factory=dict)
     problems: dict[str, Problem] = Field(default_factory=dict)
-    """Nodes that could not be used at the last `up`, and why."""
 
     def node(self, name: str) -> Node:
-        """Raises UsageError naming the nodes there are."""
         for node in self.nodes:
             if node.name == name:
                 return node
@@ -89,25 +82,21 @@ class Cluster(Record):
         raise UsageError(f"{name}: no such node in cluster {self.name}", f"its nodes: {known}")
 
     def names(self, listed: str | Sequence[str] | None) -> list[str]:
-        """The nodes that --nodes means, see `node_names`; a plain name may be of none. Raises UsageError."""
+        """Expands --nodes; plain names are not checked. Raises UsageError."""
         listed = listed if isinstance(listed, str) or listed is None else ",".join(listed)
         return names_in(listed or None, [node.name for node in self.nodes], f"cluster {self.name}")
 
     def chosen(self, only: Sequence[str]) -> list[Node]:
-        """The nodes named, else all that are not released. Raises UsageError for one that is not there."""
         return [self.node(name) for name in dict.fromkeys(only)] or list(self.active())
 
     def with_venvs(self, venvs: Mapping[str, Venv]) -> Cluster:
-        """With these in place of the environments known; each node's Python is the one that then counts."""
         base = {name: venv.base_python for name, venv in self.venvs.items()}
         python = {**base, **{name: venv.python for name, venv in venvs.items()}}
         nodes = tuple(node.model_copy(update={"python": python.get(node.name, node.python)}) for node in self.nodes)
         return self.model_copy(update={"nodes": nodes, "venvs": dict(venvs)})
 
     def masked(self) -> Cluster:
-        """The form that is kept: without the values of `env` that may be secrets, nor `prepare`; see
-        `inventory_file.with_secrets`. `activate` stays: each command needs it.
-        """
+        """Without `prepare` and possible secrets in `env`. `activate` stays, since each command needs it."""
         update = {part: tuple(_masked(node) for node in getattr(self, part)) for part in ("nodes", "extra")}
         env, prepare = masked_env(self.defaults.get("env", {})), mask(self.defaults.get("prepare"))
         secret = {key: value for key, value in (("env", env), ("prepare", prepare)) if value}
@@ -121,13 +110,11 @@ def _masked(node: Node) -> Node:
     return node.model_copy(update={"env": masked_env(node.env), "prepare": mask(node.prepare)})
 
 
-# What commands change of a remembered cluster, asked for under the store's lock of the cluster as it is then. Pure.
-#
-# store.change_cluster("rack", lambda known: without_node(known, "a2000"))
+# Changes to a remembered cluster, applied under the store's lock: `store.change_cluster(name, change)`. Pure.
 
 
 def with_known(of_file: Cluster, known: Cluster) -> Cluster:
-    """of_file: the cluster as its file alone has it. What `orch node`, `orch master` and `orch setup` changed stays."""
+    """Applies the recorded overlay to a fresh read of the file."""
     nodes = tuple(node for node in of_file.nodes if node.name not in known.removed)
     nodes += tuple(node for node in known.extra if node.name not in {n.name for n in nodes})
     own = {node.name: node.python for node in nodes}  # of the file as it is now
@@ -141,7 +128,7 @@ def with_known(of_file: Cluster, known: Cluster) -> Cluster:
 
 
 def with_node(cluster: Cluster, keys: Mapping[str, Any], node: Node) -> Cluster:
-    """keys: those of `node` that it does not have from the defaults. Raises UsageError where it is there already."""
+    """keys: as given, without defaults. Raises UsageError if the name is taken."""
     if node.name in {other.name for other in cluster.nodes}:
         raise UsageError(f"{node.name} is already in cluster {cluster.name}", "choose another name")
     changed = {
@@ -154,7 +141,7 @@ def with_node(cluster: Cluster, keys: Mapping[str, Any], node: Node) -> Cluster:
 
 
 def without_node(cluster: Cluster, name: str) -> Cluster:
-    """Raises UsageError where it is not there, or the last one."""
+    """Raises UsageError if the node is unknown or the last one."""
     node = cluster.node(name)
     if len(cluster.nodes) == 1:
         raise UsageError(f"{name} is the last node of cluster {cluster.name}", "`orch down` clears its host")
@@ -172,7 +159,7 @@ def without_node(cluster: Cluster, name: str) -> Cluster:
 
 
 def released(cluster: Cluster, name: str, *, restore: bool) -> Cluster:
-    """Given no job until it is restored. Raises UsageError where no other host is left for jobs."""
+    """Raises UsageError if a release would leave no usable host."""
     cluster.node(name)
     others = tuple(other for other in cluster.released if other != name)
     if not restore and not {node.name for node in cluster.active()} - {name} - cluster.problems.keys():
@@ -181,7 +168,7 @@ def released(cluster: Cluster, name: str, *, restore: bool) -> Cluster:
 
 
 def with_made(cluster: Cluster, venvs: Mapping[str, Venv | None]) -> Cluster:
-    """With these environments, of those of its nodes that are there; None takes one away."""
+    """None removes an environment; unknown nodes are ignored."""
     there = {node.name: venvs[node.name] for node in cluster.nodes if node.name in venvs}
     kept = {**all_but(cluster.venvs, set(there)), **{name: venv for name, venv in there.items() if venv}}
     return cluster.with_venvs(kept)
@@ -195,49 +182,36 @@ def only(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in names}
 
 
-# What is remembered of clusters under $ORCH_HOME, and how anything is written there. The hosts are the truth.
-#
-# Every write is a temporary file, fsync and rename under a lock; every file carries a schema number. A cluster is the
-# inventory as it was read, plus an overlay (what `orch node` and `orch master` changed), plus the facts of the last
-# `up`:
-# the user's own file is never touched. A damaged file is a StateError of its own job or cluster and of nothing else.
+# The store.
 
 CLUSTER_VARIABLE = "ORCH_CLUSTER"
-"""Chooses the current cluster of one terminal."""
 
 
 @dataclass(frozen=True)
 class Current:
-    """The cluster that a command is about if its line names none."""
-
     name: str
     by: str
-    """The variable or the file that names it."""
 
 
 @dataclass(frozen=True)
 class ListedCluster:
-    """One remembered cluster in a list of them."""
-
     name: str
     nodes: tuple[str, ...] = ()
     master: str | None = None
     file: str | None = None
     running: tuple[str, ...] = ()
-    """The ids of its jobs that had not ended when they were last refreshed."""
     error: str | None = None
-    """Why nothing else is known of it, where its record is damaged."""
 
 
 class RememberedClusters:
-    """unwritten: why something that a reading command learned could not be remembered; such a command goes on."""
+    """unwritten: the error of a reading command that could not store its result, and continued."""
 
     def __init__(self, home: Home) -> None:
         self.home = home
         self.unwritten: OSError | None = None
 
     def save_cluster(self, cluster: Cluster | Callable[[], Cluster], *, current: bool = False) -> Cluster:
-        """cluster: or what makes it, under the lock: nobody changes then what it reads. current: it becomes that."""
+        """cluster: or a function that makes it, called under the lock."""
         with self._locked():
             saved = cluster() if callable(cluster) else cluster
             write_record(self.home.cluster(saved.name), saved.masked())
@@ -246,10 +220,7 @@ class RememberedClusters:
         return saved
 
     def change_cluster(self, name: str, change: Callable[[Cluster], Cluster], *, current: bool = False) -> Cluster:
-        """Reads, changes and writes a cluster under the lock: two commands at once do not undo each other.
-
-        Raises StateError where it is no longer there.
-        """
+        """Reads, changes and writes under one lock. Raises StateError if the cluster was removed."""
 
         def changed() -> Cluster:
             if known := self.known_cluster(name):
@@ -261,11 +232,10 @@ class RememberedClusters:
         return self.save_cluster(changed, current=current)
 
     def cluster(self, name: str | None = None) -> Cluster:
-        """The named cluster, else the current one. Raises UsageError where there is none."""
+        """The named cluster, else the current one. Raises UsageError."""
         return self._cluster(self.cluster_name(name))
 
     def cluster_name(self, name: str | None = None) -> str:
-        """The same, without a look into it."""
         chosen, known = Current(name, "") if name else self.current(), self.cluster_names()
         if chosen and chosen.name in known:
             return chosen.name
@@ -284,7 +254,6 @@ class RememberedClusters:
         )
 
     def current(self) -> Current | None:
-        """This terminal's, else the one that the last `orch up` or `orch use` chose."""
         if terminals := self.terminals():
             return terminals
         try:
@@ -295,12 +264,11 @@ class RememberedClusters:
 
     @staticmethod
     def terminals() -> Current | None:
-        """What ORCH_CLUSTER says; None where it is not set, or empty."""
         name = os.environ.get(CLUSTER_VARIABLE)
         return Current(name, CLUSTER_VARIABLE) if name else None
 
     def use(self, name: str) -> Cluster:
-        """Makes a remembered cluster the current one. Raises UsageError where it is unknown."""
+        """Makes a cluster the current one. Raises UsageError if it is unknown."""
         cluster = self.cluster(name)
         with self._locked():
             write_atomic(self.home.current_cluster, cluster.name + "\n")
@@ -310,7 +278,7 @@ class RememberedClusters:
         return sorted(path.stem for path in self.home.clusters.glob("*.json") if not path.name.startswith("."))
 
     def known_cluster(self, name: str) -> Cluster | None:
-        """None where it is unknown. Raises StateError where it is damaged."""
+        """None if it is unknown. Raises StateError if it is damaged."""
         return self._cluster(name) if self.home.cluster(name).is_file() else None
 
     def _cluster(self, name: str) -> Cluster:
@@ -327,7 +295,6 @@ class RememberedClusters:
 
     @contextmanager
     def _if_writable(self) -> Iterator[None]:
-        """For what is worth remembering, and not worth failing for."""
         try:
             yield
         except OSError as error:
@@ -345,17 +312,16 @@ class RememberedClusters:
 
 
 def damaged(path: Path, why: str) -> StateError:
-    """The error for a file of ours that cannot be used."""
     is_cluster = path.parent.name == "clusters"
     remedy = "`orch up INVENTORY` writes it again" if is_cluster else "`orch jobs --rescan` rebuilds it from the hosts"
     return StateError(f"{path} is damaged ({why})", remedy)
 
 
-# Environment variables and shell as they may be shown: without what may be a secret. Pure.
+# Environment variables and shell without possible secrets, fit to be shown. Pure.
 
 MASK = "***"
 
-# Settings of known libraries. The value of any other variable of `env` may be a secret, whatever it is called.
+# Settings of known libraries. The value of any other variable of `env` may be a secret, whatever its name.
 _HARMLESS = re.compile(
     r"(OMP|MKL|KMP|OPENBLAS|NCCL|GLOO|TP|UCX|CUDA|CUDNN|CUBLAS|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|XLA|ORCH)_[A-Z0-9_]+"
     r"|PYTHON[A-Z]+|(LD_LIBRARY_)?PATH|TMPDIR|LANG|TZ|LC_[A-Z]+"
@@ -365,11 +331,10 @@ _SECRET = re.compile(r"token|secret|passw|credential|api_?key|private_?key|acces
 
 
 def masked_env(env: dict[str, str]) -> dict[str, str]:
-    """Every name, and the values of those that are known to be no secrets."""
     harmless = {name for name in env if _HARMLESS.fullmatch(name) and not _SECRET.search(name)}
     return {name: value if name in harmless else MASK for name, value in env.items()}
 
 
 def mask(shell: str | None) -> str | None:
-    """Shows only that there is such a piece of shell: any of its words may be a secret."""
+    """Any word of a script may be a secret."""
     return shell and MASK

@@ -1,14 +1,9 @@
-"""One open connection a host, for the length of one command.
+"""Holds one open connection per host for the duration of one command.
 
-with Connections(home) as connections:
-    hosts = connections.open(cluster.nodes)             # name -> Host, or that host's error
-    facts = connections.each(cluster.nodes, probe, deadline_s=90)   # the same, and what `probe(host)` gives
+    with Connections(home) as connections:
+        facts = connections.each(cluster.nodes, probe, deadline_s=90)   # name -> result, or that host's error
 
-Opening a node again ends the connection that it had, and a node is known by its name, which only one cluster's nodes
-have to themselves. What goes on meanwhile, or beside other clusters' nodes, has connections apart from these:
-
-    with connections.apart(values(hosts)) as others:        # those of `hosts` go along
-        ...
+Opening a node again closes its previous connection. Names are unique within one cluster only: use `apart` for others.
 """
 
 from __future__ import annotations
@@ -27,23 +22,20 @@ from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import errors_by_node, for_each
 from orchestrator.transport.shell import LocalTransport
 
-if TYPE_CHECKING:  # both are slow to load: a list of jobs does without nodes, a cluster of local ones without paramiko
+if TYPE_CHECKING:  # slow to load: a list of jobs needs no nodes, and local nodes need no paramiko
     from orchestrator.hosts.inventory import Node
     from orchestrator.transport.route import Target
 
 CONNECT_S = 10.0
 DIAL_S, LOGIN_S = 2.0, 6.0
-"""A look at who answers: a host that is off costs DIAL_S, one that is up and busy has LOGIN_S to let us in."""
+"""For `silent`: seconds to reach a host, and for a busy host to finish the login."""
 FILES_PER_HOST = 12
-"""A connection, and what its commands take."""
 
 R = TypeVar("R")
 
 
 class Connections:
-    """accept_new_host_keys: record the keys of hosts of which none is known. ask_passphrase: see `transport.ssh`.
-    say: called once with each line to read about the SSH configuration.
-    """
+    """accept_new_host_keys: record keys of unknown hosts. say: called once per note about the SSH configuration."""
 
     def __init__(
         self,
@@ -74,9 +66,7 @@ class Connections:
 
     @contextmanager
     def apart(self, hosts: Mapping[str, ConnectedHost]) -> Iterator[Connections]:
-        """Others, which end with the block, or with ours. hosts: by node; where these are still our connections, they
-        go along, and whoever asks us for such a node connects anew.
-        """
+        """Separate connections, closed with the block. Open connections in `hosts` move to them."""
         with Connections(
             self._home, accept_new_host_keys=self._accept_new, ask_passphrase=self._ask, say=self._say_once
         ) as others:
@@ -89,19 +79,17 @@ class Connections:
                 self._apart.remove(others)
 
     def still_open(self, hosts: Mapping[str, ConnectedHost]) -> dict[str, ConnectedHost]:
-        """Those of these that nobody has opened again since."""
         return {name: host for name, host in hosts.items() if self._transports.get(name) is host.transport}
 
     def open(self, nodes: Sequence[Node]) -> dict[str, ConnectedHost | HostError]:
-        """All at once; every node has its answer within the time for connecting."""
         return self.each(nodes, lambda host: host, deadline_s=5)
 
     def each(
         self, nodes: Sequence[Node], action: Callable[[ConnectedHost], R], *, deadline_s: float
     ) -> dict[str, R | HostError]:
-        """Connects to all at once and does this there as soon as a host answers, however long others stay silent.
+        """Connects to all at once; each host runs the action as soon as it answers.
 
-        deadline_s: for the action, besides the time for connecting.
+        deadline_s: for the action, in addition to connecting.
         """
         self._nodes |= {node.name: node for node in nodes}
         _allow_files(FILES_PER_HOST * len(nodes))
@@ -111,7 +99,7 @@ class Connections:
         return for_each(names, lambda name: action(self.reopen(name)), deadline_s=CONNECT_S + deadline_s)
 
     def silent(self, nodes: Sequence[Node]) -> dict[str, HostError]:
-        """Those that cannot be logged in to at this moment, and why. All at once, within a few seconds."""
+        """Hosts that cannot be logged in to now, and why; takes a few seconds."""
         self._nodes |= {node.name: node for node in nodes}
         _allow_files(FILES_PER_HOST * len(nodes))
         if any(node.transport == "ssh" for node in nodes):
@@ -121,7 +109,7 @@ class Connections:
         return errors_by_node(looked)
 
     def reopen(self, name: str, timeout_s: float = CONNECT_S, dial_s: float = math.inf) -> ConnectedHost:
-        """A fresh connection to a node of `open`. timeout_s, dial_s: see `transport.ssh.connect`. Raises HostError."""
+        """timeout_s, dial_s: see `transport.ssh.connect`. Raises HostError."""
         self._refuse_if_over(name)
         previous = self._transports.pop(name, None)
         if previous:
@@ -130,16 +118,14 @@ class Connections:
         transport = self._transports[name] = self._connect(node, timeout_s, dial_s)
         if self._is_over:
             transport.close()
-        self._refuse_if_over(name)  # a late host
+        self._refuse_if_over(name)  # the host may have answered late
         return ConnectedHost(transport, node.python, node.activate, node.workdir)
 
     def _refuse_if_over(self, name: str) -> None:
-        """Threads that still listen must not dial again when nobody is left to hear them."""
         if self._is_over:
             raise ConnectError(name, "its connection was closed here: the command is over")
 
     def current(self, name: str) -> ConnectedHost:
-        """The connection of this moment to a node of `open`, a fresh one where there is none. Raises HostError."""
         if name not in self._transports:
             return self.reopen(name)
         node = self._nodes[name]
@@ -163,11 +149,11 @@ class Connections:
 
     def _say_once(self, line: str) -> None:
         ours = object()
-        if self._said.setdefault(line, ours) is ours:  # many threads, one of which was the first
+        if self._said.setdefault(line, ours) is ours:  # atomic: only the first of many threads prints it
             self._say(line)
 
     def _unlock_keys(self, nodes: Sequence[Node], ask: Callable[[str], str | None]) -> None:
-        """Before the hosts are dialled all at once: a question must not come up in one of many threads."""
+        """Passphrases are asked for before connecting, not from one of many threads."""
         for node in nodes:
             if node.transport == "ssh":
                 from orchestrator.transport import ssh
@@ -176,7 +162,6 @@ class Connections:
 
 
 def _allow_files(wanted: int) -> None:
-    """Many systems let a program open 1024 files unless it asks for more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         more = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -184,7 +169,6 @@ def _allow_files(wanted: int) -> None:
 
 
 def target_of(node: Node) -> Target:
-    """Where SSH goes for this node."""
     from orchestrator.transport import route
 
     return route.Target(

@@ -1,15 +1,10 @@
-"""Elects the master from nodes and their facts, in an `Election` that says why. Pure.
+"""Elects the master of a cluster, with the reason. Pure.
 
     elect(inventory.nodes, facts).reason
     # "v100: same bandwidth as a2000 (2.5Gbps), more GPU memory (16.0GiB against 12.0GiB)"
 
-A pinned node wins if it is usable. Else, among usable nodes: bandwidth, then the largest GPU's memory, then the number
-of GPUs, then the lowest address; the name where all of that is equal. A higher figure wins, except in the last two.
-What the inventory declares goes before what was found for bandwidth and number of GPUs; memory is what was found,
-except where a node is paced or kept to its CPU: then its GPU is the one that the inventory speaks of.
-
-Memory is compared by the size that a card is sold with. Drivers report less (an A16 with ECC shows 15.0 of its 16 GiB,
-a V100 15.8 or 16.0 by driver), and the choice must not differ between a card's label and its driver.
+A pinned usable node wins; else more bandwidth, largest GPU, more GPUs, lowest address, name. The inventory's bandwidth
+and GPU count precede the probe's. Memory is rounded up to a size that is sold, since drivers report less.
 """
 
 from __future__ import annotations
@@ -26,43 +21,35 @@ from orchestrator.hosts.inventory import Node
 from orchestrator.units import format_bandwidth, format_bytes
 
 GIB = 1 << 30
-# Memory that cards are sold with, in GiB. Inline ECC keeps a sixteenth of it from the driver's figure.
+# Memory sizes of cards, in GiB. Inline ECC takes a sixteenth off the driver's figure.
 SOLD_GIB = (1, 2, 3, 4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 141, 192, 288)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One node as the election saw it."""
-
     name: str
     usable: bool
     why_not: str | None
     bandwidth_bps: float
-    """Declared, else the speed of the training interface, else 0."""
+    """Declared, else of the training interface, else 0."""
     gpu_memory_bytes: int
-    """The memory of the largest GPU, as sold; 0 where there is none."""
+    """Largest GPU, as sold; 0 without a GPU."""
     gpus: int
     address: str | None
-    """Numeric training address, without prefix length."""
     position: int | None = None
-    """1 for the master; None, with a `why_not`, for an unusable node."""
+    """1 for the master; None for an unusable node."""
 
 
 @dataclass(frozen=True)
 class Election:
-    """The master, and why it is this one."""
-
     master: str
     reason: str
     candidates: tuple[Candidate, ...]
-    """The usable ones in the order of their rank, then the others by name."""
+    """By rank; unusable nodes last, by name."""
 
 
 def elect(nodes: Sequence[Node], facts: Mapping[str, NodeFacts | HostError]) -> Election:
-    """facts: by node name; a HostError, or nothing, makes a node unusable.
-
-    Raises HostsError with every host's reason where none is usable.
-    """
+    """A node with a HostError or without an entry is unusable. Raises HostsError if all are."""
     errors = {node.name: error for node in nodes if isinstance(error := _answer(node, facts), HostError)}
     seen = [_candidate(node, _answer(node, facts)) for node in nodes]
     pinned = {node.name for node in nodes if node.master}
@@ -92,7 +79,6 @@ def _candidate(node: Node, answer: NodeFacts | HostError) -> Candidate:
 
 
 def _rank(one: Candidate) -> tuple[float, int, int, tuple[int, int], str]:
-    """Sorts the best first."""
     return (-one.bandwidth_bps, -one.gpu_memory_bytes, -one.gpus, _address_order(one.address), one.name)
 
 
@@ -112,23 +98,22 @@ def _reason(ranked: Sequence[Candidate], pinned: set[str]) -> str:
 
 
 def _comparison(master: Candidate, second: Candidate) -> str:
-    """What is equal, in the order of the rule, and the first thing that is not; what neither has is left out."""
     figures = (
         ("bandwidth", "same", master.bandwidth_bps, second.bandwidth_bps, _bandwidth),
         ("GPU memory", "same", master.gpu_memory_bytes, second.gpu_memory_bytes, _memory),
         ("GPUs", "as many", master.gpus, second.gpus, str),
     )
-    said: list[str] = []
+    parts: list[str] = []
     for name, equal, own, other, show in figures:
         if own != other:
-            than = "" if said else f" than {second.name}"
-            return ", ".join([*said, f"more {name}{than} ({show(own)} against {show(other)})"])
+            than = "" if parts else f" than {second.name}"
+            return ", ".join([*parts, f"more {name}{than} ({show(own)} against {show(other)})"])
         if own:
-            said.append(f"{equal} {name}{'' if said else f' as {second.name}'} ({show(own)})")
+            parts.append(f"{equal} {name}{'' if parts else f' as {second.name}'} ({show(own)})")
     if _address_order(master.address) != _address_order(second.address):
-        than = "" if said else f" than {second.name}"
-        return ", ".join([*said, f"lower address{than} ({master.address} against {second.address or 'none known'})"])
-    return ", ".join([*said, "first by name" if said else f"equal to {second.name}, first by name"])
+        than = "" if parts else f" than {second.name}"
+        return ", ".join([*parts, f"lower address{than} ({master.address} against {second.address or 'none known'})"])
+    return ", ".join([*parts, "first by name" if parts else f"equal to {second.name}, first by name"])
 
 
 def _bandwidth(bits_per_s: float) -> str:
@@ -148,7 +133,6 @@ def _link_bps(node: Node, facts: NodeFacts | None) -> float:
 
 
 def _real_gpus(node: Node, facts: NodeFacts | None) -> tuple[int, ...]:
-    """Memory of each GPU found that would train."""
     if not facts or node.paced or node.device == "cpu":
         return ()
     return tuple(gpu.memory_bytes for gpu in facts.gpus)
@@ -163,13 +147,13 @@ def _gpu_memory_bytes(node: Node, facts: NodeFacts | None) -> int:
 
 
 def _as_sold(count: int) -> int:
-    """The smallest size cards are sold with that holds this much; whole GiB above the largest."""
+    """The smallest sold size that holds this; whole GiB above the largest."""
     whole = -(-count // GIB)
     return next((size for size in SOLD_GIB if size >= whole), whole) * GIB
 
 
 def _of_label(label: str) -> int:
-    """The memory that a GPU's label names or stands for; makers write GB and mean GiB. 0 for unknown cards."""
+    """Memory in or implied by a label, else 0; vendors write GB and mean GiB."""
     if named := re.search(r"(\d{1,4})\s*Gi?B\b", label, re.IGNORECASE):
         return int(named[1]) * GIB
     card = find_card(label)
@@ -177,7 +161,7 @@ def _of_label(label: str) -> int:
 
 
 def _address(node: Node, facts: NodeFacts | None) -> str | None:
-    """Declared, else the host's own on its first route, else where SSH goes if that is a number."""
+    """Declared, else the source of the first route, else a numeric SSH host."""
     source = facts.routes[0].source if facts and facts.routes else None
     for text in (node.address, source, node.host):
         if text and _numeric(text):
@@ -193,7 +177,7 @@ def _numeric(text: str) -> bool:
 
 
 def _address_order(address: str | None) -> tuple[int, int]:
-    """IPv4 before IPv6, numerically; no address comes last."""
+    """IPv4 before IPv6; a missing address last."""
     if address is None:
         return (7, 0)
     parsed = ipaddress.ip_address(address)

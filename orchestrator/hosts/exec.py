@@ -1,10 +1,6 @@
-"""One command on many hosts at once, and what each of them made of it.
+"""Runs a shell command on many hosts at once, and groups errors that hosts share.
 
-    found = run_everywhere(connections, cluster.active(), "nvidia-smi -L", timeout_s=60)
-    found["v100"]           # Ran(exit_code=0, stdout="GPU 0: Tesla V100...\n", ...), or that host's error
-
-The command travels as data, never in a line of the login shell. What a host says is cleaned, and no more than
-MOST_BYTES of each of its two outputs are taken: the rest is counted.
+The command travels as data, never in the login shell's line. Output is cleaned and limited to MOST_BYTES per stream.
 """
 
 from __future__ import annotations
@@ -25,69 +21,61 @@ from orchestrator.transport.ask import ConnectedHost, exchange, understood
 
 MOST_BYTES = 1 << 20
 END_S = 15.0
-"""What a host may take besides: to start our program, and to end the command when its time is up."""
+"""Extra time to start our program, and to end the command at its timeout."""
 STREAMS = ("stdout", "stderr")
 
 
 @dataclass(frozen=True)
 class Ran:
-    """How a command ended on one host, and what it printed."""
-
     exit_code: int | None
-    """128 + n where signal n ended it; None where it was ended because its time was up."""
+    """128 + n after signal n; None after a timeout."""
     stdout: str
     stderr: str
     stdout_cut_bytes: int = 0
-    """So much more there was."""
+    """Bytes beyond MOST_BYTES."""
     stderr_cut_bytes: int = 0
 
 
 def line_of(words: Sequence[str]) -> str:
-    """One word is a line of shell as it stands; several are a command and its arguments, each of them quoted."""
+    """One word is a shell line; several are a command with arguments to quote."""
     return words[0] if len(words) == 1 else shell.join(words)
 
 
 def run_everywhere(
     connections: Connections, nodes: Sequence[Node], line: str, *, timeout_s: float
 ) -> dict[str, Ran | HostError]:
-    """timeout_s: for the command; it is ended then. Leaving the connections ends it, too."""
     return connections.each(nodes, partial(_run, line=line, limit_s=timeout_s), deadline_s=timeout_s + END_S)
 
 
 def _run(host: ConnectedHost, line: str, limit_s: float) -> Ran:
-    said = {name: bytearray() for name in STREAMS}
+    output = {name: bytearray() for name in STREAMS}
     request = {"line": line, "limit_s": limit_s, "most_bytes": MOST_BYTES}
-    with exchange(host, "execute", request) as words:
-        for word in words:
-            if "end" in word:
-                return understood(host.node, partial(_ran, word["end"], said))
-            understood(host.node, partial(_hear, word, said))
+    with exchange(host, "execute", request) as messages:
+        for message in messages:
+            if "end" in message:
+                return understood(host.node, partial(_ran, message["end"], output))
+            understood(host.node, partial(_append, message, output))
     raise ProbeError(host.node, "its answer was cut short", "try again")
 
 
-def _hear(word: Mapping[str, Any], said: Mapping[str, bytearray]) -> None:
-    """Raises ValueError, TypeError for what is no output, or is more than was asked for."""
-    for name, buffer in said.items():
-        if name in word:
-            buffer += base64.b64decode(word[name], validate=True)
+def _append(message: Mapping[str, Any], output: Mapping[str, bytearray]) -> None:
+    """Raises ValueError, TypeError for malformed or excess output."""
+    for name, buffer in output.items():
+        if name in message:
+            buffer += base64.b64decode(message[name], validate=True)
             if len(buffer) > MOST_BYTES:
                 raise ValueError("more output than was asked for")
 
 
-def _ran(end: Mapping[str, Any], said: Mapping[str, bytearray]) -> Ran:
+def _ran(end: Mapping[str, Any], output: Mapping[str, bytearray]) -> Ran:
     code = end["exit_code"]
-    stdout, stderr = (clean_lines(said[name].decode(errors="replace")) for name in STREAMS)
+    stdout, stderr = (clean_lines(output[name].decode(errors="replace")) for name in STREAMS)
     cut = [max(0, int(end[f"{name}_cut_bytes"])) for name in STREAMS]
     return Ran(None if code is None else int(code), stdout, stderr, *cut)
 
 
-# Errors that many hosts share, said once: takes errors, gives one for each different sentence. Pure.
-#
-#     together([ConnectError("gpu01", "10.0.0.1:22: no SSH login within 10 s"), ... 49 more])
-#     # [OrchError("50 hosts (gpu01..gpu50): no SSH login within 10 s")]
-#
-# Two errors are the same sentence where nothing but the host differs: its name, and the place where it was sought
-# (`at`).
+# Grouping of errors that many hosts share, into one line like "50 hosts (gpu01..gpu50): no SSH login within 10 s".
+# Errors belong together if they differ only in the host's name and its address (`at`). Pure.
 
 _PLACE = re.compile(r"^\[?HOST\]?(:[0-9]+)?: ")
 _NUMBERED = re.compile(r"(.*?)([0-9]+)")
@@ -95,7 +83,6 @@ SHOWN = 12
 
 
 def together(errors: Iterable[OrchError]) -> list[OrchError]:
-    """In the order in which each sentence first came."""
     groups = dict[tuple[str, str, str], list[OrchError]]()
     for error in errors:
         groups.setdefault(_sentence(error), []).append(error)
@@ -103,12 +90,11 @@ def together(errors: Iterable[OrchError]) -> list[OrchError]:
 
 
 def reasons(errors: Iterable[OrchError]) -> list[str]:
-    """Each different message once, without its hosts."""
     return list(dict.fromkeys(_sentence(error)[1] for error in errors))
 
 
 def host_set(names: Sequence[str]) -> str:
-    """`gpu01..gpu50, v100`: three and more that count up as a range, at most SHOWN parts."""
+    """`gpu01..gpu50, v100`: ranges of three or more, at most SHOWN parts."""
     parts = list[str]()
     for row in _rows(names):
         parts += [f"{row[0]}..{row[-1]}"] if len(row) > 2 else row
@@ -117,7 +103,6 @@ def host_set(names: Sequence[str]) -> str:
 
 
 def _sentence(error: OrchError) -> tuple[str, str, str]:
-    """Its kind, and its message and remedy without what differs from host to host."""
     if not isinstance(error, HostError):
         return "", error.message, error.remedy
     words = _without_host(error.message.removeprefix(f"{error.node}: "), error)
@@ -140,7 +125,6 @@ def _as_one(sentence: tuple[str, str, str], group: Sequence[OrchError]) -> OrchE
 
 
 def _rows(names: Sequence[str]) -> list[list[str]]:
-    """The names in order, those together that count up by one."""
     rows = list[list[str]]()
     for name in sorted(names, key=_by_number):
         if rows and name == _next(rows[-1][-1]):
@@ -156,6 +140,6 @@ def _by_number(name: str) -> tuple[str, int, str]:
 
 
 def _next(name: str) -> str | None:
-    """The name that counts one further, written with as many digits."""
+    """The next numbered name, with as many digits."""
     numbered = _NUMBERED.fullmatch(name)
     return numbered and f"{numbered[1]}{int(numbered[2]) + 1:0{len(numbered[2])}d}"

@@ -1,11 +1,7 @@
-"""The forms that an inventory's texts may take: each function takes what a person wrote and gives it in one
-spelling, or raises ValueError with the form expected. Pure.
+"""Validates and normalises each text of an inventory. Pure.
 
-    host("[2001:DB8::1]")            # '2001:db8::1'
-    address("192.168.1.41/24")       # ('192.168.1.41', 24)
-
-These grammars are the first wall against option and shell injection: nothing that passes begins with `-`, and names
-that become file names hold no separator.
+Functions raise ValueError with the expected form. They are the first defence against option and shell injection: no
+accepted name begins with `-`, and names that become file names contain no separator.
 """
 
 from __future__ import annotations
@@ -23,13 +19,13 @@ ENV_NAME = r"[A-Za-z_][A-Za-z0-9_]{0,254}"
 ENV_FORM = "letters, digits and `_`, at most 255, no digit first"
 MAX_TEXT = 4096
 MOST_HOSTS = 4096
-"""Of one inventory, its ranges written out."""
+"""After expansion of ranges."""
 MAX_ENV_BYTES = 128 * 1024
-"""What Linux takes as one `NAME=value` string of a new program (MAX_ARG_STRLEN)."""
+"""Linux's limit for one `NAME=value` string (MAX_ARG_STRLEN)."""
 
-# Underscores are no part of RFC 1123, but common in the aliases of ~/.ssh/config.
+# RFC 1123 has no underscores, but aliases in ~/.ssh/config often do.
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
-# What the resolver would read as an IPv4 address in one of inet_aton's older forms (127.1, 0x7f000001).
+# The resolver would read these as IPv4 addresses in older forms of inet_aton (127.1, 0x7f000001).
 _NUMERIC_LABEL = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
 _KEY_TYPES = ("ssh-ed25519", "ssh-rsa", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521")
 # Control and format characters (bidi among them), halves of characters, and line or paragraph separators.
@@ -37,7 +33,7 @@ _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
 def show(value: object) -> str:
-    """A value from a file, fit for a message: quoted, escaped, at most 60 characters."""
+    """Quoted, escaped, at most 60 characters."""
     shown = repr(value)
     return shown if len(shown) <= 60 else shown[:57] + "..."
 
@@ -65,14 +61,12 @@ def env_value(text: str) -> str:
 
 
 def line(text: str) -> str:
-    """One line of text without control characters, fit for a table cell or a shell's `-c`."""
     if not text.strip():
         raise ValueError("must not be empty; remove the key to leave it out")
     return _printable(text)
 
 
 def script(text: str) -> str:
-    """Shell text of one or more lines."""
     if not text.strip():
         raise ValueError("must not be empty; remove the key to leave it out")
     for part in text.split("\n"):
@@ -90,14 +84,13 @@ def _printable(text: str) -> str:
 
 
 def path(text: str) -> str:
-    """A path that means the same wherever a command starts: absolute, or `~/` for the home folder."""
+    """Absolute or `~/`: independent of the current folder."""
     if not line(text).startswith(("/", "~/")):
         raise ValueError(f"must be an absolute path or begin with ~/, not {show(text)}")
     return text
 
 
 def no_range(text: str) -> str:
-    """A text of an inventory whose ranges have been written out."""
     if set("[]") & set(text):
         raise ValueError(
             f"must be without brackets, not {show(text)}: a range needs one of the same length in the entry's `name`; "
@@ -107,12 +100,12 @@ def no_range(text: str) -> str:
 
 
 def program(text: str) -> str:
-    """A path as above, or the bare name of a program to look up on the PATH."""
+    """A path, or the bare name of a program on the PATH."""
     return path(text) if "/" in text or not re.match(r"[A-Za-z0-9_]", line(text)) else text
 
 
 def folder_of_ours(text: str) -> str:
-    """A folder whose content we may remove again, so neither the root, nor the home folder, nor a way up from it."""
+    """A folder that we may delete: not the root, the home folder or a parent of it."""
     parts = [part for part in path(text).split("/")[1:] if part not in ("", ".")]
     if not parts or ".." in parts:
         raise ValueError(f"must name a folder of its own below / or ~, without `..`, not {show(text)}")
@@ -120,14 +113,14 @@ def folder_of_ours(text: str) -> str:
 
 
 def host(text: str) -> str:
-    """A host name (RFC 1123) or an IP address, brackets removed, in its shortest spelling."""
+    """A host name (RFC 1123) or an IP address, without brackets."""
     if text.startswith("[") and text.endswith("]"):
         return _ip6(text[1:-1])
     if re.fullmatch(r"[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:.*", text):
         return _ip6(text)
     for sign, advice in (("@", "the user goes in `user:`"), ("%", _NO_ZONE), (":", "the port goes in `port:`")):
         if sign in text:
-            raise ValueError(f"must be a host name or an IP address alone, not {show(text)}; {advice}")
+            raise ValueError(f"must be only a host name or an IP address, not {show(text)}; {advice}")
     if not text.isascii():
         raise ValueError(f"{show(text)} must be written in its ASCII form (xn--...)")
     return _host_name(text)
@@ -160,7 +153,7 @@ def _ip6(text: str) -> str:
 
 
 def address(text: str) -> tuple[str, int | None]:
-    """A numeric address and, when it was written behind a `/`, its prefix length."""
+    """A numeric address and its prefix length, if given."""
     numeric, slash, length = text.partition("/")
     if "%" in numeric:
         raise ValueError(f"{show(text)}: {_NO_ZONE}")
@@ -178,7 +171,7 @@ def address(text: str) -> tuple[str, int | None]:
 
 
 def host_key(text: str) -> str:
-    """`ssh-ed25519 AAAA...` (a comment behind it is dropped) or `SHA256:...`, as ssh-keygen prints them."""
+    """`ssh-ed25519 AAAA...` or `SHA256:...`, without comment."""
     if re.fullmatch(r"SHA256:[A-Za-z0-9+/]{43}", text):
         return text
     kind, _, rest = text.partition(" ")
@@ -194,7 +187,7 @@ def host_key(text: str) -> str:
 
 
 def proxy_jump(text: str) -> str:
-    """`[user@]host[:port][,...]` as in ssh_config; an IPv6 address stands in brackets."""
+    """`[user@]host[:port][,...]` as in ssh_config."""
     return ",".join(_hop(hop) for hop in text.split(","))
 
 

@@ -1,13 +1,6 @@
-"""What an inventory says: the cluster's hosts, checked and frozen. `inventory_file` reads one. Pure.
+"""Data model of an inventory, and its mistakes as messages. Pure.
 
-    cluster: a2000-v100
-    defaults: {user: ubuntu, key_file: ~/.ssh/id_ed25519, python: /opt/conda/bin/python}
-    nodes:
-      - {name: a2000, host: 192.168.1.41, gpu: RTX A2000, gpus: 1, bandwidth: 2.5Gbps}
-      - {name: v100, host: 192.168.1.42, gpu: Tesla V100-16GB, gpus: 1, bandwidth: 2.5Gbps}
-
-`InventoryFile`, `Entry` and `Defaults` are the file as a person writes it: strict, and the source of the published JSON
-Schema. `Inventory` and `Node` are what every later stage sees and what is stored: they go to JSON and back.
+`InventoryFile`, `Entry`, `Defaults` are the file as written: strict, the source of the JSON Schema.
 """
 
 from __future__ import annotations
@@ -30,7 +23,6 @@ if TYPE_CHECKING:
 
 
 def _checked_only(parse: Callable[[str], Any]) -> Callable[[str], str]:
-    """A check that keeps the text: the stage from Entry to Node does the conversion."""
 
     def check(text: str) -> str:
         parse(text)
@@ -62,7 +54,6 @@ NodeName = Annotated[
     AfterValidator(grammar.name),
     _schema(pattern=r"^[A-Za-z0-9\[][A-Za-z0-9._,\[\]-]*$", examples=["a2000", "gpu[01-16]"]),
 ]
-"""In a file it may stand for many, see `inventory_file`."""
 User = Annotated[str, AfterValidator(grammar.user), _schema(pattern=f"^{grammar.USER}$")]
 Interface = Annotated[str, AfterValidator(grammar.interface), _schema(pattern=f"^{grammar.INTERFACE}$")]
 HostName = Annotated[str, AfterValidator(grammar.host), _schema(examples=["192.168.1.41"])]
@@ -82,7 +73,7 @@ Program = Annotated[str, AfterValidator(grammar.program), _schema(pattern="^(~?/
 WorkFolder = Annotated[str, AfterValidator(grammar.folder_of_ours), _schema(pattern="^~?/.")]
 EnvName = Annotated[str, AfterValidator(grammar.env_name), _schema(pattern=f"^{grammar.ENV_NAME}$")]
 EnvValue = Annotated[str, AfterValidator(grammar.env_value), WithJsonSchema({"type": ["string", "number", "boolean"]})]
-"""Text as written in the file, quoted or not: `1`, `1.10`, `false`."""
+"""Text as written: `1`, `1.10`, `false`."""
 Bandwidth = Annotated[str, AfterValidator(_checked_only(parse_bandwidth)), _schema(examples=["2.5Gbps", "100Mbps"])]
 Memory = Annotated[str, AfterValidator(_checked_only(_memory)), _schema(examples=["16GiB"])]
 Patience = Annotated[str, AfterValidator(_checked_only(_patience)), _schema(examples=["30s", "2m"])]
@@ -95,36 +86,32 @@ class _Model(BaseModel):
 
 
 class Written(_Model):
-    """The file's side: nothing unknown, nothing converted in silence."""
+    """Unknown keys are mistakes; no value is converted silently."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Slowdown(_Model):
-    """From this step on, a paced host takes `factor` times as long."""
-
     at_step: int = Field(ge=0)
     factor: float = Field(gt=0)
 
 
 class _Pace(_Model):
     samples_per_s: float = Field(gt=0)
-    """Samples a second of one rank alone: forward, backward and optimiser."""
+    """Samples per second of one rank by itself: forward, backward and optimiser."""
     fixed_ms: float = Field(default=0.0, ge=0)
-    """Time that every step takes whatever its batch."""
+    """Time that each step takes, independent of its batch."""
     jitter: float = Field(default=0.0, ge=0, le=1)
     """Random share by which steps differ, 0 to 1."""
     gb_per_s: float = Field(default=GB_PER_S, gt=0)
-    """Memory bandwidth of the GPU that is stood in for, as its data sheet has it: what it does beside its steps, like
-    copies, casts and compression of gradients, takes as long as it would there."""
+    """Memory bandwidth of the GPU that is stood in for, from its data sheet; sets the speed of copies, casts and
+    compression of gradients."""
     like: Literal["mnist_lenet", "resnet152_cifar"] | None = None
-    """The experiment whose network the host stands in for, while the run's own, a smaller one, learns within its time;
-    default: it stands in for the run's own, and nobody learns."""
+    """Experiment whose network the host stands in for, while the run trains its own smaller network; default: the run's
+    network, without learning."""
 
 
 class Paced(_Pace):
-    """Paced: its ranks keep this speed of a GPU that is not there, on the CPU."""
-
     memory_bytes: int | None = None
     slowdown: tuple[Slowdown, ...] = ()
 
@@ -134,33 +121,28 @@ class SlowdownEntry(Slowdown, Written):
 
 
 class PacedEntry(_Pace, Written):
-    """Paced: its ranks keep this speed of a GPU that is not there, on the CPU."""
+    """Paced: its ranks run on the CPU at the given speed of a GPU that is not present."""
 
     memory: Memory | None = None
     """Memory of the GPU that is stood in for, like 16GiB."""
     slowdown: list[SlowdownEntry] = Field(default_factory=list)
-    """Changes of speed in the course of a run."""
+    """Changes of speed during a run."""
 
 
 class _Shared(_Model):
-    """The keys that mean the same in the file and after it."""
-
     port: int | None = Field(default=None, ge=1, le=65535)
-    """SSH port; default: what ~/.ssh/config says, else 22."""
+    """SSH port; default: from ~/.ssh/config, else 22."""
     user: User | None = None
-    """Login name; default: what ~/.ssh/config says, else yours. Training needs no root."""
+    """Login name; default: from ~/.ssh/config, else yours. Training needs no root."""
     key_file: FilePath | None = None
-    """Private key on this machine, or a public one whose private half an agent holds; default: the agent's keys and
-    what ~/.ssh/config says.
-    """
+    """Private key on this machine, or a public key whose private half an agent holds; default: the agent's keys and
+    those in ~/.ssh/config."""
     python: Program = "python3"
-    """Python 3.10 or newer on the host, the one that has torch: a path or a name. With `transport: local` it is the one
-    that holds orch unless you name another.
-    """
+    """Python 3.10 or newer with torch, a path or a name; default with `transport: local`: orch's own Python."""
     activate: Line | None = None
     """One line of POSIX shell to run before Python, like `. ~/venv/bin/activate`."""
     workdir: WorkFolder = "~/.orch"
-    """Folder on the host for code, jobs and logs; made when absent."""
+    """Folder on the host for code, jobs and logs; created if absent."""
     gpu: Line | None = None
     """The GPU's label, like RTX A2000."""
     gpus: int | None = Field(default=None, ge=0, le=64)
@@ -168,55 +150,55 @@ class _Shared(_Model):
     ranks: int | None = Field(default=None, ge=1, le=256)
     """Processes to start; default: `gpus`, else the GPUs found, else 1."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where to train; auto: on GPUs when there are any."""
+    """Device to train on; auto: GPUs if there are any, else the CPU."""
     interface: Interface | None = None
-    """Network interface for training; default: the one on the route to the others."""
+    """Network interface for training; default: the one on the route to the other hosts."""
     image: Line | None = None
     """Label of the machine's image, like pytorch-2.0.1; checked against the torch found."""
     note: Line | None = None
-    """A word for people, shown in the cluster's table."""
+    """A note for people, shown in the cluster's table."""
     env: dict[EnvName, EnvValue] = Field(default_factory=dict)
-    """Environment of the ranks. A node's own variables are added to those of `defaults`."""
+    """Environment of the ranks. A node's own variables are added to the variables of `defaults`."""
     prepare: Script | None = None
     """Shell to run on the host before a job's ranks start."""
     host_key: HostKey | None = None
-    """The host's SSH key or its fingerprint, as ssh-keygen prints them; default: known_hosts."""
+    """The host's SSH key or its fingerprint, as printed by ssh-keygen; default: known_hosts."""
     proxy_jump: ProxyJump | None = None
-    """Hosts to go through, [user@]host[:port][,...]; default: what ~/.ssh/config says."""
+    """Hosts to go through, [user@]host[:port][,...]; default: from ~/.ssh/config."""
     transport: Literal["ssh", "local"] = "ssh"
     """How to reach the host; local: this machine, without SSH."""
 
 
 class Defaults(_Shared, Written):
-    """Values for every node that does not say otherwise."""
+    """Values for all nodes that do not set their own."""
 
     bandwidth: Bandwidth | None = None
     """Speed of the host's link, like 2.5Gbps."""
     paced: PacedEntry | None = None
-    """Stands in for a GPU that is not there."""
+    """Stands in for a GPU that is not present."""
     connect_timeout: Patience | None = None
-    """How long an SSH login may take, like 30s; default: 10s, or ConnectTimeout of ~/.ssh/config if that is longer."""
+    """Time limit of an SSH login, like 30s; default: 10s, or ConnectTimeout of ~/.ssh/config if that is longer."""
 
     @field_validator("key_file", "python", "workdir")
     @classmethod
     def _has_no_range(cls, text: str | None) -> str | None:
-        """Not of `Node`: a cluster that an older orch has remembered may have brackets."""
+        """`Node` may have brackets, stored by an older orch."""
         return text and grammar.no_range(text)
 
 
 class Entry(Defaults):
-    """One host, as written."""
+    """One host."""
 
     name: NodeName
     """The node's name, in commands, tables and folder names. gpu[01-16], with a range in `host`, stands for many."""
     host: HostName | None = None
-    """Where SSH goes: a host name, an IP address or an alias of ~/.ssh/config."""
+    """Host for SSH: a host name, an IP address or an alias of ~/.ssh/config."""
     address: Address | None = None
-    """Numeric training address; default: the host's own on the route to the others."""
+    """Numeric training address; default: the host's own on the route to the other hosts."""
     id: Line | None = None
-    """The machine's id on its owner's panel."""
+    """The machine's id in its owner's panel."""
     master: bool = False
-    """True pins this node as the master; at most one."""
+    """True pins this node as the master; at most one node."""
 
 
 class InventoryFile(Written):
@@ -229,36 +211,27 @@ class InventoryFile(Written):
 
 
 class Node(_Shared):
-    """One host of a cluster, every value in its final form."""
-
     name: Name
     host: HostName
     address: Address | None = None
-    """Numeric training address."""
     address_prefix: int | None = None
-    """Length of the network's prefix, where the file gives one."""
     bandwidth_bps: float | None = Field(default=None, gt=0)
     id: Line | None = None
     master: bool = False
     paced: Paced | None = None
     connect_timeout_s: float | None = Field(default=None, ge=1, le=MAX_CONNECT_S)
     line: int = Field(default=0, exclude=True)
-    """Line of the inventory file where the node begins."""
 
 
 class Inventory(_Model):
-    """A cluster, as its file describes it."""
-
     cluster: str
     nodes: tuple[Node, ...]
     file: str
     defaults: dict[str, Any] = Field(default_factory=dict)
-    """As the file writes them."""
     warnings: tuple[str, ...] = ()
-    """What is allowed but unwise about the file, one line each."""
 
     def node(self, name: str) -> Node:
-        """The node of this name. Raises UsageError naming the nearest right one."""
+        """Raises UsageError naming the nearest known name."""
         for node in self.nodes:
             if node.name == name:
                 return node
@@ -284,7 +257,6 @@ _ALSO_CALLED = {
     "nodes": ("hosts", "machines", "servers", "workers"),
     "cluster": ("name",),
 }
-"""What other tools, and people, call our keys."""
 
 
 def nearest(word: str, known: list[str]) -> str:
@@ -296,7 +268,7 @@ def nearest(word: str, known: list[str]) -> str:
     return f"did you mean `{near[0]}`?" if near else f"choose from {', '.join(sorted(known))}"
 
 
-# Mistakes in an inventory, in words: where, what is wrong, what was expected. Pure.
+# Mistakes in an inventory as messages: place, problem, expected form. Pure.
 
 _MODELS: dict[str, type[Written]] = {
     "": InventoryFile,
@@ -308,12 +280,11 @@ _MODELS: dict[str, type[Written]] = {
 
 
 def mistake_of(details: ErrorDetails, document: Document) -> Mistake:
-    """One of pydantic's findings as a person should read it."""
     path = details["loc"]
-    if path[-1:] == ("[key]",) and path[-3:-2] == ("env",):  # pydantic's word for: the key itself, not its value
+    if path[-1:] == ("[key]",) and path[-3:-2] == ("env",):  # pydantic's mark for the key itself, not its value
         line = document.line(path[:-1])
-        name = str(path[-2]).partition("=")[0]  # what stands behind may be a secret
-        message = f"{grammar.show(name)} must be a variable's name alone: {grammar.ENV_FORM}"
+        name = str(path[-2]).partition("=")[0]  # the text after `=` may be a secret
+        message = f"{grammar.show(name)} must be only a variable's name: {grammar.ENV_FORM}"
         return Mistake(document.file, line, f"{_where(path[:-2], document)}{message}")
     kind = details["type"]
     if kind == "missing":
@@ -326,7 +297,6 @@ def mistake_of(details: ErrorDetails, document: Document) -> Mistake:
 
 
 def once(mistakes: Sequence[Mistake]) -> list[Mistake]:
-    """A line that many nodes have a value from is wrong once."""
     kept: dict[tuple[str, int, str], Mistake] = {}
     for mistake in mistakes:
         words = mistake.message.partition(": ")[2] if mistake.message.startswith("node ") else mistake.message
@@ -335,9 +305,8 @@ def once(mistakes: Sequence[Mistake]) -> list[Mistake]:
 
 
 def _where(path: KeyPath, document: Document) -> str:
-    """`node v100: paced.jitter: `: the words before a message."""
     words = []
-    if "env" in path:  # somebody wrote `NAME=value` for a key: the value may be a secret
+    if "env" in path:  # the key may be `NAME=value`, and the value a secret
         path = tuple(part.partition("=")[0] if isinstance(part, str) else part for part in path)
     if path[:1] == ("nodes",) and len(path) > 1:
         node = document.values["nodes"][path[1]]
@@ -396,7 +365,7 @@ _FORMS = {
 
 
 def _kind(value: Any) -> str:
-    """What a value of `env` is, for a message: the value itself may be a secret."""
+    """Type of an `env` value, which may be a secret."""
     return {str: "text", bool: "true or false", dict: "a mapping", list: "a list"}.get(type(value), "a number")
 
 

@@ -1,7 +1,6 @@
-"""Reads an inventory: a YAML file that describes a cluster's hosts becomes a checked `Inventory`, or all its mistakes.
+"""Reads an inventory, a YAML file that describes a cluster's hosts, into a checked `Inventory`.
 
-inventory = load_inventory(Path("inventory/a2000_v100.yaml"))
-inventory.node("v100").bandwidth_bps         # 2500000000.0
+Also expands ranges in entries, and reads defaults and secrets for a remembered cluster, which does not store them.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from orchestrator.units import parse_bandwidth, parse_bytes, parse_duration
 
 
 def load_inventory(path: Path) -> Inventory:
-    """Reads and checks an inventory. Raises InventoryError with all mistakes of the file, in order of their lines."""
+    """Raises InventoryError with all mistakes, by line."""
     written = read_yaml(path, verbatim=["env"])
     document = with_ranges(written)
     try:
@@ -41,7 +40,6 @@ def load_inventory(path: Path) -> Inventory:
 
 
 def parse_inventory(document: Document) -> Inventory:
-    """The inventory that a document describes. Raises InventoryError with all its mistakes."""
     mistakes = [*document.mistakes, *_mistakes_of_form(document)]
     nodes = _build_nodes(document, mistakes)
     mistakes += check_together(nodes, document.file)
@@ -58,9 +56,7 @@ def parse_inventory(document: Document) -> Inventory:
 
 
 def node_from_keys(keys: Mapping[str, Any], source: str, defaults: Mapping[str, Any] | None = None) -> Node:
-    """One node from the keys of the file's `nodes`, for a node that comes from elsewhere (source, in messages).
-    defaults: as a file writes them.
-    """
+    """keys, defaults: as in a file. source: for messages."""
     values = {"cluster": "any", "defaults": dict(defaults or {}), "nodes": [named(dict(keys), str(keys.get("name")))]}
     document = Document(source, values, {}, (), False)
     return parse_inventory(document).nodes[0]
@@ -78,7 +74,7 @@ _Written_ = TypeVar("_Written_", bound=Written)
 
 
 def _salvage(model: type[_Written_], values: Any) -> _Written_ | None:
-    """What the right keys say, so that one wrong key does not hide the mistakes between nodes."""
+    """Uses only valid keys, so that one mistake does not hide mistakes between nodes."""
     for _ in range(2):
         try:
             return model.model_validate(values)
@@ -106,11 +102,10 @@ def _build_nodes(document: Document, mistakes: list[Mistake]) -> list[Node]:
 
 
 def _build_node(entry: Entry, defaults: Defaults, line: int) -> Node | None:
-    """The node in its final form; None when it says nowhere to connect to."""
     shared = named(defaults.model_dump(exclude_unset=True), entry.name)
     values = shared | entry.model_dump(exclude_unset=True)
     if values.get("transport") == "local":
-        # This machine's own Python that holds orch, and with the `trainer` extra torch: the one surely fit here.
+        # The Python that runs orch is the only one known to work here; the `trainer` extra gives it torch.
         values = {"host": "localhost", "python": sys.executable} | values
     if not values.get("host"):
         return None
@@ -127,7 +122,7 @@ def _build_node(entry: Entry, defaults: Defaults, line: int) -> Node | None:
 
 
 def check_together(nodes: Iterable[Node], file: str) -> list[Mistake]:
-    """What is wrong between nodes: names, ways in or addresses that two share, and two masters."""
+    """Mistakes between nodes: shared names, endpoints or addresses, a second master."""
     nodes = list(nodes)
     by_ssh = [node for node in nodes if node.transport == "ssh"]
     return [
@@ -144,7 +139,7 @@ def check_together(nodes: Iterable[Node], file: str) -> list[Mistake]:
 
 
 def _shared(nodes: list[Node], key: Callable[[Node], Hashable], problem: str, file: str) -> list[Mistake]:
-    """One mistake for every node whose key another had before; None is no key."""
+    """One mistake per repeated key; None is ignored."""
     first: dict[Hashable, Node] = {}
     mistakes = []
     for node in nodes:
@@ -155,32 +150,28 @@ def _shared(nodes: list[Node], key: Callable[[Node], Hashable], problem: str, fi
     return mistakes
 
 
-# Nodes of an inventory that one entry stands for, made into an entry each before anything is checked. Pure.
+# Ranges. One entry may stand for many nodes, and is expanded before any check:
 #
 #     - name: gpu[01-04]
 #       host: 10.0.0.[11-14]
 #
-# The keys of RANGED may hold ranges as `--nodes` has them, all equally long; all else is the same for each node. In
-# every
-# text `{name}` stands for the node's name. Each node keeps the lines of the entry that it comes from, so that a mistake
-# names these.
+# The keys of RANGED may hold ranges of equal length; `{name}` in any text is the node's name. Each node keeps the lines
+# of its entry for messages. Pure.
 
 RANGED = (
     *("name", "host", "address", "user", "key_file", "proxy_jump"),
     *("workdir", "python", "interface", "id", "image", "note", "gpu"),
 )
 _RANGE = re.compile(r"\[[0-9, -]*\]|\[[^\]:]*$|^[^\[]*\]")
-"""Or the half of one; an IPv6 address in brackets is none."""
+"""A range or half of one; no IPv6 address in brackets."""
 _PROSE = ("id", "image", "note", "gpu")
 _WHOLE_RANGE = re.compile(r"\[\d[0-9, -]*\]")
 _NAME = re.compile(r"(?<!\$)(\{\{name\}\}|\{name\})")
-"""`${name}` is the shell's, `{{name}}` stays `{name}`."""
+"""`${name}` is the shell's; `{{name}}` becomes `{name}`."""
 
 
 def with_ranges(document: Document) -> Document:
-    """The document itself where no node has a range. Raises InventoryError, before any more is written out, where all
-    entries together stand for more than MOST_HOSTS nodes.
-    """
+    """Expands ranges. Raises InventoryError above MOST_HOSTS nodes, before expanding further."""
     written = document.values.get("nodes")
     if not isinstance(written, list) or not any(_ranged(entry) or _has_name(entry) for entry in written):
         return document
@@ -205,7 +196,6 @@ def _too_many(document: Document, position: int) -> InventoryError:
 
 
 def _ranged(entry: Any) -> list[str]:
-    """The keys of an entry that hold a range."""
     if not isinstance(entry, dict):
         return []
     texts = {key: entry[key] for key in RANGED if isinstance(entry.get(key), str)}
@@ -213,7 +203,7 @@ def _ranged(entry: Any) -> list[str]:
 
 
 def named(value: Any, name: str) -> Any:
-    """The same with the node's name in place of `{name}`, in every text that it holds."""
+    """Replaces `{name}` by the node's name in all texts."""
     if isinstance(value, str):
         return _NAME.sub(lambda found: name if found[1] == "{name}" else "{name}", value)
     return {key: named(each, name) for key, each in value.items()} if isinstance(value, dict) else value
@@ -232,7 +222,7 @@ def _lines_by_entry(document: Document) -> dict[int, dict[KeyPath, int]]:
 
 
 def _entries(entry: Mapping[str, Any], document: Document, position: int, mistakes: list[Mistake]) -> list[Any]:
-    """One for each node; a single one without the values that are wrong where the ranges cannot be."""
+    """Makes an entry per node; if the ranges are wrong, one entry without them."""
     values: dict[str, list[str]] = {}
     wrong: dict[str, str] = {}
     for key in _ranged(entry):
@@ -254,17 +244,12 @@ def _entries(entry: Mapping[str, Any], document: Document, position: int, mistak
     return [{**entry, **{key: found[number] for key, found in values.items()}} for number in range(count)]
 
 
-# What a remembered cluster takes from its inventory file again: defaults for further nodes, and values that may be
-# secret, of which orch keeps none.
-#
-#     node, words = node_with_defaults(cluster, {"name": "a16", "host": "192.168.1.52"})
-#     nodes = with_secrets(home, cluster, cluster.active())
+# Values that a remembered cluster reads from its inventory again: defaults for added nodes, and possible secrets, which
+# orch does not store.
 
 
 def node_with_defaults(cluster: Cluster, keys: Mapping[str, Any]) -> tuple[Node, str]:
-    """A node that the file does not have, with the file's defaults as they are now, else as they were at the last `up`;
-    and in words what it has from them. Raises InventoryError for wrong keys.
-    """
+    """A node with the defaults of the file, or of the last `up`, and its inherited keys. Raises InventoryError."""
     defaults, source = cluster.defaults, f"the last `orch up` ({cluster.file} cannot be used now)"
     with suppress(InventoryError):
         inventory = load_inventory(Path(cluster.file))
@@ -276,17 +261,14 @@ def node_with_defaults(cluster: Cluster, keys: Mapping[str, Any]) -> tuple[Node,
 
 
 def keys_of_new_node(name: str, pairs: Mapping[str, str]) -> dict[str, Any]:
-    """pairs: keys of an inventory's node as a person types them. Raises InventoryError for wrong ones, UsageError for
-    `prepare`.
-    """
+    """pairs: as typed. Raises InventoryError, or UsageError for `prepare`."""
     keys = {"name": name, **{key: resolve_scalar(value) for key, value in pairs.items()}}
     if node_from_keys({"host": "any", **keys}, "node add").prepare:
-        raise UsageError("orch keeps no `prepare` of its own", "write the node into the inventory file")
+        raise UsageError("orch does not store a `prepare` of its own", "write the node into the inventory file")
     return keys
 
 
 def extra_again(cluster: Cluster, inventory: Inventory) -> tuple[Node, ...]:
-    """The cluster's nodes that the file does not have, with the file's defaults of now."""
     return tuple(
         node_from_keys(
             cluster.extra_keys[node.name], f"node {node.name}, added to {inventory.file}", inventory.defaults
@@ -298,15 +280,14 @@ def extra_again(cluster: Cluster, inventory: Inventory) -> tuple[Node, ...]:
 
 
 def with_secrets(home: Home, cluster: Cluster, nodes: Sequence[Node]) -> list[Node]:
-    """These nodes with `prepare` and the values of `env` that may be secrets: we keep none, they are read from the
-    inventory again.
+    """Fills in `prepare` and secret values of `env` from the inventory.
 
-    Raises UsageError if the inventory no longer holds them, or if it now runs on this machine what nobody allowed.
+    Raises UsageError if they changed, or if the file now runs commands on this machine that the user has not allowed.
     """
     masked = any(MASK in (*node.env.values(), node.prepare) for node in nodes)
     if not masked and all(node.transport != "local" for node in nodes):
         return list(nodes)
-    again = f"orch keeps no values of `env` and no `prepare`; `orch up {cluster.file}` again"
+    again = f"orch does not store values of `env` or `prepare`; `orch up {cluster.file}` again"
     try:
         inventory = load_inventory(Path(cluster.file))
     except InventoryError as error:
@@ -325,7 +306,6 @@ def with_secrets(home: Home, cluster: Cluster, nodes: Sequence[Node]) -> list[No
 
 
 def _with_secrets(cluster: Cluster, node: Node, now: Node | None, again: str) -> Node:
-    """Raises UsageError."""
     known = now.env.keys() if now else set()
     for key, same in (("env", known == node.env.keys()), ("prepare", bool(now and now.prepare) == bool(node.prepare))):
         if not same:

@@ -1,9 +1,6 @@
-"""Names of nodes as people write many of them at once, made into the names that there are. Pure.
+"""Expands node names like `gpu[01-16],v100*`. Pure.
 
-    names_in("gpu[01-16],v100*", known, "cluster rack")     # ["gpu01", ..., "gpu16", "v100", "v100b"]
-
-A range in brackets stands for all its names, and each must be there: a host that is missing is not left out unseen. `*`
-and `?` stand for what fits. A plain name stays as it is, known or not: who uses it says what names there are.
+Every name of a range must exist, so that a missing host is noticed. Callers check plain names.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from orchestrator.errors import UsageError
 from orchestrator.text import some
 
 MOST_NAMES = 10_000
-"""That one word may stand for."""
 SHOWN = 12
 _COMMA = re.compile(r",(?![^\[\]]*\])")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
@@ -24,9 +20,9 @@ _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
 def names_in(listed: str | None, known: Sequence[str], whose: str) -> list[str]:
-    """Each name once, in the order in which they were named; none where nothing was listed.
+    """Each name once, in order; empty if nothing was listed.
 
-    whose: what `known` are the nodes of. Raises UsageError for a pattern that is wrong or fits none.
+    whose: the owner of `known`, for messages. Raises UsageError for a wrong pattern or one without a match.
     """
     words = [word.strip() for word in _COMMA.split(listed or "")]
     found = [name for word in words if word for name in _names_of(word, known, whose)]
@@ -52,7 +48,7 @@ def _names_of(word: str, known: Sequence[str], whose: str) -> list[str]:
 
 
 def without_brackets(word: str) -> Iterator[str]:
-    """All that a word with ranges stands for."""
+    """Raises UsageError."""
     parts = _BRACKETS.split(word)
     if any(set("[]") & set(part) for part in parts):
         raise UsageError(f"{word}: brackets do not match", "write a range like gpu[01-16] or gpu[1-4,8]")
@@ -62,7 +58,7 @@ def without_brackets(word: str) -> Iterator[str]:
 
 
 def _numbers(word: str, listed: str) -> list[str]:
-    """`01-03,7` as 01, 02, 03, 7: with as many digits as the first of each range."""
+    """`01-03,7` as 01, 02, 03, 7. Raises UsageError."""
     numbers = list[str]()
     for part in listed.split(","):
         match = _RANGE.fullmatch(part.strip())

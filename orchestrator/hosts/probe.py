@@ -1,9 +1,6 @@
-"""Asks a host what it is: gives its `NodeFacts`, or raises its error.
+"""Probes a host for its facts and health in one round trip, and finds hosts that share a work folder.
 
-    probe(host, ["192.168.1.42"], torch=True, timeout_s=90).gpus
-    facts, health = look(host, ["192.168.1.42"], torch=True, timeout_s=90)
-
-One round trip (`remote/probe.py`), checked by `answers`. What a host's facts mean is judged in `checks`.
+`answers` validates the reply, `checks` judges it.
 """
 
 from __future__ import annotations
@@ -20,21 +17,21 @@ from orchestrator.hosts.facts import MAX_PEERS, Health, NodeFacts
 from orchestrator.transport.ask import ConnectedHost, ask, understood
 from orchestrator.transport.fanout import for_each, values
 
-# Kept back from the time for the way there and back, so that a slow fact costs itself and not the whole answer.
+# Kept back for transit, so that a slow fact costs only itself and not the whole answer.
 SPARE_S = 5.0
 TORCH_S = 60.0
 SLOW_TORCH_S = 240.0
-"""For a second try: torch on a network disk, with a cold cache, takes minutes to load."""
+"""For a retry: a network disk with a cold cache takes minutes."""
 SAME_FOLDER_S = 15.0
 
 
 def probe(host: ConnectedHost, peers: Sequence[str], *, torch: bool, timeout_s: float) -> NodeFacts:
-    """peers: addresses or names to ask the host's route to. torch: whether to import torch there (seconds)."""
+    """peers: addresses or names to look up routes to. torch: import it, which takes seconds."""
     return _asked(host, peers, torch, timeout_s)[0]
 
 
 def look(host: ConnectedHost, peers: Sequence[str], *, torch: bool, timeout_s: float) -> tuple[NodeFacts, Health]:
-    """The same, and what may end a job there later. A torch that does not load in time is given SLOW_TORCH_S more."""
+    """Retries with SLOW_TORCH_S if torch does not load in time."""
     facts, answer = _asked(host, peers, torch, timeout_s)
     if facts.torch_is_slow:
         facts, answer = _asked(host, peers, torch, SLOW_TORCH_S + SPARE_S, SLOW_TORCH_S)
@@ -42,10 +39,9 @@ def look(host: ConnectedHost, peers: Sequence[str], *, torch: bool, timeout_s: f
 
 
 def shared_folders(connections: Connections, facts: Mapping[str, NodeFacts]) -> tuple[tuple[str, ...], ...]:
-    """Groups of hosts that share one work folder: each leaves a trial file there and looks for those of the others.
+    """Groups of hosts that share a work folder: each leaves a file there and looks for the others' files.
 
-    Only hosts are asked whose folders have one path and one inode, as cloned hosts have, too; of several nodes that are
-    one machine the first. All at once, over the connections that are open. A host that does not answer shares nothing.
+    Only asks hosts with equal path, inode and user id, one node per machine. Without an answer a host shares nothing.
     """
     alike = dict[tuple[object, ...], dict[str, str]]()
     for name, known in facts.items():
@@ -78,7 +74,7 @@ def _shared(connections: Connections, groups: Sequence[Sequence[str]]) -> tuple[
                 together.append(tuple(name for name in rest if name == first or name in sees))
                 rest = [name for name in rest if name not in together[-1]]
     finally:
-        # The last host to remove its own can remove the folder that another one made for all.
+        # The last host to remove its file can also remove a folder that another host created for all.
         group_of = {name: names for names in together for name in names}
         asked(
             "remove",
@@ -88,15 +84,12 @@ def _shared(connections: Connections, groups: Sequence[Sequence[str]]) -> tuple[
 
 
 def _texts(answers: Mapping[str, Mapping[str, Any]], name: str, key: str) -> list[str]:
-    """Of a host that is not trusted to have answered this, or at all."""
     found = answers.get(name, {}).get(key)
     return [text for text in found if isinstance(text, str)] if isinstance(found, list) else []
 
 
 def limit_of(timeout_s: float, longest_s: float | None = None) -> float:
-    """Seconds that the host may take for each fact, so that its answer is here in time; without longest_s at most
-    TORCH_S.
-    """
+    """Limit for each fact on the host, so that its answer arrives in time."""
     return min(longest_s or TORCH_S, max(timeout_s - SPARE_S, timeout_s / 2))
 
 
@@ -110,12 +103,7 @@ def _asked(
     return read_facts(host.node, answer, sent_at, time.time()), answer
 
 
-# Asks a host all that it can say by itself, in one question: gives its facts and its health, or raises its error.
-#
-#     found = examine(host, ["192.168.1.42"], data="~/data", timeout_s=90)
-#     found.facts.gpus, found.health.limits["nofile"].soft
-#
-# What that means is judged in `orchestrator/doctor/`.
+# The probe of `orch doctor`: facts, health and a trial process. `orchestrator/doctor/` judges it.
 
 
 @dataclass(frozen=True)
@@ -123,11 +111,11 @@ class Examined:
     facts: NodeFacts
     health: Health
     began: tuple[int, int, str] | None
-    """A process there that should outlive the connection: pid, start time, boot id."""
+    """Process that should outlive the connection: pid, start time, boot id."""
 
 
 def examine(host: ConnectedHost, peers: Sequence[str], *, data: str, timeout_s: float) -> Examined:
-    """peers: addresses or names to ask the host's route to. data: the folder of data sets there."""
+    """data: the host's folder of data sets."""
     wanted = {"workdir": host.workdir, "peers": list(peers[:MAX_PEERS]), "torch": True, "data": data}
     sent_at = time.time()
     answer = ask(host, "examine", {**wanted, "limit_s": limit_of(timeout_s)}, timeout_s=timeout_s)
@@ -136,7 +124,7 @@ def examine(host: ConnectedHost, peers: Sequence[str], *, data: str, timeout_s: 
 
 
 def outlived(host: ConnectedHost, began: tuple[int, int, str], *, timeout_s: float) -> bool | None:
-    """Whether that process is still there; None where it was to end by now. Ends it."""
+    """Ends the process. None if it was due to end."""
     alive = ask(host, "outlives", {"began": list(began)}, timeout_s=timeout_s).get("alive")
     return alive if alive is None else alive is True
 

@@ -1,13 +1,7 @@
-"""Which releases of torch there are, and for which GPUs and drivers the wheels of each are built. Pure.
+"""Catalogue of torch releases: the GPUs and drivers that pip's default x86_64 wheels support. Pure.
 
-    newest_for([a2000, v100])            # "2.10.0": the newest whose wheels run on all of these GPUs
-    misfit("2.15.0", v100)               # "no code for Tesla V100-PCIE-16GB (sm_70; built for sm_75 to sm_120)"
-
-This is about the wheels for x86_64 that pip brings from its usual index. An index of one's own may hold other builds of
-the same release (for CUDA 12.6 until torch 2.14, say), of which nothing stands here.
-
-Hosts with the same release are to train together, so a release is chosen here from those of BUILDS and named to every
-host; which torchvision goes with it the installer finds.
+newest_for([a2000, v100])            # "2.10.0"
+misfit("2.15.0", v100)               # "no code for Tesla V100-PCIE-16GB (sm_70; built for sm_75 to sm_120)"
 """
 
 from __future__ import annotations
@@ -19,23 +13,20 @@ from dataclasses import dataclass
 from orchestrator.hosts.facts import Gpu
 
 WHEELS_FOR = "x86_64"
-"""The machine, as uname has it, that `BUILDS` is about."""
+"""Machine type, as in uname."""
 OLDEST_TORCH = "2.0.1"
 
 
 @dataclass(frozen=True)
 class Build:
-    """The wheels of torch from the first of these releases on."""
-
     releases: tuple[str, ...]
     cuda: tuple[int, int]
     archs: tuple[str, ...]
-    """The GPU architectures that they hold code for."""
 
 
-# The CUDA of the wheels that pip installs: their dependencies name it (2.7, 2.8, 2.10, 2.11, 2.14 and 2.15 were looked
-# at on 2026-11-22). Architectures: the CUDA support matrix in RELEASE.md of pytorch/pytorch (from 2.8 on), and what
-# older wheels are known to be built for; of 2.15 torch.cuda.get_arch_list().
+# CUDA version: from the wheels' dependencies (2.7, 2.8, 2.10, 2.11, 2.14 and 2.15 checked on 2026-11-22).
+# Architectures: CUDA support matrix in RELEASE.md of pytorch/pytorch (from 2.8 on); older ones from general knowledge;
+# 2.15 from torch.cuda.get_arch_list().
 _UNTIL_HOPPER = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
 _WITHOUT_VOLTA = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 BUILDS = (
@@ -49,18 +40,17 @@ BUILDS = (
     Build(("2.15.0",), (13, 2), _WITHOUT_VOLTA),
 )
 RELEASES = tuple(release for build in BUILDS for release in build.releases)
-"""From the oldest on."""
 OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
-"""By CUDA's major version (CUDA Toolkit release notes, "Minimum Required Driver Version for CUDA Minor Version
+"""By CUDA major version (CUDA Toolkit release notes, "Minimum Required Driver Version for CUDA Minor Version
 Compatibility")."""
 
 CU126 = ((2, 11), (2, 15))
-"""From which release on the usual wheels need CUDA 13 while others for 12.6 exist, and from which these are gone
+"""From the first release with default wheels for CUDA 13 to the first without others for 12.6
 (pytorch/pytorch#190355, #190385)."""
 
 
 def build_of(torch: str) -> Build | None:
-    """None if nothing is known: of a build that the version itself names (`2.14.1+cu126`), of releases to come."""
+    """None for a named build (`2.14.1+cu126`) or a later release."""
     release = numbers(torch)
     if "+" in torch or not release or release > numbers(RELEASES[-1]):
         return None
@@ -68,12 +58,11 @@ def build_of(torch: str) -> Build | None:
 
 
 def has_cu126(torch: str) -> bool:
-    """Whether an index may hold this release for older GPUs and drivers than its usual wheels."""
     return CU126[0] <= numbers(torch) < CU126[1]
 
 
 def misfit(torch: str, gpu: Gpu) -> str:
-    """Why the wheels of this release do not run on this GPU; "" where they do, or nothing is known."""
+    """Why its wheels do not run on this GPU; "" if they do or if unknown."""
     build = build_of(torch)
     if build is None:
         return ""
@@ -89,7 +78,7 @@ def misfit(torch: str, gpu: Gpu) -> str:
 
 
 def newest_for(gpus: Collection[Gpu], newest: str | None = None, but: Iterable[str] = ()) -> str | None:
-    """The newest release whose wheels run on all of these GPUs. newest: none beyond this one. but: none of these."""
+    """newest: upper limit. but: excluded."""
     left_out = set(but)
     for torch in reversed(RELEASES):
         if torch in left_out or (newest and numbers(torch) > numbers(newest)):
@@ -100,11 +89,10 @@ def newest_for(gpus: Collection[Gpu], newest: str | None = None, but: Iterable[s
 
 
 def supports(arch_list: tuple[str, ...], capability: str) -> bool:
-    """Whether a build with these architectures has code for a GPU of this compute capability ("8.6").
+    """capability: like "8.6".
 
-    CUDA C++ Programming Guide, "Application Compatibility": binary code (sm_80) runs on the same major number and an
-    equal or higher minor one; PTX (compute_80) is compiled for any newer GPU. Code marked `a` runs on that one
-    architecture alone, `f` as binary code does.
+    CUDA C++ Programming Guide, "Application Compatibility": binary code (sm_80) runs on the same major and an equal or
+    higher minor number; PTX (compute_80) on newer GPUs; suffix `a` on that architecture only, `f` like binary code.
     """
     major, _, minor = capability.partition(".")
     gpu = (int(major), int(minor))
@@ -121,6 +109,6 @@ def supports(arch_list: tuple[str, ...], capability: str) -> bool:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """(2, 0, 1) of "2.0.1+cu117"; empty where it does not begin with a number."""
+    """(2, 0, 1) of "2.0.1+cu117"."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(part) for part in match[0].split(".")[:4]) if match else ()

@@ -1,13 +1,6 @@
-"""What lies in the hosts' work folders and whose it is: one host asked, its answer as a value.
+"""Lists and cleans orch's work folders on the hosts: survey, reap, mend, down, adopt.
 
-    survey_host(host, who)              # Survey: our jobs, others', and what is no job of anybody
-    reap(host, who, end=True)           # Reaped: processes of jobs without a supervisor; ours are ended
-    mend(host, who, end=True)           # Mended: the same, and folders that nobody will need
-    down(host, who)                     # Cleared: what was ended and removed, and what was left alone
-    adopt(host, who, ["mnist-..."])     # the jobs that are ours from now on
-
-Only what belongs to `who`, an owner and one of its clusters, is ever touched; the host decides that by its own records
-(`remote/belongings.py`).
+The host touches only what its own records assign to `who` (`remote/belongings.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +15,7 @@ from orchestrator.transport.ask import ConnectedHost, ask, understood, words_of
 
 LOOK_S = 30.0
 CLEAR_S = 180.0
-"""For a job's end by the whole ladder, and the removal of some thousand files."""
+"""Ends a job with all escalation steps, and deletes thousands of files."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +30,11 @@ class Who:
 
 @dataclass(frozen=True)
 class There:
-    """A job that lies on a host."""
-
     job: str
     cluster: str
     owner: str | None
-    """A name for people; None where an older orch started it."""
     state: str | None
     alive: bool
-    """Whether its supervisor lives."""
 
     def __str__(self) -> str:
         state = "running" if self.alive else "ended"
@@ -61,49 +50,42 @@ class Survey:
 
 @dataclass(frozen=True)
 class Leftover:
-    """Processes of a job whose supervisor is gone."""
+    """Processes of a job without a supervisor."""
 
     there: There
     mine: bool
     processes: tuple[str, ...]
     stayed: tuple[str, ...] | None
-    """Those that did not end; None where none was asked to."""
+    """Processes that did not end; None if not asked to."""
 
 
 @dataclass(frozen=True)
 class Reaped:
-    """What `orch reap` found on one host."""
-
     found: tuple[Leftover, ...]
     programs: tuple[str, ...]
-    """Short programs of orch that a silent link left, of this host's user."""
+    """Short programs of orch left by a lost connection."""
 
 
 @dataclass(frozen=True)
 class Mended:
-    """What starts and ends that were cut short had left of ours on one host."""
+    """Remains of interrupted starts and ends."""
 
     reaped: Reaped
     folders: tuple[str, ...]
-    """Within the work folder; those that went where they were to go."""
+    """Relative to the work folder; removed if asked."""
     why: tuple[str, ...]
-    """What stays, and why."""
 
 
 @dataclass(frozen=True)
 class Cleared:
-    """What `orch down` did on one host."""
-
     removed: tuple[str, ...]
     ended: tuple[str, ...]
     jobs: Mapping[str, Mapping[str, Any]]
-    """The jobs that were removed, with their last records, which are only the host's word."""
+    """Last records of removed jobs, unverified."""
     left: tuple[There, ...]
-    """Other people's and clusters' jobs, which were left alone."""
+    """Other users' and clusters' jobs."""
     strange: tuple[str, ...]
-    """Names that orch did not make, which were left alone."""
     why: tuple[str, ...]
-    """What else stays, and why."""
 
 
 def survey_host(host: ConnectedHost, who: Who) -> Survey:

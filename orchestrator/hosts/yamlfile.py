@@ -1,13 +1,6 @@
-"""YAML that people write, read with the line of every key: takes a path, gives a `Document`.
+"""Reads YAML written by people, with the line number of every key. Mappings, lists and scalars only.
 
-    document = read_yaml(Path("inventory/a2000_v100.yaml"))
-    document.values["nodes"][0]["host"]          # '192.168.1.41'
-    document.line(("nodes", 0, "host"))          # 12
-
-    read_yaml(path, verbatim=["env"])            # below each key `env` 1, 1.10 and false stay text
-
-Only the plain part of YAML is accepted: mappings, lists and scalars. Scalars follow the core schema of YAML 1.2.2
-(chapter 10.3) with its surprises left out: `no`, `on`, `22:22`, `1_000`, `0x1F` and `010` are text, not something else.
+Scalars follow the core schema of YAML 1.2.2 (chapter 10.3), but `no`, `on`, `22:22`, `1_000`, `0x1F`, `010` are text.
 """
 
 from __future__ import annotations
@@ -29,10 +22,10 @@ MAX_DEPTH = 32
 MAX_VALUES = 10_000
 
 KeyPath = tuple[str | int, ...]
-"""Keys and list indices from the top of a document to one value."""
+"""Keys and list indices from the top."""
 
 REFUSED: Final = object()
-"""Stands where a value was refused and reported already; whoever checks values lets it pass in silence."""
+"""Placeholder for a refused and reported value; checks skip it."""
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
 _FLOAT = re.compile(r"[-+]?(?=.*[.eE])((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
@@ -52,27 +45,24 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Document:
-    """What a file says."""
-
     file: str
     values: dict[str, Any]
     lines: Mapping[KeyPath, int]
     mistakes: tuple[Mistake, ...]
-    """What its YAML gets wrong, for the caller to report together with its own findings."""
+    """YAML mistakes, to report with the caller's own."""
     world_writable: bool
 
     def line(self, path: KeyPath) -> int:
-        """The line of this key or list item; of what should hold it, for one that is not there; 0 for the whole."""
+        """The line of this key or item, else of its nearest parent; 0 for the whole document."""
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path, 0)
 
 
 def read_yaml(path: Path, *, verbatim: Collection[str] = ()) -> Document:
-    """Reads one document that is a mapping. verbatim: keys of mappings whose values are text as written.
+    """verbatim: keys of mappings whose values stay text as written.
 
-    Raises InventoryError when there is nothing to go on with: a file that is not a readable regular file of at most
-    1 MiB UTF-8, broken syntax, something else than a mapping.
+    Raises InventoryError unless the file is a readable regular file of at most 1 MiB UTF-8 with one mapping.
     """
     content, mode = _read_regular(path, "a YAML file")
     document = yaml_of(str(path), _decode(str(path), content), verbatim=verbatim)
@@ -80,14 +70,14 @@ def read_yaml(path: Path, *, verbatim: Collection[str] = ()) -> Document:
 
 
 def yaml_of(file: str, text: str, *, verbatim: Collection[str] = ()) -> Document:
-    """The same of a text that is here already. file: what it is called."""
+    """file: its name in messages."""
     composer = _Composer(file, text, verbatim)
     values = composer.compose()
     return Document(file, values, composer.lines, tuple(composer.mistakes), False)
 
 
 def read_text(path: Path, kind: str) -> str:
-    """A file of another form, with the same limits. kind: what it should be, like `a hostfile`."""
+    """Another format, with the same limits. kind: like `a hostfile`."""
     return _decode(str(path), _read_regular(path, kind)[0])
 
 
@@ -96,7 +86,7 @@ def _refuse(file: str, line: int, message: str) -> InventoryError:
 
 
 def _read_regular(path: Path, kind: str) -> tuple[bytes, int]:
-    """The bytes and mode of a regular file. O_NONBLOCK, because opening a FIFO would wait for a writer."""
+    """O_NONBLOCK, because opening a FIFO would wait for a writer."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY), "rb", buffering=0) as opened:
             mode = os.fstat(opened.fileno()).st_mode
@@ -135,14 +125,14 @@ def _decode(file: str, content: bytes) -> str:
 
 
 class _Composer:
-    """Builds values from PyYAML's events: the events know no types, build no objects and do not recurse."""
+    """PyYAML's events carry no types, build no objects and do not recurse."""
 
     def __init__(self, file: str, text: str, verbatim: Collection[str]) -> None:
         self.file = file
         self.text = text
         self.verbatim = verbatim
         self.lines: dict[KeyPath, int] = {}
-        self.mistakes: dict[Mistake, None] = {}  # an ordered set: one line may hold the same mistake many times
+        self.mistakes: dict[Mistake, None] = {}  # an ordered set: a line may repeat a mistake many times
         self.values = 0
 
     def compose(self) -> dict[str, Any]:
@@ -210,7 +200,7 @@ class _Composer:
         return mapping
 
     def _key(self, event: yaml.Event, path: KeyPath) -> str | None:
-        """The key as text, or None for one that was refused."""
+        """None if it was refused."""
         if not isinstance(event, yaml.ScalarEvent):
             self._mistake(event, "a key must be one word, not a list, a mapping or an alias")
             self._skip(event, (*path, "?"))
@@ -226,7 +216,6 @@ class _Composer:
         return None
 
     def _skip(self, event: yaml.Event, path: KeyPath) -> None:
-        """Reads a value that nobody will see, still reporting what is wrong in it."""
         known = self.lines
         self.lines = {}
         self._value(event, path)
@@ -283,7 +272,6 @@ def _line(event: yaml.Event) -> int:
 
 
 def resolve_scalar(text: str) -> Any:
-    """The value of an unquoted scalar."""
     if text in _NULL:
         return None
     if text in _BOOL:

@@ -1,1 +1,1 @@
-"""What hosts are given on request, before any job: a data set, an environment with torch."""
+"""Prepares hosts on request, before any job: data sets (`data push`) and Python environments (`setup`)."""

@@ -1,10 +1,7 @@
-"""Brings a data set to many hosts at once: each gets only what it lacks, verified there by SHA-256.
+"""Copies a data set to many hosts at once; each host gets only missing bytes and verifies files by SHA-256.
 
-    outcomes = push(hosts, read_manifest(Path("data")), "~/data", show, connections.reopen)
-    outcomes["v100"]           # Pushed(folder="/home/ubuntu/data", files=4, bytes=54950048), or that host's error
-
-One channel a host (`remote/receive.py` is its other end): the manifest goes there, what is lacking comes back, then the
-bytes go, as fast as the link takes them. Whatever arrived stays, however this ends; the next push goes on from there.
+The other end is `remote/receive.py`: it receives the manifest, requests what it lacks, then receives the bytes. Partial
+files stay, so that an interrupted push resumes.
 """
 
 from __future__ import annotations
@@ -32,26 +29,21 @@ Phase = Literal["connects", "waits", "looks", "sends", "done"]
 
 @dataclass(frozen=True)
 class PushProgress:
-    """How far the push to one host is."""
-
     node: str
     phase: Phase
     here_bytes: int = 0
-    """So much of the data set lies on the host."""
+    """Bytes of the data set on the host."""
     looked_bytes: int = 0
-    """So much of what lay there before has been read."""
+    """Existing bytes that the host has verified."""
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """What one push did on one host."""
+    """The result on one host. files, bytes: sent in this push."""
 
     folder: str
-    """On the host."""
     files: int
-    """How many had to be sent."""
     bytes: int
-    """How many had to be sent."""
 
 
 def push(
@@ -61,15 +53,15 @@ def push(
     show: Callable[[PushProgress], None],
     reopen: Callable[[str], ConnectedHost],
 ) -> dict[str, Pushed | HostError]:
-    """All hosts at once. show: called from several threads. reopen: a new connection to a host whose link broke.
+    """show: called from several threads. reopen: a new connection after a break.
 
-    Raises UsageError where a file here can no longer be read.
+    Raises UsageError if a local file became unreadable.
     """
     return on_each_link({name: _Session(host, manifest, folder, show) for name, host in hosts.items()}, reopen)
 
 
 class _Session:
-    """A push to one host, over as many links as it takes."""
+    """A push to one host, over one or more connections."""
 
     def __init__(
         self, host: ConnectedHost, manifest: Manifest, folder: str, show: Callable[[PushProgress], None]
@@ -81,38 +73,36 @@ class _Session:
         self._go = queue.SimpleQueue[bool]()
         self._problem: OSError | None = None
         self._progress = PushProgress(host.node, "connects")
-        self._before_bytes = 0
-        """What lay on the host before this push."""
-        self._due_bytes = 0
-        """What will have been moved once all that it lacks is there."""
+        self._before_bytes = 0  # on the host before this push
+        self._due_bytes = 0  # moved bytes at the end of this push
 
     def run(self) -> Pushed:
         self._lacking, self._go, self._problem = [], queue.SimpleQueue(), None
         request = {"folder": self._folder, "files": [(f.name, f.size, f.sha256) for f in self._manifest.files]}
         self._progress = PushProgress(self.host.node, "connects")
-        with exchange(self.host, "receive", request, self._pieces(self._go)) as words:
+        with exchange(self.host, "receive", request, self._pieces(self._go)) as messages:
             try:
-                for word in words:
+                for message in messages:
                     if self._problem:
                         where = self._problem.filename or self._manifest.root
                         raise UsageError(f"{where}: {self._problem.strerror}", "push again")
-                    if "end" in word:
-                        return self._pushed(word["end"])
-                    self._progress = understood(self.host.node, partial(self._heard, word))
+                    if "end" in message:
+                        return self._pushed(message["end"])
+                    self._progress = understood(self.host.node, partial(self._progress_after, message))
                     self._show(self._progress)
             finally:
                 self._go.put(False)
         raise ProbeError(self.host.node, "its answer was cut short", "try again")
 
-    def _heard(self, word: Mapping[str, Any]) -> PushProgress:
-        """The progress after a host's word. Raises ValueError, TypeError where that is none."""
-        if "waits" in word:
+    def _progress_after(self, message: Mapping[str, Any]) -> PushProgress:
+        """Raises ValueError, TypeError for a malformed message."""
+        if "waits" in message:
             return replace(self._progress, phase="waits")
-        if "looked" in word:
-            return replace(self._progress, phase="looks", looked_bytes=int(word["looked"]))
-        for index, offset in word.get("lacks", ()):
+        if "looked" in message:
+            return replace(self._progress, phase="looks", looked_bytes=int(message["looked"]))
+        for index, offset in message.get("lacks", ()):
             self._note_lacking(index, offset)
-        if "go" in word and self._progress.phase != "sends":
+        if "go" in message and self._progress.phase != "sends":
             self._files |= {index for index, _ in self._lacking}
             lacking = sum(self._manifest.files[index].size - offset for index, offset in self._lacking)
             self._before_bytes = self._manifest.size_bytes - lacking - self.moved_bytes
@@ -132,7 +122,7 @@ class _Session:
         self._lacking.append((index, offset))
 
     def _pieces(self, go: queue.SimpleQueue[bool]) -> Iterator[bytes]:
-        """The bytes of what is lacking, once the host is ready for them. Runs in the transport's thread."""
+        """The missing bytes, once the host is ready. Runs in the transport's thread."""
         if not go.get():
             return
         try:
@@ -158,29 +148,21 @@ class _Session:
         )  # the transport may not have counted the last piece yet
 
 
-# A data set's folder as it is to be sent: takes a folder here, gives the names, sizes and SHA-256 of its files.
-#
-#     manifest = read_manifest(Path("~/data").expanduser(), progress)
-#     manifest.files[0]       # ManifestFile(name="MNIST/raw/train-images-idx3-ubyte", size=47040016, sha256="ba89...")
-#
-# A link that stays inside the folder is sent as what it leads to; one that leads outside is refused, as is whatever is
-# neither file nor folder; so are a home folder, and what looks like a login or a private key. Names are sent byte for
-# byte; whoever shows one escapes it.
+# Manifest of a local data set: names, sizes and SHA-256 of its files. Links are followed within the folder and refused
+# if they lead outside, as are special files, home folders, and files that look like a login or a private key.
 
 CHUNK_BYTES = 1 << 20
 OURS = ".orch-"
-"""How the names of files begin that a push has under way on a host."""
+"""Prefix of a push's partial files on a host."""
 
 
 @dataclass(frozen=True)
 class ManifestFile:
-    """One file of a data set."""
+    """name: relative, with `/`. sha256: in hex."""
 
     name: str
-    """Relative, with `/`."""
     size: int
     sha256: str
-    """In hex."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +176,7 @@ class Manifest:
 
 
 def read_manifest(root: Path, progress: Callable[[int, int], None] = lambda *_: None) -> Manifest:
-    """progress: bytes hashed, and of how many. Raises UsageError for what is not to be sent."""
+    """progress: called with bytes hashed and in total. Raises UsageError for anything that must not be sent."""
     if not root.is_dir():
         raise UsageError(f"{root} is no folder here", "name the folder that holds the data set")
     refuse_home(root, "name the folder that holds the data set, and nothing else")
@@ -224,10 +206,10 @@ def read_pieces(path: Path, offset: int = 0, piece_bytes: int = CHUNK_BYTES) -> 
 
 
 def _walk(root: Path, folder: Path, above: tuple[Path, ...]) -> Iterator[str]:
-    """Names of all files below, relative to root. above: the folders that this one is in, for links in a circle."""
+    """File names relative to root. above: parent folders, to detect circular links."""
     for path in sorted(folder.iterdir()):
         name = path.relative_to(root).as_posix()
-        if path.name.startswith(OURS) or name == ".lock":  # of a push or a training that had this folder, too
+        if path.name.startswith(OURS) or name == ".lock":  # left by a push to, or a training with, this folder
             continue
         real = _resolved(path)
         if not real.is_relative_to(above[0]):
@@ -243,7 +225,7 @@ def _walk(root: Path, folder: Path, above: tuple[Path, ...]) -> Iterator[str]:
 
 
 def _resolved(path: Path) -> Path:
-    """`resolve` alone says something else of a circle in every Python."""
+    """Python versions differ in `resolve` of a circular link."""
     try:
         path.stat()
     except OSError as error:

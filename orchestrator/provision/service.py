@@ -1,8 +1,4 @@
-"""What hosts are given on request, before any job: a data set, and an environment with torch.
-
-remembered cluster → its hosts, connected → data set there                      data push
-                                          → environments → probed again          setup
-"""
+"""Runs `orch data push` and `orch setup` on the hosts of a remembered cluster."""
 
 from __future__ import annotations
 
@@ -28,15 +24,15 @@ from orchestrator.transport.fanout import errors_by_node, values
 from trainer.shared.config import begun_with
 
 DATA_FOLDER: str = begun_with("mnist_lenet")["data_dir"]
-"""Where a training looks for its data if nobody says otherwise."""
+"""Default data folder of a training."""
 
 INDEXES = {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX", "PIP_CONFIG_FILE"}
-"""Variables by which pip finds other wheels than its usual ones."""
+"""Variables that point pip to other wheels than its default ones."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What came of `orch setup`, by node; and what a new look at the hosts that it changed found."""
+    """outcomes: by node. up: a new probe of the changed hosts."""
 
     outcomes: Mapping[str, Made | HostError]
     up: Up | None
@@ -54,7 +50,7 @@ class Provision:
         folder: str,
         show: Callable[[push.PushProgress], None] = lambda _: None,
     ) -> dict[str, Pushed | HostError]:
-        """An answer for every node. folder: on the hosts, as `data_folder` gives it."""
+        """folder: on the hosts, from `data_folder`."""
         found = self._connections.open(nodes)
         return {
             **push.push(values(found), manifest, folder, show, self._connections.reopen),
@@ -68,7 +64,7 @@ class Provision:
         wanted: WantedVersions,
         show: Callable[[venvs.SetupProgress], None] = lambda _: None,
     ) -> Setup:
-        """Asks each node's own Python, makes what is missing, has the cluster use it, and probes these hosts again."""
+        """Makes missing environments, lets the cluster use them, and probes these hosts again."""
         bare = cluster.with_venvs({})
         base = [bare.node(node.name) for node in nodes]
         own = {node.name: node for node in with_secrets(self._store.home, cluster, base)}
@@ -82,16 +78,14 @@ class Provision:
 
 
 def gpu_hosts(cluster: Cluster, picked: Sequence[Node]) -> list[NodeFacts]:
-    """The hosts of the cluster, and these, whose GPUs a torch has to suit: those for which the inventory gives pip no
-    index or folder of their own.
-    """
+    """Active and picked hosts that train on GPUs with wheels from pip's default index."""
     nodes = {node.name: node for node in (*cluster.active(), *picked)}.values()
     known = [(node, cluster.facts[node.name]) for node in nodes if node.name in cluster.facts]
     return [facts for node, facts in known if wants_cuda(node, facts) and not INDEXES & node.env.keys()]
 
 
 def data_folder(to: str | None) -> str:
-    """The folder on the hosts that `--to` means: a name lies in the data folder, a path stands for itself."""
+    """The remote folder for `--to`: a name is a subfolder of DATA_FOLDER. Raises UsageError."""
     if not to:
         return DATA_FOLDER
     if re.fullmatch(NAME, to):

@@ -1,9 +1,6 @@
-"""Environments on hosts without a fitting torch: which torch suits them all, and each host made ready.
+"""Chooses a torch for all hosts and makes environments with it (`orch setup`).
 
-    wanted = choose("2.3.1", None)                      # torch 2.3.1 and the torchvision that matches it
-    outcomes = set_up(hosts, wanted, envs, show)        # node -> Made, or that host's error
-
-The other end is `remote/environment.py`. Nothing outlives it: leaving ends the installers on every host.
+The other end is `remote/environment.py`. Closing the connection ends the installers on every host.
 """
 
 from __future__ import annotations
@@ -26,14 +23,9 @@ from orchestrator.text import one_line
 from orchestrator.transport.ask import ConnectedHost, exchange, understood
 from orchestrator.transport.fanout import for_each
 
-# A requirements file, made fit for hosts that have none of this machine's files: takes a path, gives pip's lines.
-#
-#     read_requirements(Path("requirements.txt"))     # Requirements(("einops>=0.7", "tqdm"), ())
-#
-# Files that it names (`-r`, `-c`) are read along. What only this machine has (a path, `-e .`), what would have pip
-# trust
-# a server without a certificate, and an address that holds a password are refused with file and line; pip itself fills
-# `${NAME}` in from the host's `env:`.
+# Requirements files for hosts, which have no files of this machine. Included files (`-r`, `-c`) are read too. Refused,
+# with file and line: local paths, options that trust a server without a certificate, addresses with a password. Pip
+# fills in `${NAME}` from the host's `env:`.
 
 MAX_BYTES, MAX_DEPTH = 1 << 20, 8
 _INCLUDE = re.compile(r"(-r|--requirement|-c|--constraint)(?:\s*=\s*|\s+|(?<=^-[rc]))(\S.*)")
@@ -47,14 +39,12 @@ _LOCAL = re.compile(r"[./~]|[A-Za-z]:\\|file:|\S+\.(whl|zip|tar\.gz)\b|.*@\s*(fi
 
 @dataclass(frozen=True)
 class Requirements:
-    """Lines as pip reads them."""
-
     packages: tuple[str, ...] = ()
     constraints: tuple[str, ...] = ()
 
 
 def read_requirements(path: Path) -> Requirements:
-    """Raises UsageError with every mistake."""
+    """Raises UsageError with all mistakes."""
     packages, constraints, mistakes = list[str](), list[str](), list[Mistake]()
     _read(path, packages, constraints, mistakes, ())
     if mistakes:
@@ -67,7 +57,7 @@ def read_requirements(path: Path) -> Requirements:
 def _read(
     path: Path, lines: list[str], constraints: list[str], mistakes: list[Mistake], within: tuple[Path, ...]
 ) -> None:
-    """within: the files that led here."""
+    """within: the including files."""
     if path.resolve() in within or len(within) > MAX_DEPTH:
         mistakes.append(Mistake(str(path), 0, "names itself, or files too deep within files"))
         return
@@ -82,7 +72,6 @@ def _read(
 
 
 def _problem(line: str) -> str:
-    """What is wrong with a line; "" where nothing is."""
     if _PASSWORD.search(line):
         return "an address holds a password; write ${NAME} in its place, and NAME under `env:` in the inventory"
     if line.startswith(("-e", "--editable")):
@@ -90,12 +79,12 @@ def _problem(line: str) -> str:
     if line.startswith("-"):
         return "" if _OPTION.fullmatch(line) else f"{grammar.show(line)} is not for hosts; leave it out"
     if _LOCAL.match(line) and "://" not in line.partition("file:")[0]:
-        return f"{grammar.show(line)} is a file of this machine, and hosts have none of it; name a package or a URL"
+        return f"{grammar.show(line)} is a file of this machine, which hosts lack; name a package or a URL"
     return ""
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered, without comments; a backslash at a line's end joins the next."""
+    """Numbered lines without comments; a trailing backslash joins the next line. Raises UsageError."""
     try:
         with open(path, "rb") as opened:
             content = opened.read(MAX_BYTES + 1)
@@ -117,60 +106,55 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 LIMIT_S = 2 * 3600.0
-"""For one host: torch with its CUDA libraries is 3 GB, which a 10 Mbit/s line brings in 40 minutes."""
+"""Per host: torch with its CUDA libraries is 3 GB, 40 minutes at 10 Mbit/s."""
 _VERSION = r"[0-9]{1,4}(\.[0-9]{1,4}){1,3}[A-Za-z0-9.]{0,20}(\+[A-Za-z0-9.]{1,20})?"
 
 
 @dataclass(frozen=True)
 class WantedVersions:
-    """What every host's environment is to hold."""
-
     torch: str
     torchvision: str | None
-    """None for the one that matches torch."""
+    """None: the version that matches torch."""
     any_torch: bool
-    """A host that has a torch of another version is left as it is."""
+    """Accept any torch that a host has."""
     extra: Requirements = field(default_factory=Requirements)
-    """What a person's requirements file asks for beside them."""
+    """The user's requirements file."""
     reason: str = field(default="", compare=False)
-    """Why this torch, where nobody asked for it and it is not this machine's."""
+    """Why this torch was chosen, if neither requested nor this machine's own."""
 
     @property
     def requirements(self) -> tuple[str, ...]:
-        """What to install: both together, or the newest torchvision would replace torch."""
+        """One pip call for both, since the newest torchvision would replace torch."""
         packages = (f"torch=={self.torch}", f"torchvision=={self.torchvision}" if self.torchvision else "torchvision")
         return (*packages, "numpy<2") if numbers(self.torch) < (2, 3) else packages  # built before there was a 2
 
 
 @dataclass(frozen=True)
 class SetupProgress:
-    """How far the setup of one host is."""
-
     node: str
     phase: str
-    """What the host is doing."""
     line: str = ""
-    """What the installer printed last."""
+    """The installer's last line of output."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """The environment that a host ended up with."""
+    """The environment of a host after setup."""
 
     python: Annotated[str, Field(pattern="^/"), AfterValidator(grammar.program)]
     torch: Annotated[str, Field(pattern=f"^{_VERSION}$")]
     torchvision: Annotated[str, Field(pattern=f"^{_VERSION}$")]
     state: Literal["own", "kept", "made", "added"]
-    """`own` if the host's own Python has a fitting torch, `kept` if the environment was there, `made`, `added` if only
-    packages of a requirements file were missing.
+    """`own`: the host's own Python fits; `kept`: the environment existed; `added`: only packages of a requirements file
+    were missing.
     """
 
 
 def choose(torch: str | None, torchvision: str | None, hosts: Sequence[NodeFacts] = ()) -> WantedVersions:
-    """What to install; without a version this machine's torch, else the newest known, and not newer than the GPUs and
-    drivers of all hosts allow. hosts: those with GPUs that are to train together on the usual wheels.
+    """Without a version: this machine's torch, else the newest known, limited by the GPUs and drivers of all hosts.
 
-    Raises UsageError for a malformed version, and for a torch that does not run on these hosts' GPUs.
+    hosts: with GPUs and pip's default wheels. Raises UsageError for a malformed version, and for a torch that does not
+    run on these GPUs.
     """
     for option, version in (("--torch", torch), ("--torchvision", torchvision)):
         if version and not re.fullmatch(_VERSION, version):
@@ -187,7 +171,7 @@ def choose(torch: str | None, torchvision: str | None, hosts: Sequence[NodeFacts
 
 
 def _check_fit(torch: str, hosts: Sequence[NodeFacts]) -> None:
-    """Raises UsageError if the usual wheels of this torch do not run on some host's GPUs."""
+    """Raises UsageError if the default wheels of this torch do not run on some host's GPU."""
     wrong = [(facts.node, why) for facts in hosts for gpu in facts.gpus if (why := misfit(torch, gpu))]
     if not wrong:
         return
@@ -200,8 +184,9 @@ def _check_fit(torch: str, hosts: Sequence[NodeFacts]) -> None:
 
 
 def _usual(hosts: Sequence[NodeFacts]) -> WantedVersions:
-    """What the GPU hosts with a torch have, if that is one release; else this machine's, or another one if that does
-    not run on all GPUs. Raises UsageError if none does.
+    """The release that the GPU hosts share, else this machine's, else the newest that runs on all GPUs.
+
+    Raises UsageError if none does.
     """
 
     def usual(torch: str, reason: str = "") -> WantedVersions:
@@ -214,14 +199,14 @@ def _usual(hosts: Sequence[NodeFacts]) -> WantedVersions:
         return usual(own)
     for torch in there if len(there) == 1 else ():
         if torch in RELEASES and not any(misfit(torch, gpu) for gpu in gpus):
-            return usual(torch, "as the GPU hosts have it that have a torch")
+            return usual(torch, "GPU hosts with a torch have this version")
     why = next((why for gpu in gpus if (why := misfit(own, gpu))), None)
     if why is None:
         return usual(own)
     fitting = newest_for(gpus, newest=own) or newest_for(gpus)
     if fitting is None:
         raise UsageError(
-            "orch knows no torch whose wheels run on the GPUs and drivers of all hosts",
+            "orch has no torch in its list whose wheels run on the GPUs and drivers of all hosts",
             "choose one with --torch and an index of your own, or leave hosts out (`orch node release`)",
         )
     return usual(fitting, f"it runs on all GPUs; the wheels of {own} hold {why}")
@@ -243,9 +228,7 @@ def set_up(
     owner: Owner,
     cluster: str,
 ) -> dict[str, Made | HostError]:
-    """All hosts at once. envs: by node, what pip is to have in its environment. show: called from several threads.
-    owner, cluster: who will use it.
-    """
+    """envs: pip's environment, by node. show: called from several threads. owner, cluster: the environment's user."""
     request = {
         "owner": owner.model_dump(),
         "cluster": cluster,
@@ -261,17 +244,17 @@ def set_up(
     def one(host: ConnectedHost) -> Made:
         progress = SetupProgress(host.node, "connects")
         own = {"workdir": host.workdir, "env": dict(envs.get(host.node, {}))}
-        with exchange(host, "environment", {**request, **own}) as words:
-            for word in words:
-                if "end" in word:
-                    end = word["end"]
+        with exchange(host, "environment", {**request, **own}) as messages:
+            for message in messages:
+                if "end" in message:
+                    end = message["end"]
                     return understood(host.node, lambda: TypeAdapter(Made).validate_python(end))  # noqa: B023
-                if "waits" in word:
+                if "waits" in message:
                     progress = SetupProgress(host.node, "waits for another setup")
-                elif "phase" in word:
-                    progress = SetupProgress(host.node, one_line(word["phase"], 40))
-                elif "line" in word:
-                    progress = SetupProgress(host.node, progress.phase, one_line(word["line"], 200))
+                elif "phase" in message:
+                    progress = SetupProgress(host.node, one_line(message["phase"], 40))
+                elif "line" in message:
+                    progress = SetupProgress(host.node, progress.phase, one_line(message["line"], 200))
                 show(progress)
         raise ProbeError(host.node, "its answer was cut short", "try again")
 

@@ -108,7 +108,7 @@ HOLDS = {
     "a final dot": (ONE.replace("h,", "gpu1.lab.,") % "gpus: 1", "must be written without the final dot"),
     "port 65536": (ONE % "port: 65536", "port: must be at most 65535"),
     "10,000 GPUs": (ONE % "gpus: 10000", "gpus: must be at most 64"),
-    "a variable named with =": (ONE % "env: {A=s3cret: x}", "'A' must be a variable's name alone"),
+    "a variable named with =": (ONE % "env: {A=s3cret: x}", "'A' must be only a variable's name"),
     "200 KB in a variable": (ONE % f"env: {{A: {'x' * 200_000}}}", "env.A: is longer than the 127 KiB"),
     "one host twice": (ONE % "gpus: 1" + "- {name: b, host: H}", "nodes a (line 3) and b have the same host and port"),
     "two masters": (ONE % "master: true" + "- {name: b, host: g, master: true}", "both pinned as master"),

@@ -93,5 +93,5 @@ def test_what_the_defaults_would_run_here_is_asked_about_first(rack):
     assert code == 2 and "b: env TOKEN_OF_MINE" in err and "nothing of it was run" in err
     assert [node.name for node in remembered().nodes] == ["a"]
     code, _, err = orch("node", "add", "b", "prepare=touch x")
-    assert code == 2 and "orch keeps no `prepare`" in err
+    assert code == 2 and "orch does not store a `prepare`" in err
     assert json.loads(Home.default().cluster("pair").read_text())["extra_keys"] == {}

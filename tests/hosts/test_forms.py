@@ -92,7 +92,7 @@ def test_all_mistakes_of_a_hostfile_at_once():
         "6: the number of slots stands twice; keep one",
         "7: node f_-: host: 'f_é' must be written in its ASCII form (xn--...)",
         "9: f stands on line 8 already; write it once, with all its slots",
-        "10: node me-x: host: must be a host name or an IP address alone, not 'me:x'; the port goes in `port:`",
+        "10: node me-x: host: must be only a host name or an IP address, not 'me:x'; the port goes in `port:`",
     ]
 
 
@@ -152,7 +152,7 @@ def test_what_ansible_refuses_is_refused_in_its_words(tmp_path, ansible):
     (tmp_path / "hosts").write_text("[a:friends]\nh\n")
     with pytest.raises(UsageError, match=r"hosts: .*friends") as refused:
         sources.from_ansible(tmp_path / "hosts")
-    assert "--list` says more" in str(refused.value.remedy)
+    assert "for more: `ansible-inventory" in str(refused.value.remedy)
     with pytest.raises(UsageError, match="none: no such file"):
         sources.from_ansible(tmp_path / "none")
 

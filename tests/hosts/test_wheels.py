@@ -87,7 +87,7 @@ def test_setup_installs_what_the_oldest_gpu_and_driver_run(monkeypatch):
     assert choose(None, None, hosts(A2000)) == WantedVersions("2.15.0", None, any_torch=True)
     assert choose(None, None, hosts(A2000, V100)) == WantedVersions("2.10.0", None, any_torch=True)
     assert choose(None, None, [facts(gpus=(V100,), torch=None, machine="aarch64")]).torch == "2.15.0"
-    with pytest.raises(UsageError, match=r"orch knows no torch whose wheels run on the GPUs and drivers of all hosts"):
+    with pytest.raises(UsageError, match=r"no torch in its list whose wheels run on the GPUs and drivers of all hosts"):
         choose(None, None, hosts(gpu("3.7"), BLACKWELL))
 
 
@@ -97,7 +97,7 @@ def test_setup_says_why_it_takes_another_torch_than_this_machines(monkeypatch):
     why = "it runs on all GPUs; the wheels of 2.15.0 hold no code for Tesla V100-PCIE-16GB (sm_70; built for sm_75 to"
     assert choose(None, None, hosts(A2000, V100)).reason.startswith(why)
     there = torch(version="2.3.1+cu121")
-    assert "as the GPU hosts have it" in choose(None, None, hosts(A2000, V100, torches=[there])).reason
+    assert "GPU hosts with a torch have this version" in choose(None, None, hosts(A2000, V100, torches=[there])).reason
 
 
 def test_a_machine_with_an_old_torch_holds_new_gpus_back_no_more_than_it_must(monkeypatch):

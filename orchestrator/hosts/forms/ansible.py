@@ -1,4 +1,4 @@
-"""Hosts as `ansible-inventory --list` prints them, whatever form, plugin or variable of Ansible they come from. Pure.
+"""Reads hosts from the JSON of `ansible-inventory --list`, which covers all of Ansible's inventory sources. Pure.
 
 read_ansible("hosts.ini", json.loads(printed)).hosts[0].keys["user"].value      # "me"
 """
@@ -69,7 +69,7 @@ def _names(listed: Any) -> list[str]:
 
 
 def _keys_of(host: str, variables: Mapping[str, Any], notes: Notes) -> dict[str, Given]:
-    """Keys of a node. What is not carried over, and what is wrong, goes to the notes."""
+    """Keys of a node; mistakes and dropped variables go to the notes."""
     keys = {"host": Given(host, 0)}
     for name in variables.keys() - _KEYS.keys():
         notes.drop(0, _left_out(name))

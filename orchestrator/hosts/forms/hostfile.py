@@ -88,7 +88,7 @@ def _ranks(keys: dict[str, Given], text: str, line: int, notes: Notes) -> None:
 
 
 def _add(hosts: dict[str, ImportedHost], host: ImportedHost, notes: Notes) -> None:
-    """A host that comes again has a rank more, as long as no line of it says how many."""
+    """A repeated host gets one more rank, unless a line gives a number."""
     known = hosts.setdefault(host.name, host)
     if known is host:
         return
@@ -100,8 +100,7 @@ def _add(hosts: dict[str, ImportedHost], host: ImportedHost, notes: Notes) -> No
         hosts[host.name] = ImportedHost(known.name, known.line, {**known.keys, "ranks": more})
 
 
-# Hosts of an SSH configuration, ssh_config(5): from what holds for each of them to our keys. Pure; the configuration
-# itself is read by `transport.ssh_config`.
+# Hosts of an SSH configuration, ssh_config(5), from their options (read by `transport.ssh_config`) to our keys. Pure.
 
 _KEYS = {"hostname": "host", "user": "user", "port": "port", "proxyjump": "proxy_jump"}
 _BY_ITSELF = {"identitiesonly", "hostkeyalias", "userknownhostsfile", "globalknownhostsfile"}
@@ -113,7 +112,7 @@ class SshHost:
     file: str
     line: int
     options: Mapping[str, Any]
-    """By the keyword in small letters, as `transport.ssh_config.Alias` has them."""
+    """Keys in lower case, as in `transport.ssh_config.Alias`."""
     problem: str = ""
 
 

@@ -1,4 +1,4 @@
-"""What a file of another tool says of hosts, in our keys: what every reader here gives, and the writer takes. Pure."""
+"""Hosts read from another tool's file, with our inventory's keys: the readers' output and the writer's input. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from orchestrator.errors import Mistake
 from orchestrator.hosts import grammar
 
 MOST_HOSTS = grammar.MOST_HOSTS
-"""Of one file: what is more is a slip in a range."""
+"""Per file; more is a slip in a range."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """A value, and the line that says so."""
+    """line: the place of the value in the file."""
 
     value: Any
     line: int
@@ -25,12 +25,12 @@ class Given:
 @dataclass(frozen=True)
 class ImportedHost:
     name: str
-    """As an inventory may have it, see `node_name`."""
+    """Valid in an inventory, see `node_name`."""
     line: int
     keys: Mapping[str, Given]
-    """Keys of an inventory's node, `host` among them."""
+    """Inventory keys, including `host`."""
     file: str = ""
-    """Where it is another one than the whole's."""
+    """Set if it differs from `Imported.file`."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,19 @@ class Imported:
     hosts: tuple[ImportedHost, ...]
     mistakes: tuple[Mistake, ...] = ()
     left_out: tuple[str, ...] = ()
-    """What has no place in an inventory, a line each; never with its value."""
+    """Settings without a place in an inventory, one line each, never with the value."""
 
 
 @dataclass
 class Notes:
-    """Mistakes and left-out things of a file that is being read. Of each thing the first place is kept."""
+    """Mistakes and dropped settings of a file; a repeated setting keeps its first line."""
 
     file: str
     mistakes: list[Mistake] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)
 
     def wrong(self, line: int, words: str, file: str = "") -> None:
-        """file: where it is another one."""
+        """file: if it is another file."""
         self.mistakes.append(Mistake(file or self.file, line, words))
 
     def drop(self, line: int, words: str) -> None:
@@ -62,7 +62,7 @@ class Notes:
 
 
 def node_name(host: str) -> str:
-    """The host itself where it can be a node's name, else the nearest to it: `2001:db8::7` as `2001-db8--7`."""
+    """The host if it is a valid node name, else the nearest valid one: `2001:db8::7` as `2001-db8--7`."""
     if re.fullmatch(grammar.NAME, host):
         return host
     near = re.sub(r"[^A-Za-z0-9._-]", "-", host).lstrip("._-")[:63]

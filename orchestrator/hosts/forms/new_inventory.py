@@ -1,7 +1,4 @@
-"""An inventory out of hosts of another form: checked by the inventory's own reader, then its text. Pure.
-
-text = inventory_text(imported, Wanted("rack", "hosts.ini", user="me"))
-"""
+"""Writes an inventory file from imported hosts, after a check by the inventory's own reader. Pure."""
 
 from __future__ import annotations
 
@@ -25,22 +22,22 @@ _ORDER = ("host", "port", "user", "key_file", "proxy_jump", "connect_timeout", "
 class Wanted:
     cluster: str
     source: str
-    """Where the hosts come from, in words."""
+    """Origin of the hosts, for people."""
     user: str | None = None
-    """For hosts that name none."""
+    """For hosts without a user of their own."""
     target: str = "rack.yaml"
-    """What the file will be called."""
+    """Name of the new file."""
 
 
 def inventory_text(found: Imported, wanted: Wanted) -> str:
-    """Raises InventoryError with all mistakes, by the lines of the file that the hosts come from."""
+    """Raises InventoryError with all mistakes, by the lines of the hosts' own files."""
     hosts = [_with_user(host, wanted.user) for host in found.hosts]
     _check(found, hosts, wanted.cluster)
     common = _common(hosts)
     count = f"{len(hosts)} host{'s' if len(hosts) > 1 else ''}"
     lines = [f"# Written by `orch init` from {one_line(wanted.source)}: {count}.", f"cluster: {wanted.cluster}"]
     if common:
-        lines += [f"# What {'all of them' if len(hosts) > 2 else 'both'} have.", f"defaults: {flow(_plain(common))}"]
+        lines += [f"# Common to {'all of them' if len(hosts) > 2 else 'both'}.", f"defaults: {flow(_plain(common))}"]
     lines.append("nodes:")
     for host in hosts:
         own = {key: given for key, given in host.keys.items() if key not in common}
@@ -51,7 +48,7 @@ def inventory_text(found: Imported, wanted: Wanted) -> str:
 
 
 def checked_template(wanted: Wanted) -> str:
-    """One to fill in."""
+    """A template to fill in."""
     text = template(wanted.cluster, scalar(wanted.user or "ubuntu"), wanted.target)
     parse_inventory(yaml_of(wanted.target, text, verbatim=["env"]))
     return text
@@ -67,7 +64,7 @@ def _plain(keys: Mapping[str, Given]) -> dict[str, Any]:
 
 
 def _common(hosts: Sequence[ImportedHost]) -> dict[str, Given]:
-    """What all of several hosts say alike."""
+    """Keys with equal values on all of several hosts."""
     first, *others = hosts
     return {
         key: given
@@ -84,7 +81,7 @@ def _check(found: Imported, hosts: Sequence[ImportedHost], cluster: str) -> None
     for file in dict.fromkeys(host.file or found.file for host in hosts):
         mistakes += _mistakes(file, [host for host in hosts if (host.file or found.file) == file], cluster)
     if hosts and not mistakes:
-        mistakes += _mistakes(found.file, hosts, cluster)  # what two files have together
+        mistakes += _mistakes(found.file, hosts, cluster)  # duplicates across files
     if mistakes:
         ordered = sorted(
             dict.fromkeys(mistakes), key=lambda mistake: (mistake.file != found.file, mistake.file, mistake.line)
@@ -93,7 +90,7 @@ def _check(found: Imported, hosts: Sequence[ImportedHost], cluster: str) -> None
 
 
 def _mistakes(file: str, hosts: Sequence[ImportedHost], cluster: str) -> Sequence[Mistake]:
-    """What the reader of inventories says to these hosts, by the lines of their own file."""
+    """Mistakes found by the inventory's reader, with the lines of the hosts' own file."""
     nodes = [{"name": host.name, **_plain(host.keys)} for host in hosts]
     lines: dict[KeyPath, int] = {}
     for position, host in enumerate(hosts):
@@ -106,16 +103,16 @@ def _mistakes(file: str, hosts: Sequence[ImportedHost], cluster: str) -> Sequenc
     return ()
 
 
-# The inventory that `orch init` writes where no other file says what hosts there are. Pure.
+# Template for `orch init` without another source of hosts. Pure.
 
 _TEXT = """\
 # A cluster for `orch up {file}`. Fill in your hosts; every key: docs/reference/inventory.md.
 cluster: {cluster}
 
-# What holds for every host that does not say otherwise.
+# Values for every host that does not set its own.
 defaults:
   user: {user}                        # the login name; training needs no root
-  # key_file: ~/.ssh/id_ed25519       # else the agent's keys and what ~/.ssh/config says
+  # key_file: ~/.ssh/id_ed25519       # else the agent's keys and those in ~/.ssh/config
   # python: /opt/conda/bin/python     # the one that has torch, else python3; `orch setup` makes one
   # proxy_jump: me@gate.lab           # the host to go through
   # workdir: ~/.orch                  # for code, jobs and logs
@@ -124,7 +121,7 @@ nodes:
   - name: gpu01
     host: 192.168.1.41                # name, address or alias of ~/.ssh/config
     # port: 22
-    # gpus: 1                         # how many it must show
+    # gpus: 1                         # the number of GPUs that it must show
     # gpu: RTX A2000                  # a label, for people
     # bandwidth: 2.5Gbps              # of its link
 
@@ -137,11 +134,11 @@ def template(cluster: str, user: str, file: str) -> str:
     return _TEXT.format(cluster=cluster, user=user, file=one_line(file))
 
 
-# Values as YAML that every reader understands alike: ours, PyYAML's YAML 1.1 and YAML 1.2. Pure.
+# YAML values with one meaning for all readers: ours, PyYAML (YAML 1.1) and YAML 1.2. Pure.
 
 _PLAIN = re.compile(r"[A-Za-z~/][A-Za-z0-9_./~@+-]*|[0-9]+(\.[0-9]+){3}")
 _OTHER = re.compile(r"(y|n|yes|no|on|off|true|false|null|~)", re.IGNORECASE)
-"""What some reader takes for something else than text."""
+"""Some readers take these for something other than text."""
 
 
 def scalar(value: str | int) -> str:

@@ -1,9 +1,4 @@
-"""Where hosts in other forms are read from: this machine's files and SSH configuration.
-
-found = from_hostfile(Path("hosts"))
-found = from_ansible(Path("hosts.ini"))
-found = from_ssh_config("gpu[01-04],v100*")
-"""
+"""Reads hosts from this machine's hostfiles, Ansible inventories and SSH configuration."""
 
 from __future__ import annotations
 
@@ -73,10 +68,10 @@ def _listed(path: Path) -> str:
     except OSError as error:
         raise UsageError(f"{program} cannot be run ({error.strerror})", "install Ansible anew") from error
     if done.returncode:
-        said = re.findall(r"^(?:\[(?:WARNING|ERROR)\]:|ERROR[:!]) (.+)", done.stderr, re.M)
-        said = said or done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        causes = [line for line in said if line.startswith("Failed")] or said
-        raise UsageError(f"{path}: {one_line(causes[-1], 500)}", f"`ansible-inventory -i {path} --list` says more")
+        lines = re.findall(r"^(?:\[(?:WARNING|ERROR)\]:|ERROR[:!]) (.+)", done.stderr, re.M)
+        lines = lines or done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        causes = [line for line in lines if line.startswith("Failed")] or lines
+        raise UsageError(f"{path}: {one_line(causes[-1], 500)}", f"for more: `ansible-inventory -i {path} --list`")
     return done.stdout
 
 
@@ -93,7 +88,7 @@ def from_ssh_config(listed: str) -> Imported:
     if not names:
         raise UsageError("--ssh-config names no host", f"'*' takes all of {file}")
     if missing := [name for name in names if name not in known]:
-        near = "one that only fits a pattern like `Host gpu*` needs a `Host` line of its own"
+        near = "a host that only matches a pattern like `Host gpu*` needs its own `Host` line"
         raise UsageError(f"{file} has no `Host {missing[0]}`", near)
     chosen = [known[name] for name in names]
     hosts = [SshHost(one.name, one.file, one.line, _with_tilde(one.options), one.problem) for one in chosen]
@@ -102,7 +97,7 @@ def from_ssh_config(listed: str) -> Imported:
 
 
 def _with_tilde(options: Mapping[str, Any]) -> dict[str, Any]:
-    """paramiko has put the home folder in its place: the file is to fit on another machine, too."""
+    """Undoes paramiko's expansion of the home folder, so that the file works on other machines."""
     home = f"{Path.home()}/"
     keys = [
         f"~/{name.removeprefix(home)}" if name.startswith(home) else name for name in options.get("identityfile", [])
