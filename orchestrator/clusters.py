@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import Any, TypeVar
 
-from orchestrator.doctor.seen import Host, Seen
+from orchestrator.doctor.observations import Host, Observations
 from orchestrator.doctor.table import Finding, checks_at, judge
 from orchestrator.errors import HostError, HostsError, OrchError, ProbeError, StateError, UnlikeError, UsageError
 from orchestrator.hosts import checks, work_folders
@@ -219,7 +219,7 @@ class Clusters:
         probed = self.connections.each(nodes, see, deadline_s=PROBE_S + SLOW_TORCH_S + 10)
         facts, problems = {name: host.facts for name, host in values(probed).items()}, errors_by_node(probed)
         shared = shared_folders(self.connections, facts)
-        seen = Seen(tuple(values(probed).values()), errors_by_node(probed), shared_folders=shared)
+        seen = Observations(tuple(values(probed).values()), errors_by_node(probed), shared_folders=shared)
         findings = judge(seen, checks_at("up")).findings
         for node in nodes:
             if node.name in facts and (blocked := _unusable(node, facts[node.name], findings)):

@@ -236,7 +236,7 @@ class Controller:
                 start.over()
 
             def heard(answers: Mapping[str, Prepared]) -> None:
-                self.checks.hear(plan, job.hosts, answers, said)
+                self.checks.check_prepared(plan, job.hosts, answers, said)
 
             launch(plan, job.hosts, blob, undone, heard, lambda: self.handovers.deliver(plan, handover))
             start.over()

@@ -25,7 +25,7 @@ from orchestrator.units import counted
 
 if TYPE_CHECKING:
     from orchestrator.controller import Controller
-    from orchestrator.doctor.seen import Seen
+    from orchestrator.doctor.observations import Observations
     from orchestrator.doctor.table import Diagnosis
     from orchestrator.hosts.cluster import Cluster
     from orchestrator.hosts.inventory import Node
@@ -118,7 +118,7 @@ def _refuse(inventory: Path | None, cluster: str | None, collective: bool, fix: 
         raise UsageError("`orch doctor --fix --json` cannot ask for your consent", "add --yes to give it")
 
 
-def _look(controller: Controller, nodes: Sequence[Node], master: str | None) -> Seen:
+def _look(controller: Controller, nodes: Sequence[Node], master: str | None) -> Observations:
     from orchestrator.doctor.look import look
     from orchestrator.provision.service import DATA_FOLDER
 
@@ -126,7 +126,7 @@ def _look(controller: Controller, nodes: Sequence[Node], master: str | None) -> 
         return look(controller.connections, nodes, data=DATA_FOLDER, master=master, show=show)
 
 
-def _with_collective(controller: Controller, cluster: str, seen: Seen) -> Seen:
+def _with_collective(controller: Controller, cluster: str, seen: Observations) -> Observations:
     """The same, and what became of an all-reduce, where one was tried."""
     from dataclasses import replace
 

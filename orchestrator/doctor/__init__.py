@@ -1,1 +1,1 @@
-"""What may fail before it fails: every check of hosts, of all of them together and of each pair (`orch doctor`)."""
+"""Diagnoses a cluster before it fails: checks of hosts, of all hosts together and of each pair (`orch doctor`)."""

@@ -1,4 +1,4 @@
-"""What one host says of itself, its GPUs apart: `host -> (what was seen, remedy)`, one function a check. Pure."""
+"""Checks of a single host and its GPUs: each function yields problems with their remedies. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 import shlex
 from collections.abc import Iterator
 
-from orchestrator.doctor.seen import Host
+from orchestrator.doctor.observations import Host
 from orchestrator.hosts import checks
 from orchestrator.hosts.checks import Finding
 from orchestrator.hosts.facts import GpuHealth
@@ -18,15 +18,15 @@ from orchestrator.units import counted, format_bytes, format_duration
 
 SLOW_LOGIN_S = 5.0
 NOFILE, NPROC = 1024, 2048
-"""What a rank with some loader workers needs: files and sockets, threads and processes."""
+"""Needs of a rank with some loader workers: files and sockets, threads and processes."""
 MEMLOCK_BYTES = 1 << 30
-"""InfiniBand's buffers are locked in memory. Assumed."""
+"""InfiniBand locks its buffers in memory. Assumed."""
 GROUP_BYTES = 8 << 30
 MEMORY_BYTES = 1 << 30
 YOUNG_S = 600.0
 SLOW_CARD_BPS = 100e6
 CRC_PART, CRC_COUNT = 1e-6, 100
-"""Damaged packets that no sound cable has."""
+"""More damaged packets than any sound cable causes."""
 NOT_FOR_TRAINING = ("docker", "veth", "virbr", "br-", "lxc", "cni", "flannel", "cali")
 
 
@@ -46,7 +46,7 @@ def login_limits(host: Host) -> Iterator[Finding]:
 
 
 def own_name(host: Host) -> Iterator[Finding]:
-    """Gloo and other launchers ask it where nobody names an interface; `orch run` names one."""
+    """Gloo and other launchers resolve it if no interface is named; `orch run` names one."""
     addresses = host.facts.hostname_addresses
     local = [address for address in addresses if ipaddress.ip_address(address).is_loopback]
     remedy = (
@@ -120,7 +120,6 @@ def group_limits(host: Host) -> Iterator[Finding]:
 
 
 def memory(host: Host) -> Iterator[Finding]:
-    """By what runs there now."""
     left = host.health.available_bytes
     if left is not None and left < min(MEMORY_BYTES, host.facts.memory_bytes / 8):
         remedy = "`ps aux --sort=-rss | head` there shows who has it: wait, or end it"
@@ -128,7 +127,7 @@ def memory(host: Host) -> Iterator[Finding]:
 
 
 def leftovers(host: Host) -> Iterator[Finding]:
-    """torchrun obeys them; a job of ours is started without them (`remote/programs.py`)."""
+    """torchrun obeys them; `remote/programs.py` starts our jobs without them."""
     found = [name for name in host.health.environment if _steers_ranks(name)]
     if found:
         look = f"`grep -n {shlex.quote(found[0])} ~/.bashrc ~/.profile /etc/environment /etc/profile.d/*`"
@@ -151,7 +150,7 @@ def may_end_with_it(host: Host) -> Iterator[Finding]:
 
 
 def _spared(host: Host) -> str:
-    """Lingering alone does not help: it keeps the user's own manager, and a session's processes are not below that."""
+    """Lingering does not help: it keeps the user's own manager, which is no parent of a session's processes."""
     setting = f"`KillExcludeUsers=root {host.facts.user}` in its /etc/systemd/logind.conf"
     return f"{setting}, then `systemctl restart systemd-logind`, as root"
 
@@ -165,29 +164,29 @@ def reboot(host: Host) -> Iterator[Finding]:
 
 def young(host: Host) -> Iterator[Finding]:
     if 0 < host.health.uptime_s < YOUNG_S:
-        remedy = "`last -x reboot` and `journalctl -eb -1` there say whether it fell over"
+        remedy = "`last -x reboot` and `journalctl -eb -1` there show whether it crashed"
         yield f"it came up {format_duration(host.health.uptime_s)} ago", remedy
 
 
-# What one host's GPUs and their driver are like: `host -> (what was seen, remedy)`, one function a check. Pure.
+# Checks of one host's GPUs and their driver.
 
 IN_ORDER = POWER_CAP | SYNC_BOOST
-"""What a card in order may be slowed by."""
+"""Clock limits of a healthy card."""
 NEAR = 0.99
-"""Of a limit: drivers round."""
+"""Share of a limit, since drivers round."""
 
 
 def kernels(host: Host) -> Iterator[Finding]:
     if checks.fabric(host.node, host.facts)[0] or not host.facts.gpus or checks.gpus(host.node, host.facts)[0]:
-        return  # P11, P06 and P08 say why
+        return  # P11, P06 and P08 report it
     found = [check(host.node, host.facts) for check in (checks.cuda, checks.kernels)]
     yield from [finding for finding in found if finding[0]][:1]
     if any(finding[0] for finding in found):
         return
     in_use = {gpu.index for gpu in host.gpus if gpu.occupants}
     for gpu in _health(host):
-        if gpu.computes and gpu.index not in in_use:  # else it may be full, or another's alone: P09
-            remedy = f"`dmesg | grep -i xid` there says why; `nvidia-smi --gpu-reset -i {gpu.index}` may help, as root"
+        if gpu.computes and gpu.index not in in_use:  # else it may be full, or in another's exclusive use: P09
+            remedy = f"`dmesg | grep -i xid` there shows why; `nvidia-smi --gpu-reset -i {gpu.index}` may help, as root"
             yield f"GPU {gpu.index} computes nothing ({gpu.computes})", remedy
 
 
@@ -196,17 +195,17 @@ def other_count(host: Host) -> Iterator[Finding]:
 
 
 def on_them(host: Host) -> Iterator[Finding]:
-    """Whoever is on them, jobs of ours, too."""
+    """All programs on its GPUs, including our jobs."""
     return ((line, ELSEWHERE) for line in occupied(host.facts.model_copy(update={"gpus": host.gpus})))
 
 
 def in_use(host: Host) -> Iterator[Finding]:
-    """By processes that belong to no job of ours, beside which there may be room."""
+    """Programs that belong to no job of ours, on GPUs that may have room for more."""
     return ((line, ELSEWHERE) for line in _used(host, exclusively=False))
 
 
 def taken(host: Host) -> Iterator[Finding]:
-    """The same where one process may have a GPU for itself."""
+    """Like `in_use`, for GPUs in exclusive mode."""
     for line in _used(host, exclusively=True):
         yield f"{line}, and it is in exclusive compute mode", f"{WAIT}; or {NOT_EXCLUSIVE}"
 

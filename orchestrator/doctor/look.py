@@ -1,10 +1,7 @@
-"""Looks at a cluster for `orch doctor`: every host at once, then every pair of them, then what outlived its login.
+"""Collects the observations for `orch doctor`: every host at once, then every pair, then what outlived its login.
 
-    seen = look(connections, nodes, data="~/data")
-    judge(seen).findings
-
-Two logins a host: what was started in the first is to be there in the second, which follows at once, so that the host
-is soon asked to end it. The ways between hosts are tried in that one.
+Each host has two logins. A process started in the first must still run in the second, which follows at once and also
+tests the links.
 """
 
 from __future__ import annotations
@@ -13,8 +10,8 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
+from orchestrator.doctor.observations import Host, Observations
 from orchestrator.doctor.pairs import LIMIT_S, Conductor, take_part
-from orchestrator.doctor.seen import Host, Seen
 from orchestrator.errors import HostError, HostsError
 from orchestrator.hosts.connections import CONNECT_S, Connections
 from orchestrator.hosts.election import elect
@@ -36,8 +33,8 @@ def look(
     data: str,
     master: str | None = None,
     show: Callable[[str], None] = lambda words: None,
-) -> Seen:
-    """master: the one that is remembered. data: the folder of data sets on hosts. show: told what begins."""
+) -> Observations:
+    """master: the remembered node. data: the hosts' folder of data sets. show: called at the start of each phase."""
     lost = dict[str, HostError]()
 
     def ask(host: ConnectedHost) -> Host:
@@ -48,7 +45,7 @@ def look(
         try:
             again = connections.reopen(node.name)
             outlives = outlived(again, found.began, timeout_s=OUTLIVED_S) if found.began else None
-        except HostError as error:  # what it said before counts
+        except HostError as error:  # the facts from before still count
             lost[node.name] = error
         return Host(
             node,
@@ -66,7 +63,7 @@ def look(
     addresses = {host.name: host.address for host in hosts if host.address and host.name not in lost}
     conductor = Conductor([host for host in hosts if host.name in addresses] if len(hosts) > 1 else [], show)
     fell_out = _try_ways(connections, conductor, addresses) if len(hosts) > 1 else {}
-    return Seen(
+    return Observations(
         hosts=hosts,
         unreached={**errors_by_node(examined), **lost, **fell_out},
         mesh=conductor.found() if len(hosts) > 1 else None,
@@ -76,7 +73,7 @@ def look(
 
 
 def _try_ways(connections: Connections, conductor: Conductor, addresses: Mapping[str, str]) -> dict[str, HostError]:
-    """addresses: by host, where it listens. Gives who fell out, and why."""
+    """addresses: of each host's listener. Returns the hosts that dropped out, and why."""
     token = secrets.token_bytes(32)
 
     def part(name: str) -> None:
@@ -86,7 +83,7 @@ def _try_ways(connections: Connections, conductor: Conductor, addresses: Mapping
 
 
 def _master(hosts: Sequence[Host], known: str | None) -> str | None:
-    """The one that is known, else who would be elected among those that answered."""
+    """The known master if it answered, else the result of an election."""
     if known in {host.name for host in hosts}:
         return known
     with suppress(HostsError):
@@ -94,18 +91,18 @@ def _master(hosts: Sequence[Host], known: str | None) -> str | None:
     return None
 
 
-# Finds the smallest set of hosts with which something fails, by trying it on fewer and fewer of them. Pure.
+# Finds the smallest set of hosts with which something fails, by retrying with fewer hosts. Pure.
 #
-#     guilty(["a", "b", "c", "d"], fails)      # ("c",): it fails with that host, and not without it
-#                                              # ("a", "c"): it fails with both of them, and not without either
+#     guilty(["a", "b", "c", "d"], fails)      # ("c",): fails with that host, and not without it
+#                                              # ("a", "c"): fails with both, and not without either
 #
-# `fails` tries it on some hosts, which costs its time: with n hosts it is asked some 2 log n times where one is guilty.
+# With one guilty host among n, `fails` runs about 2 log n times.
 
 Fails = Callable[[Sequence[str]], bool]
 
 
 def guilty(names: Sequence[str], fails: Fails) -> tuple[str, ...]:
-    """names: those with which it failed. Of one set of them at a time at the most it is the smallest."""
+    """names: hosts with which it failed. If several such sets exist, it returns a smallest set."""
     half = _smaller(list(names), fails)
     if len(half) != 2:
         return tuple(half)
@@ -117,13 +114,13 @@ def guilty(names: Sequence[str], fails: Fails) -> tuple[str, ...]:
     return (blamed[0],) if len(blamed) == 1 else tuple(half)
 
 
-def _smaller(names: list[str], fails: Fails, beside: Sequence[str] = ()) -> list[str]:
-    """Those of the names without which, beside the others, it does not fail. It fails with all of them."""
+def _smaller(names: list[str], fails: Fails, others: Sequence[str] = ()) -> list[str]:
+    """The names that, together with `others`, it needs to fail. It fails with all names."""
     if len(names) == 1:
         return names
     left, right = names[: len(names) // 2], names[len(names) // 2 :]
     for part in (left, right):
-        if len(part) + len(beside) > 0 and fails([*beside, *part]):
-            return _smaller(part, fails, beside)
-    kept = _smaller(left, fails, [*beside, *right])  # a part of each is needed
-    return [*kept, *_smaller(right, fails, [*beside, *kept])]
+        if len(part) + len(others) > 0 and fails([*others, *part]):
+            return _smaller(part, fails, others)
+    kept = _smaller(left, fails, [*others, *right])  # a part of each is needed
+    return [*kept, *_smaller(right, fails, [*others, *kept])]

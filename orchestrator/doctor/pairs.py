@@ -1,4 +1,4 @@
-"""What the ways between hosts are like: `seen -> sights`, one function a check."""
+"""Checks of the links between hosts, and the conductor of the measurements. Pure but for the last part."""
 
 from __future__ import annotations
 
@@ -11,56 +11,58 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from orchestrator.doctor.seen import Host, Mesh, Pair, PairKind, Seen, Sight
+from orchestrator.doctor.observations import Host, Mesh, Observations, Pair, PairKind, RawFinding
 from orchestrator.errors import HostError, ProbeError
 from orchestrator.text import one_line
 from orchestrator.transport.ask import ConnectedHost, exchange, understood
 from orchestrator.units import format_bandwidth
 
 ENOUGH = 0.6
-"""Of the declared bandwidth. Assumed: a short transfer of one connection does not fill a link."""
+"""Share of the declared bandwidth. Assumed: a short transfer of one connection does not fill a link."""
 MOST_JUDGED_BPS = 10e9
-"""One Python process does not send faster than about this, whatever the link."""
+"""About the limit of one sending Python process."""
 LONG_S = 0.02
-"""A round trip within one building takes less, by ten times and more."""
+"""A round trip within one building is at least ten times faster."""
 _WORDS = {
-    "silent": "no connection comes about, and nothing at that address answers",
-    "filtered": "no connection comes about, though that address answers on another port",
+    "silent": "no connection is made, and nothing at that address answers",
+    "filtered": "no connection is made, though that address answers on another port",
     "refused": "the connection is refused, though it listens there",
     "unreachable": "there is no route to that host",
-    "mute": "somebody accepts the connection who is not that host",
+    "mute": "another program or host accepts the connection",
     "hung up": "the connection breaks",
 }
 
 
-def listening(seen: Seen) -> Iterator[Sight]:
+def listening(seen: Observations) -> Iterator[RawFinding]:
     remedy = "correct `address:` in the inventory (`ip -br addr` there lists its own)"
     for name, why in (seen.mesh.closed if seen.mesh else {}).items():
-        yield Sight((name,), f"it cannot listen at its training address: {why}", remedy)
+        yield RawFinding((name,), f"it cannot listen at its training address: {why}", remedy)
 
 
-def to_master(seen: Seen) -> Iterator[Sight]:
+def to_master(seen: Observations) -> Iterator[RawFinding]:
     return (_sight(pair) for pair in _cut(seen) if pair.end == seen.master)
 
 
-def to_others(seen: Seen) -> Iterator[Sight]:
+def to_others(seen: Observations) -> Iterator[RawFinding]:
     return (_sight(pair) for pair in _cut(seen) if pair.end != seen.master)
 
 
-def _cut(seen: Seen) -> list[Pair]:
+def _cut(seen: Observations) -> list[Pair]:
     return [pair for pair in seen.mesh.pairs if pair.kind in _WORDS] if seen.mesh else []
 
 
-def _sight(pair: Pair) -> Sight:
-    said = f" ({pair.words})" if pair.words and pair.kind in ("unreachable", "refused") else ""
+def _sight(pair: Pair) -> RawFinding:
+    reason = f" ({pair.words})" if pair.words and pair.kind in ("unreachable", "refused") else ""
     if pair.kind in ("silent", "filtered", "refused", "unreachable") and pair.opens:
         remedy = f"is a firewall on {pair.end}? Open all TCP ports to the job's hosts there: `{pair.opens}`"
     else:
-        remedy = f"is {pair.end}'s training address its own alone? `ip neigh` on {pair.start} shows who answers"
-    return _of_way(pair, _WORDS[pair.kind] + said, remedy)
+        remedy = (
+            f"does another host have {pair.end}'s training address, too? `ip neigh` on {pair.start} shows who answers"
+        )
+    return _of_way(pair, _WORDS[pair.kind] + reason, remedy)
 
 
-def large_packets(seen: Seen) -> Iterator[Sight]:
+def large_packets(seen: Observations) -> Iterator[RawFinding]:
     for pair in seen.mesh.pairs if seen.mesh else ():
         if pair.kind == "small only":
             words = "small packets pass and large ones do not"
@@ -68,8 +70,8 @@ def large_packets(seen: Seen) -> Iterator[Sight]:
             yield _of_way(pair, words, remedy)
 
 
-def speeds(seen: Seen) -> Iterator[Sight]:
-    """Where all ways from and to a host are slow, and others are not, the host is named and not each way."""
+def speeds(seen: Observations) -> Iterator[RawFinding]:
+    """If all links of a host are slow, and others are not, it reports the host instead of each link."""
     measured = [pair for pair in seen.open_pairs if pair.bits_per_s]
     slow = [pair for pair in measured if is_slow(pair, seen.host(pair.start), seen.host(pair.end))]
     remedy = "look at cables, switch ports and what else uses them; or correct `bandwidth:`"
@@ -78,7 +80,9 @@ def speeds(seen: Seen) -> Iterator[Sight]:
     for name in blamed:
         own = _at(name, slow)
         most = format_bandwidth(max(pair.bits_per_s or 0 for pair in own))
-        yield Sight((name,), f"no more than {most} passes from or to it, of {_declared(seen, own[0])} declared", remedy)
+        yield RawFinding(
+            (name,), f"no more than {most} passes from or to it, of {_declared(seen, own[0])} declared", remedy
+        )
     for pair in slow:
         if pair.start not in blamed and pair.end not in blamed:
             passed = format_bandwidth(pair.bits_per_s or 0)
@@ -90,69 +94,67 @@ def is_slow(pair: Pair, start: Host, end: Host) -> bool:
     return bool(declared and pair.bits_per_s and pair.bits_per_s < ENOUGH * min(declared, MOST_JUDGED_BPS))
 
 
-def latencies(seen: Seen) -> Iterator[Sight]:
+def latencies(seen: Observations) -> Iterator[RawFinding]:
     for pair in seen.open_pairs:
         if pair.round_trip_s and pair.round_trip_s > LONG_S:
             words = f"a round trip takes {1000 * pair.round_trip_s:.1f} ms"
-            yield _of_way(pair, words, "hosts far from each other train slowly: `orch plan` says how slowly")
+            yield _of_way(pair, words, "distant hosts train slowly: `orch plan` predicts how slowly")
 
 
 def _at(name: str, pairs: list[Pair]) -> list[Pair]:
     return [pair for pair in pairs if name in (pair.start, pair.end)]
 
 
-def _declared(seen: Seen, pair: Pair) -> str:
+def _declared(seen: Observations, pair: Pair) -> str:
     return format_bandwidth(declared_bps(seen.host(pair.start), seen.host(pair.end)) or 0)
 
 
 def declared_bps(start: Host, end: Host) -> float | None:
-    """What the slower of both ends is said to have."""
+    """Declared bandwidth of the slower end."""
     known = [host.node.bandwidth_bps for host in (start, end) if host.node.bandwidth_bps]
     return min(known) if len(known) == 2 else None
 
 
-def collective(seen: Seen) -> Iterator[Sight]:
+def collective(seen: Observations) -> Iterator[RawFinding]:
     found = seen.collective
     if not found or not found.failure:
         return
     everybody = tuple(host.name for host in seen.hosts)
-    logs = f"`orch logs --job {found.job}`" if found.job else "`orch up` again shows what the host says"
+    logs = f"`orch logs --job {found.job}`" if found.job else "`orch up` again shows the host's error"
     how = {1: "not without that host", 2: "not without either of them"}.get(len(found.guilty), "")
     words = f"an all-reduce by {found.backend} fails" + (f", and {how}" if how else "")
     if len(found.guilty) == 1:
         logs += f"; until it is mended: `orch node release {found.guilty[0]}`"
-    yield Sight(found.guilty or everybody, f"{words}: {found.failure}", logs, is_way=len(found.guilty) == 2)
+    yield RawFinding(found.guilty or everybody, f"{words}: {found.failure}", logs, is_way=len(found.guilty) == 2)
 
 
-def _of_way(pair: Pair, words: str, remedy: str) -> Sight:
-    return Sight((pair.start, pair.end), words, remedy, is_way=True)
+def _of_way(pair: Pair, words: str, remedy: str) -> RawFinding:
+    return RawFinding((pair.start, pair.end), words, remedy, is_way=True)
 
 
-# Has every host try the way to every other one, both ways, and carries who may begin with what to them.
+# Lets every host connect to every other in both directions, and coordinates them over SSH.
 #
 #     conductor = Conductor(hosts, show)
-#     take_part(host, conductor, token, address)      # for each of them at once, in a thread of its own
+#     take_part(host, conductor, token, address)      # for each host at once, in its own thread
 #     conductor.found().pairs
 #
-# All listen before anybody connects; then all connect at once; then pairs send, one after the other, so that no host is
-# in two transfers at a time. `remote/mesh.py` is the hosts' side. A host that is late or whose connection breaks is
-# left
-# out from then on, and the others go on.
+# All listen before any connects; then all connect at once; then pairs send in turn, so that no host is in two transfers
+# at a time. `remote/mesh.py` is the hosts' side. A host that is late or disconnects is left out, and the others go on.
 
 LIMIT_S = 60.0
-"""So long a host listens at the most."""
+"""Longest time that a host listens."""
 LISTEN_S, REACH_S, SEND_S = 10.0, 30.0, 10.0
-"""For each phase: whoever is later is left out."""
+"""Per phase; later hosts are left out."""
 TRANSFER_S, TRANSFERS_S = 0.3, 16.0
-"""Of one transfer, and of all of them together, where that leaves each LEAST_S."""
+"""Per transfer, and for all transfers if that leaves each at least LEAST_S."""
 LEAST_S = 0.15
 MOST_AGAIN = 8
-"""Ways that seem slow are measured again, each while no other is."""
+"""Links that seem slow are measured again, one at a time."""
 SSH_PORT = 22
 
 
 class Conductor:
-    """Who may begin with what: takes each host's words, from the threads that hear them. show: told what begins."""
+    """Decides each host's next action from the hosts' messages. show: called at the start of each phase."""
 
     def __init__(self, hosts: Sequence[Host], show: Callable[[str], None] = lambda words: None) -> None:
         self._hosts = {host.name: host for host in hosts}
@@ -168,31 +170,31 @@ class Conductor:
         self._seconds = TRANSFER_S
 
     def lines(self, name: str) -> Iterator[bytes]:
-        """What this host is told, as it comes to be said; ends with the last word."""
+        """Orders to this host, as they are given; ends with the last."""
         while line := self._lines[name].get():
             yield line
 
     def found(self) -> Mesh:
-        """The ways that were not tried are among them."""
+        """Includes links that were not tried."""
         everybody = [(start, end) for start in self._hosts for end in self._hosts if start != end]
         return Mesh(tuple(self._pairs.get(pair) or Pair(*pair, "not tried") for pair in everybody), dict(self._closed))
 
-    def take(self, name: str, word: Mapping[str, Any]) -> None:
-        """A host's word; {} while it says nothing. Raises ValueError, TypeError, KeyError for what is none."""
+    def take(self, name: str, message: Mapping[str, Any]) -> None:
+        """message: {} is a sign of life. Raises ValueError, TypeError, KeyError if it is malformed."""
         with self._lock:
-            if "port" in word:
-                self._places[name] = self._place(name, word)
-            elif "closed" in word:
-                self._closed[name] = one_line(word["closed"])
-            elif "reached" in word:
-                asked = {*self._hosts} - {name}  # whoever else it names is nobody's
-                ways = [(end, way) for end, way in word["reached"].items() if end in asked]
+            if "port" in message:
+                self._places[name] = self._place(name, message)
+            elif "closed" in message:
+                self._closed[name] = one_line(message["closed"])
+            elif "reached" in message:
+                asked = {*self._hosts} - {name}  # other names in the message are ignored
+                ways = [(end, way) for end, way in message["reached"].items() if end in asked]
                 self._pairs |= {(name, end): _pair(name, end, way) for end, way in ways}
-            elif "sent" in word:
-                self._take_speed((name, word["sent"]), word)
-            elif word or time.monotonic() < self._until_s:
+            elif "sent" in message:
+                self._take_speed((name, message["sent"]), message)
+            elif message or time.monotonic() < self._until_s:
                 return
-            if word:
+            if message:
                 self._awaited.discard(name)
             else:
                 self._present -= self._awaited  # they are late
@@ -200,24 +202,24 @@ class Conductor:
             self._go_on()
 
     def left(self, name: str) -> None:
-        """It is heard no more."""
+        """The host's connection is closed."""
         with self._lock:
             self._present.discard(name)
             self._awaited.discard(name)
-            self._tell(name, None)
+            self._order(name, None)
             self._go_on()
 
-    def _place(self, name: str, word: Mapping[str, Any]) -> dict[str, Any]:
-        host, port = self._hosts[name], word["port"]
+    def _place(self, name: str, message: Mapping[str, Any]) -> dict[str, Any]:
+        host, port = self._hosts[name], message["port"]
         if not isinstance(port, int) or not 0 < port < 1 << 16:
             raise ValueError("no port")
         link = host.facts.training_interface(host.node.interface, host.address)
         place = {"address": host.address, "port": port, "interface": link.name if link else "IFACE"}
-        return {**place, "firewall": one_line(word["firewall"], 20), "ssh_port": host.node.port or SSH_PORT}
+        return {**place, "firewall": one_line(message["firewall"], 20), "ssh_port": host.node.port or SSH_PORT}
 
-    def _take_speed(self, pair: tuple[str, str], word: Mapping[str, Any]) -> None:
-        """The best of what was measured: all that disturbs a measurement makes it worse."""
-        known, trip_s, bits_per_s = self._pairs[pair], word["round_trip_s"], word["bits_per_s"]
+    def _take_speed(self, pair: tuple[str, str], message: Mapping[str, Any]) -> None:
+        """Keeps the best figures: any disturbance makes a measurement worse."""
+        known, trip_s, bits_per_s = self._pairs[pair], message["round_trip_s"], message["bits_per_s"]
         self._pairs[pair] = replace(
             known,
             round_trip_s=min(_figures(known.round_trip_s, trip_s), default=None),
@@ -239,11 +241,11 @@ class Conductor:
         else:
             self._is_over = True
             for name in self._hosts:
-                self._tell(name, {"over": 1})
-                self._tell(name, None)
+                self._order(name, {"over": 1})
+                self._order(name, None)
 
     def _reach(self) -> None:
-        """All of them connect to all others. The next time there are slots."""
+        """All hosts connect to all others; then prepares the slots."""
         names = [name for name in self._hosts if name in self._places and name in self._present]
         self._slots = slots(names)
         self._seconds = max(LEAST_S, min(TRANSFER_S, TRANSFERS_S / max(1, len(self._slots))))
@@ -252,17 +254,17 @@ class Conductor:
         self._await(names, REACH_S)
         for name in names:
             others = {other: self._places[other] for other in names if other != name}
-            self._tell(name, {"reach": others})
+            self._order(name, {"reach": others})
         if not names:
             self._go_on()
 
     def _send(self, pairs: Sequence[tuple[str, str]]) -> None:
-        """Those of one slot: no host is in two of them."""
+        """pairs: of one slot, so that no host is in two of them."""
         ready = [pair for pair in pairs if {*pair} <= self._present and self._is_open(pair)]
         self._show(f"measuring links, {len(self._slots or ())} rounds left")
         self._await([start for start, _ in ready], SEND_S)
         for start, end in ready:
-            self._tell(start, {"send": end, "seconds": self._seconds})
+            self._order(start, {"send": end, "seconds": self._seconds})
         if not ready:
             self._go_on()
 
@@ -276,13 +278,13 @@ class Conductor:
     def _await(self, names: Sequence[str], limit_s: float) -> None:
         self._awaited, self._until_s = {*names}, time.monotonic() + limit_s
 
-    def _tell(self, name: str, order: Mapping[str, Any] | None) -> None:
-        """None: there is nothing more."""
+    def _order(self, name: str, order: Mapping[str, Any] | None) -> None:
+        """None: the last order was given."""
         self._lines[name].put(json.dumps(order).encode() + b"\n" if order else b"")
 
 
 def slots(names: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Every ordered pair once, in slots in which no name stands twice: a round-robin tournament, there and back."""
+    """Every ordered pair once, in slots without a repeated name: a round-robin tournament in both directions."""
     ring: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
     found = []
     for _ in range(len(ring) - 1):
@@ -294,15 +296,15 @@ def slots(names: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 def take_part(host: ConnectedHost, conductor: Conductor, token: bytes, address: str) -> None:
-    """One host's part, to its end. Raises HostError."""
+    """Runs one host's part to its end. Raises HostError."""
     request = {"name": host.node, "address": address, "token": token.hex(), "limit_s": LIMIT_S}
     try:
-        with exchange(host, "mesh", request, conductor.lines(host.node)) as words:
+        with exchange(host, "mesh", request, conductor.lines(host.node)) as messages:
             try:
-                for word in words:
-                    if "end" in word:
+                for message in messages:
+                    if "end" in message:
                         return
-                    understood(host.node, lambda word=word: conductor.take(host.node, word))  # type: ignore[misc]
+                    understood(host.node, lambda message=message: conductor.take(host.node, message))  # type: ignore[misc]
             finally:
                 conductor.left(host.node)
         raise ProbeError(host.node, "its answer was cut short", "try again")

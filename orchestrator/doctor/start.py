@@ -1,11 +1,9 @@
-"""The checks before each start: what may have changed since `orch up`, as `orch doctor` says it.
+"""Repeats quick checks before each start of a job, for changes since `orch up`.
 
-    checks = StartChecks(store, print)
-    checks.look_at_gpus(plan, hosts, said)      # before anything of the job is there. Raises RefusedError
-    checks.hear(plan, hosts, answers, said)     # the answers to `prepare`; it costs no question of its own
-    checks.findings                             # what was found for this start
-
-What changes seldom or takes long is left to `orch up` and `orch doctor`.
+checks = StartChecks(store, print)
+checks.look_at_gpus(plan, hosts, printed)       # before anything of the job is on the hosts. Raises RefusedError
+checks.check_prepared(plan, hosts, answers, printed)      # from the answers to `prepare`, without a question of its own
+checks.findings                                 # of this start
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from orchestrator.doctor.seen import Host, Level, Seen, Sight
+from orchestrator.doctor.observations import Host, Level, Observations, RawFinding
 from orchestrator.doctor.table import Finding, checks_at, finding_of, judge
 from orchestrator.errors import HostError, ProbeError, RefusedError
 from orchestrator.forecast.gpu_catalogue import RESERVED_BYTES, activation_bytes
@@ -33,21 +31,22 @@ from orchestrator.transport.fanout import for_each
 from trainer.shared.settings import Settings
 
 GPUS_S = 60.0
-"""For a look at who is on them: twice what nvidia-smi may take."""
+"""Twice the time limit of nvidia-smi."""
 
 
 class StartChecks:
-    """say: called with each line to read before a job starts."""
+    """say: called with each line for the user."""
 
     def __init__(self, store: Store, say: Callable[[str], None]) -> None:
         self._store, self._say = store, say
         self.findings: list[Finding] = []
 
-    def look_at_gpus(self, plan: LaunchPlan, hosts: Mapping[str, ConnectedHost], said: set[str]) -> None:
-        """Says who is on the job's GPUs at this moment, and how these are. Raises RefusedError where that leaves no
-        room for it, or one is of no use. said: lines that are not said again; those of now join it.
+    def look_at_gpus(self, plan: LaunchPlan, hosts: Mapping[str, ConnectedHost], printed: set[str]) -> None:
+        """Reports users and health of the job's GPUs. Raises RefusedError if the job has no room or a GPU is unusable.
+
+        printed: lines that are not repeated; new lines are added.
         """
-        if not said:
+        if not printed:
             self.findings = []
         cluster = self._store.known_cluster(plan.cluster)
         on_gpus = {node.name: node for node in plan.nodes if node.gpu_uuids}
@@ -58,19 +57,21 @@ class StartChecks:
 
         refused = []
         for name, found in for_each(on_gpus, see, deadline_s=GPUS_S).items():
-            refusal = self._judge(plan, on_gpus[name], found, said)
+            refusal = self._judge(plan, on_gpus[name], found, printed)
             refused += [refusal] if refusal else []
         if refused:
             raise RefusedError(refused)
 
-    def _judge(self, plan: LaunchPlan, planned: NodePlan, found: Host | HostError, said: set[str]) -> HostError | None:
-        """Why the job cannot have this host's GPUs; None where it can."""
+    def _judge(
+        self, plan: LaunchPlan, planned: NodePlan, found: Host | HostError, printed: set[str]
+    ) -> HostError | None:
+        """Why the job cannot have this host's GPUs; None if it can."""
         name, needed = planned.name, needed_bytes(plan, planned)
         facts = found if isinstance(found, HostError) else found.facts
         room = occupied.judge(name, facts, planned.gpu_uuids, needed, share=plan.share_gpus)
         if isinstance(found, HostError) or (found.facts.gpu_error and "no answer" in found.facts.gpu_error):
-            for line in room.lines:  # nobody knows
-                self._line(line, said)
+            for line in room.lines:
+                self._line(line, printed)
             return room.refusal
         seen = _of_gpus(planned, found)
         blocking = [ProbeError(name, one.seen, one.remedy) for one in seen if one.level == "block"]
@@ -78,17 +79,17 @@ class StartChecks:
             seen.append(_occupied(name, room.refusal.message, room.refusal.remedy, "block"))
         elif not found.facts.gpu_error:
             seen += [_occupied(name, line, occupied.ELSEWHERE, "warn") for line in room.lines]
-        self._tell(seen, said)
+        self._report(seen, printed)
         return blocking[0] if blocking else room.refusal
 
-    def hear(
+    def check_prepared(
         self,
         plan: LaunchPlan,
         hosts: Mapping[str, ConnectedHost],
         answers: Mapping[str, Prepared],
-        said: set[str],
+        printed: set[str],
     ) -> None:
-        """Says what else has changed on the job's hosts. Raises ProbeError for an answer that makes no sense."""
+        """Reports other changes on the job's hosts. Raises ProbeError for a malformed answer."""
         cluster = self._store.known_cluster(plan.cluster)
         known = cluster.facts if cluster else {}
         seen = []
@@ -98,46 +99,42 @@ class StartChecks:
                 found = as_of_now(planned.name, known[planned.name], prepared.answer["now"], *prepared[1:])
                 node = _node(cluster, planned)
                 seen.append(Host(node, *found, login_s=link.login_s, logins_tried=link.logins_tried))
-        self._tell(judge(Seen(tuple(seen)), checks_at("start")).findings, said)
+        self._report(judge(Observations(tuple(seen)), checks_at("start")).findings, printed)
 
-    def _tell(self, findings: Iterable[Finding], said: set[str]) -> None:
+    def _report(self, findings: Iterable[Finding], printed: set[str]) -> None:
         for finding in findings:
             if finding not in self.findings:
                 self.findings.append(finding)
             if finding.level == "warn":
-                self._line(finding.line, said)
+                self._line(finding.line, printed)
 
-    def _line(self, line: str, said: set[str]) -> None:
-        if line not in said:
+    def _line(self, line: str, printed: set[str]) -> None:
+        if line not in printed:
             self._say(line)
-        said.add(line)
+        printed.add(line)
 
 
 def _of_gpus(planned: NodePlan, host: Host) -> list[Finding]:
-    """What is wrong with those that the job is to have."""
+    """Problems of the GPUs for the job."""
     own = tuple(gpu for gpu in host.facts.gpus if gpu.uuid in planned.gpu_uuids)
     with_own = replace(host, facts=host.facts.model_copy(update={"gpus": own}))
-    lost = judge(Seen((host,)), checks_at("gpus_gone")).findings if len(own) < len(planned.gpu_uuids) else ()
-    return [*lost, *judge(Seen((with_own,)), checks_at("gpus_well")).findings]
+    lost = judge(Observations((host,)), checks_at("gpus_gone")).findings if len(own) < len(planned.gpu_uuids) else ()
+    return [*lost, *judge(Observations((with_own,)), checks_at("gpus_well")).findings]
 
 
 def _occupied(name: str, words: str, remedy: str, level: Level) -> Finding:
-    return finding_of("P09", Sight((name,), words.removeprefix(f"{name}: "), remedy, level))
+    return finding_of("P09", RawFinding((name,), words.removeprefix(f"{name}: "), remedy, level))
 
 
 def _node(cluster: Cluster | None, planned: NodePlan) -> Node:
-    """As the inventory has it; where that is forgotten, as far as the plan does."""
+    """From the inventory, or from the plan if the cluster is forgotten."""
     known = {node.name: node for node in cluster.nodes} if cluster else {}
     node = known.get(planned.name) or Node(name=planned.name, host=planned.address)
     return node.model_copy(update={"device": planned.device})
 
 
-# How much of a GPU's memory a job takes, about. Pure.
-#
-#     needed_bytes(plan, plan.nodes[0])       # on each of its GPUs
-#
-# Of the trainer's networks by the catalogue's rule: weights, gradients and momentum, what forward keeps of each sample,
-# and what CUDA takes for itself. Of a script nothing but the last is known.
+# Estimate of a job's memory on each of its GPUs: for the trainer's networks weights, gradients, momentum, activations
+# and CUDA's own use; for scripts only the last, since the rest is unknown. Pure.
 
 HALF = ("bf16", "fp16")
 
@@ -156,7 +153,7 @@ def needed_bytes(plan: LaunchPlan, node: NodePlan) -> int:
 
 
 def _samples_at_once(settings: Settings, shares: Sequence[int], node: NodePlan) -> int:
-    """On each GPU; none for a profile, which tries how many fit. shares: of all ranks."""
+    """Per GPU; 0 for a profile, which finds out what fits. shares: of all ranks."""
     if settings.profile_s:
         return 0
     own = computed_shares(settings.strategy, node.shares, sum(shares))

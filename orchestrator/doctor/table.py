@@ -1,14 +1,12 @@
-"""The table of checks: id, name, how bad it is, what it causes, the function that judges, and when. Pure.
+"""The table of all checks, and their evaluation: id, name, level, symptoms, function, and when each runs. Pure.
 
-    judge(seen)                             all of them: `orch doctor`
-    judge(seen, checks_at("up"))            of hosts that were just probed
-    judge(seen, checks_at("start"))         of facts that may have changed since, from the answers to `prepare`
-    judge(seen, checks_at("gpus_gone"))     before that, why some of a job's GPUs are gone,
-    judge(seen, checks_at("gpus_well"))          and how the others are
+    judge(seen)                             all checks: `orch doctor`
+    judge(seen, checks_at("up"))            after a probe
+    judge(seen, checks_at("start"))         of facts in the answers to `prepare`
+    judge(seen, checks_at("gpus_gone"))     before that, if GPUs of the job are missing
+    judge(seen, checks_at("gpus_well"))     before that, the health of the others
 
-An id stays with its check, for whoever filters by it. What `orch run` mends by itself warns (P16, P29), what it refuses
-blocks (P30 where it was tried, P35), and unlike torch versions block where their NCCL differs alone (P05). Code is
-shipped with each job (P24), so that no two hosts can have other code.
+Ids are stable, since users filter by them. Problems that `orch run` solves by itself only warn (P16, P29).
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from orchestrator.doctor import host_checks, pairs, together
-from orchestrator.doctor.seen import Applies, Check, Host, Judge, Level, Seen, Sight
+from orchestrator.doctor.observations import Applies, Check, Host, Judge, Level, Observations, RawFinding
 from orchestrator.errors import AuthError, ConnectError, HostError, HostKeyError
 from orchestrator.hosts import checks
 from orchestrator.hosts.checks import Finding as ChecksFinding
@@ -29,47 +27,47 @@ from orchestrator.units import counted
 NO_GPU, ONE_HOST, NO_MESH, NO_HOST = "no GPU there", "one host alone", "pairs were not tried", "no host answered"
 
 
-def _unreached(seen: Seen, *kinds: type[HostError]) -> Iterator[Sight]:
+def _unreached(seen: Observations, *kinds: type[HostError]) -> Iterator[RawFinding]:
     for name, error in seen.unreached.items():
         if isinstance(error, kinds):
-            yield Sight((name,), error.message.removeprefix(f"{name}: "), error.remedy, "block")
+            yield RawFinding((name,), error.message.removeprefix(f"{name}: "), error.remedy, "block")
 
 
-def _login(seen: Seen) -> Iterator[Sight]:
+def _login(seen: Observations) -> Iterator[RawFinding]:
     yield from _unreached(seen, ConnectError, AuthError)
     yield from on_each(host_checks.login, level="warn")(seen)
 
 
-def _host_keys(seen: Seen) -> Iterator[Sight]:
+def _host_keys(seen: Observations) -> Iterator[RawFinding]:
     return _unreached(seen, HostKeyError)
 
 
-def _python(seen: Seen) -> Iterator[Sight]:
+def _python(seen: Observations) -> Iterator[RawFinding]:
     for name, error in seen.unreached.items():
         if not isinstance(error, (ConnectError, AuthError, HostKeyError)):
-            yield Sight((name,), error.message.removeprefix(f"{name}: "), error.remedy, "block")
+            yield RawFinding((name,), error.message.removeprefix(f"{name}: "), error.remedy, "block")
     yield from _PYTHON_AT_UP(seen)
 
 
 def on_each(*checks: Callable[[Host], Iterable[ChecksFinding]], level: Level | None = None) -> Judge:
-    """What these say of each host by itself."""
+    """Applies checks of single hosts to each host."""
 
-    def judge(seen: Seen) -> Iterator[Sight]:
+    def judge(seen: Observations) -> Iterator[RawFinding]:
         for check in checks:
             for host in seen.hosts:
                 for words, remedy in check(host):
-                    yield Sight((host.name,), words, remedy, level)
+                    yield RawFinding((host.name,), words, remedy, level)
 
     return judge
 
 
 def blocks(*known: Callable[[Node, NodeFacts], ChecksFinding]) -> Callable[[Host], Iterable[ChecksFinding]]:
-    """Checks of `orch up` that refuse a host."""
+    """Adapts checks of `orch up` that refuse a host."""
     return lambda host: (found for check in known if (found := check(host.node, host.facts))[0])
 
 
 def warns(check: Callable[[Node, NodeFacts], Iterable[ChecksFinding]]) -> Callable[[Host], Iterable[ChecksFinding]]:
-    """One of `orch up` that lets it go on."""
+    """Adapts a check of `orch up` that only warns."""
     return lambda host: check(host.node, host.facts)
 
 
@@ -80,44 +78,44 @@ def both(*judges: Judge) -> Judge:
 # ---- where a check applies -----------------------------------------------------------------------------------------
 
 
-def always(seen: Seen) -> str:
+def always(seen: Observations) -> str:
     return ""
 
 
-def answered(seen: Seen) -> str:
+def answered(seen: Observations) -> str:
     return "" if seen.hosts else NO_HOST
 
 
-def has_gpus(seen: Seen) -> str:
+def has_gpus(seen: Observations) -> str:
     return "" if any(host.trains_on_gpus for host in seen.hosts) else NO_GPU
 
 
-def has_several_gpus(seen: Seen) -> str:
+def has_several_gpus(seen: Observations) -> str:
     return "" if any(len(host.gpus) > 1 for host in seen.hosts) else "no host with several GPUs"
 
 
-def has_rdma(seen: Seen) -> str:
+def has_rdma(seen: Observations) -> str:
     return "" if any(host.facts.rdma for host in seen.hosts) else "no InfiniBand there"
 
 
-def has_nvswitch(seen: Seen) -> str:
-    said = any(gpu.fabric for host in seen.hosts for gpu in host.health.gpus) or next(gpus_waiting(seen), None)
-    return has_gpus(seen) or ("" if said else "no NVSwitch there")
+def has_nvswitch(seen: Observations) -> str:
+    is_there = any(gpu.fabric for host in seen.hosts for gpu in host.health.gpus) or next(gpus_waiting(seen), None)
+    return has_gpus(seen) or ("" if is_there else "no NVSwitch there")
 
 
-def gpus_waiting(seen: Seen) -> Iterator[Sight]:
+def gpus_waiting(seen: Observations) -> Iterator[RawFinding]:
     return on_each(host_checks.fabric)(seen)
 
 
-def are_several(seen: Seen) -> str:
+def are_several(seen: Observations) -> str:
     return "" if len(seen.hosts) > 1 else ONE_HOST
 
 
-def tried_pairs(seen: Seen) -> str:
+def tried_pairs(seen: Observations) -> str:
     return are_several(seen) or ("" if seen.mesh else NO_MESH)
 
 
-def tried_collective(seen: Seen) -> str:
+def tried_collective(seen: Observations) -> str:
     return are_several(seen) or ("" if seen.collective else seen.why_no_collective)
 
 
@@ -126,15 +124,15 @@ def _locked(host: Host) -> Iterable[ChecksFinding]:
 
 
 def _of_groups(judge: Judge) -> Judge:
-    """Warns: by itself, or with other hosts, such a host is of use; `orch run` refuses only those together."""
+    """Only warns: `orch run` refuses such hosts only in certain combinations."""
     return lambda seen: (replace(sight, level="warn") for sight in judge(seen))
 
 
 def _check(
     id: str, name: str, level: Level, causes: str, judge: Judge, applies: Applies = answered, **when: Judge
 ) -> Check:
-    """when: what it judges without a further question, by the names of `checks_at`; the rest takes other hosts, a
-    second login or minutes of a host's time.
+    """when: parts that need no further question, by the names of `checks_at`. Other checks need other hosts, a second
+    login or minutes of a host's time.
     """
     return Check(id, name, level, causes, judge, applies, when)
 
@@ -163,7 +161,7 @@ CHECKS: tuple[Check, ...] = (
         up=_LOGIN_NOW,
         start=_LOGIN_NOW,
     ),
-    _check("P02", "host key", "block", "a stranger between you and the host", _host_keys, always),
+    _check("P02", "host key", "block", "another machine between you and the host", _host_keys, always),
     _check("P03", "login limits", "warn", "hosts that refuse logins at random", _LIMITS, up=_LIMITS, start=_LIMITS),
     _check("P04", "Python and torch", "block", "ranks that do not start", _python, always, up=_PYTHON_AT_UP),
     _check("P05", "versions", "block", "hangs after the start, garbled messages", together.versions, are_several),
@@ -284,7 +282,7 @@ CHECKS: tuple[Check, ...] = (
         "P23",
         "an all-reduce",
         "block",
-        "whatever no other check can see",
+        "problems that no other check can see",
         pairs.collective,
         tried_collective,
     ),
@@ -354,16 +352,12 @@ def _part(check: Check, judge: Judge) -> Check:
     return check if judge is check.judge else replace(check, judge=judge, applies=always)
 
 
-# Takes what was seen, gives what is wrong: every check of the table, each finding with its remedy. Pure.
-#
-# diagnosis = judge(seen)
-# diagnosis.findings[0].id, diagnosis.findings[0].seen        "P14", "the connection is refused, though ..."
-# diagnosis.summary               "31 checks passed, 2 findings (1 blocks), 3 not applicable (no GPU there: ...)"
+# Evaluation.
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong somewhere. where: hosts; of a way, its start and its end."""
+    """A problem. where: hosts, or start and end of a link."""
 
     id: str
     name: str
@@ -376,15 +370,15 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """Where there is one line for it."""
+        """All in one line."""
         return ": ".join(part for part in (", ".join(self.where), self.seen, self.remedy) if part)
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """findings: what blocks first, then in the order of the table. passed: ids. not_applicable: by id, why."""
+    """findings: blocking ones first, else in the table's order. passed: ids. not_applicable: reasons by id."""
 
-    seen: Seen
+    seen: Observations
     findings: tuple[Finding, ...]
     passed: tuple[str, ...]
     not_applicable: Mapping[str, str]
@@ -397,15 +391,15 @@ class Diagnosis:
     def summary(self) -> str:
         blocking = sum(finding.level == "block" for finding in self.findings)
         which = f" ({blocking} {'blocks' if blocking == 1 else 'block'})" if blocking else ""
-        said = f"{counted(len(self.passed), 'check')} passed, {counted(len(self.findings), 'finding')}{which}"
+        counts = f"{counted(len(self.passed), 'check')} passed, {counted(len(self.findings), 'finding')}{which}"
         reasons = dict[str, list[str]]()
         for id, why in self.not_applicable.items():
             reasons.setdefault(why, []).append(id)
         why_not = "; ".join(f"{why}: {', '.join(ids)}" for why, ids in reasons.items())
-        return f"{said}, {len(self.not_applicable)} not applicable" + (f" ({why_not})" if why_not else "")
+        return f"{counts}, {len(self.not_applicable)} not applicable" + (f" ({why_not})" if why_not else "")
 
 
-def judge(seen: Seen, checks: Sequence[Check] = CHECKS) -> Diagnosis:
+def judge(seen: Observations, checks: Sequence[Check] = CHECKS) -> Diagnosis:
     findings, passed, not_applicable = list[Finding](), list[str](), dict[str, str]()
     for check in checks:
         if why := check.applies(seen):
@@ -419,12 +413,12 @@ def judge(seen: Seen, checks: Sequence[Check] = CHECKS) -> Diagnosis:
     return Diagnosis(seen, tuple(findings), tuple(passed), not_applicable)
 
 
-def finding_of(id: str, sight: Sight) -> Finding:
-    """What somebody else saw, under the name of its check."""
+def finding_of(id: str, sight: RawFinding) -> Finding:
+    """A finding from elsewhere, under the name of its check."""
     return _finding(next(check for check in CHECKS if check.id == id), sight)
 
 
-def _finding(check: Check, sight: Sight) -> Finding:
+def _finding(check: Check, sight: RawFinding) -> Finding:
     return Finding(
         id=check.id,
         name=check.name,

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from orchestrator.controller import Controller
 from orchestrator.doctor.look import guilty
-from orchestrator.doctor.seen import Collective, Seen
+from orchestrator.doctor.observations import Collective, Observations
 from orchestrator.errors import HostError, HostsError, OrchError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.jobs.job_store import FINAL_STATES
@@ -38,14 +38,16 @@ SETTINGS = {
 """1 KiB and 8 MiB; each result is checked."""
 
 
-def with_smoke(controller: Controller, cluster: Cluster, seen: Seen, show: Callable[[str], None]) -> Seen:
+def with_smoke(
+    controller: Controller, cluster: Cluster, seen: Observations, show: Callable[[str], None]
+) -> Observations:
     """What was seen, and what became of the all-reduce."""
     return replace(
         seen, collective=smoke(controller, cluster, [host.name for host in seen.hosts], _backends(seen), show)
     )
 
 
-def _backends(seen: Seen) -> tuple[str, ...]:
+def _backends(seen: Observations) -> tuple[str, ...]:
     """Gloo first: what it finds is no fault of NCCL's."""
     torches = [host.facts.torch for host in seen.hosts if host.trains_on_gpus and host.facts.torch]
     on_nccl = len(torches) == len(seen.hosts) and all(torch.nccl_available for torch in torches)

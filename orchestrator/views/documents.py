@@ -16,7 +16,7 @@ from orchestrator.units import format_bandwidth
 from orchestrator.views.console import local_minute
 
 if TYPE_CHECKING:  # `orch jobs` should not load what other documents are about
-    from orchestrator.doctor.seen import Pair, Seen
+    from orchestrator.doctor.observations import Observations, Pair
     from orchestrator.doctor.table import Diagnosis, Finding
     from orchestrator.forecast.advice import Advice, Choice, WhatIf
     from orchestrator.forecast.pipeline.choice import PipelineChoice
@@ -322,7 +322,7 @@ def doctor_json(cluster: str, found: Diagnosis) -> dict[str, Any]:
     }
 
 
-def _way(pair: Pair, seen: Seen) -> dict[str, Any]:
+def _way(pair: Pair, seen: Observations) -> dict[str, Any]:
     from orchestrator.doctor.pairs import declared_bps
 
     return {**asdict(pair), "declared_bits_per_s": declared_bps(seen.host(pair.start), seen.host(pair.end))}

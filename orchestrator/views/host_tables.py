@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
-from orchestrator.doctor.seen import Mesh, Pair
+from orchestrator.doctor.observations import Mesh, Pair
 from orchestrator.doctor.table import Diagnosis, Finding
 from orchestrator.errors import HostError
 from orchestrator.hosts.cluster import Cluster

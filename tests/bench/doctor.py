@@ -427,8 +427,8 @@ SEEDS: dict[str, Seed] = {
     "P10": Seed(gpus(health=HEALTHY.replace("0x1", "0x40")), G, "GPU 1 is slowed by heat"),
     "P11": Seed(gpus(health=HEALTHY.replace("[N/A]", "In Progress")), G, "NVSwitch fabric is not ready"),
     "P12": Seed(inventory(address="10.77.36.99"), G, "cannot listen at its training address"),
-    "P13": Seed(filtered("alpha", HIGH_PORTS.format(ADDRESS[SICK])), (SICK, "alpha"), "no connection comes about"),
-    "P14": Seed(filtered(SICK, HIGH_PORTS.format(ADDRESS["beta"])), ("beta", SICK), "no connection comes about"),
+    "P13": Seed(filtered("alpha", HIGH_PORTS.format(ADDRESS[SICK])), (SICK, "alpha"), "no connection is made"),
+    "P14": Seed(filtered(SICK, HIGH_PORTS.format(ADDRESS["beta"])), ("beta", SICK), "no connection is made"),
     "P15": Seed(
         root(f"ip route add unreachable {ADDRESS['beta']}", f"ip route del unreachable {ADDRESS['beta']}"),
         G,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.doctor.seen import Collective, Mesh, Seen
+from orchestrator.doctor.observations import Collective, Mesh, Observations
 from orchestrator.doctor.table import CHECKS, judge
 from orchestrator.errors import AuthError, ConnectError, HostKeyError, ProbeError
 from orchestrator.hosts.facts import Disk, Interface, Limit, NetworkCard, Occupant
@@ -187,7 +187,7 @@ FAULTS = {
         way(kind="silent", opens="sudo ufw"),
         "block",
         ("a2000", "a16"),
-        "no connection comes about",
+        "no connection is made",
         "firewall on a16?",
     ),
     "P14 filtered": (
@@ -511,7 +511,7 @@ def test_what_does_not_apply_says_why():
     alone = replace(
         host("a2000", node_changes={"paced": PACED}, facts_changes={**NO_GPU, "torch": CPU_TORCH, "rdma": ()})
     )
-    found = judge(Seen((alone,)))
+    found = judge(Observations((alone,)))
     assert found.findings == ()
     assert found.not_applicable["P10"] == "no GPU there"
     assert found.not_applicable["P14"] == "one host alone"
@@ -520,6 +520,6 @@ def test_what_does_not_apply_says_why():
 
 
 def test_without_any_host_the_logins_alone_are_judged():
-    found = judge(Seen((), {"a16": ConnectError("a16", "no SSH login", "is it on?")}))
+    found = judge(Observations((), {"a16": ConnectError("a16", "no SSH login", "is it on?")}))
     assert [finding.id for finding in found.findings] == ["P01"]
     assert found.passed == ("P02", "P04")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestrator.doctor.seen import Host, Seen
+from orchestrator.doctor.observations import Host, Observations
 from orchestrator.doctor.start import StartChecks
 from orchestrator.doctor.table import checks_at, judge
 from orchestrator.errors import ProbeError
@@ -24,7 +24,7 @@ from tests.support.probed_hosts import CPU_TORCH, NO_GPU, OTHER, PACED, facts, g
 
 
 def warnings(declared, found, **health):
-    diagnosis = judge(Seen((Host(declared, found, Health(**health)),)), checks_at("up"))
+    diagnosis = judge(Observations((Host(declared, found, Health(**health)),)), checks_at("up"))
     return tuple(finding.line for finding in diagnosis.findings if finding.level == "warn")
 
 
@@ -111,7 +111,7 @@ def test_what_a_host_suffers_from_now_is_said_too(health, says):
 
 def test_gpus_that_wait_for_their_switches_block_and_no_driver_is_blamed():
     waits = torch(devices=0, cuda_error="CUDA: Error 802: system not yet initialized")
-    (found,) = judge(Seen((Host(node(), facts(torch=waits), Health()),)), checks_at("up")).findings
+    (found,) = judge(Observations((Host(node(), facts(torch=waits), Health()),)), checks_at("up")).findings
     assert (found.id, found.level) == ("P11", "block") and "nvidia-fabricmanager" in found.remedy
 
 
@@ -173,7 +173,7 @@ class Start:
         }
         host = SimpleNamespace(transport=SimpleNamespace(login_s=login_s, logins_tried=1))
         answers = {"v100": Prepared({"now": raw}, 999.9, 1000.1)}
-        self.checks.hear(self.plan, {"v100": host}, answers, set() if said is None else said)
+        self.checks.check_prepared(self.plan, {"v100": host}, answers, set() if said is None else said)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from orchestrator.doctor.seen import Collective, Host, Mesh, Pair, Seen
+from orchestrator.doctor.observations import Collective, Host, Mesh, Observations, Pair
 from orchestrator.hosts.facts import Disk, GpuHealth, Health, Interface, Limit, NetworkCard, RdmaPort, Route
 from tests.support.probed_hosts import facts, gpu, node, torch
 
@@ -62,9 +62,9 @@ def pairs(ways=(("a2000", "a16"),), **changes):
 
 
 def seen(*changed, **changes):
-    """changed: hosts in place of those of their names. changes: fields of Seen."""
+    """changed: hosts in place of those of their names. changes: fields of Observations."""
     hosts = {name: host(name) for name in NAMES} | {one.name: one for one in changed}
     return replace(
-        Seen(tuple(hosts.values()), mesh=Mesh(pairs()), master="v100", collective=Collective(("gloo", "nccl"))),
+        Observations(tuple(hosts.values()), mesh=Mesh(pairs()), master="v100", collective=Collective(("gloo", "nccl"))),
         **changes,
     )

@@ -29,7 +29,7 @@ from typing import Any
 
 from rich.console import Console
 
-from orchestrator.doctor.seen import Host, Seen
+from orchestrator.doctor.observations import Host, Observations
 from orchestrator.doctor.table import checks_at, judge
 from orchestrator.errors import InventoryError, OrchError
 from orchestrator.hosts import checks
@@ -223,7 +223,7 @@ def probe(rng: random.Random) -> None:
         name="v100", host="h", gpu="A2000", gpus=1, bandwidth_bps=2.5e9, address="192.168.1.41", image="torch-2.0"
     )
     found = checks.unusable(node, facts)
-    findings = judge(Seen((Host(node, facts, Health()),)), checks_at("up")).findings
+    findings = judge(Observations((Host(node, facts, Health()),)), checks_at("up")).findings
     for line in (*(one.line for one in findings), *([str(found)] if found else [])):
         said(line)
 

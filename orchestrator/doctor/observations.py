@@ -1,4 +1,4 @@
-"""What was seen of a cluster, as the checks judge it, and what a check says of it: frozen values. Pure."""
+"""Input and output of the doctor's checks: observations of a cluster, and raw findings. Pure."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from orchestrator.hosts.inventory import Node
 
 Level = Literal["block", "warn"]
 PairKind = Literal["open", "silent", "filtered", "refused", "unreachable", "mute", "small only", "hung up", "not tried"]
-"""`filtered`: no connection, though another port of that address answers. `silent`: nothing of it does."""
+"""`filtered`: no connection, though another port of that address answers. `silent`: no port answers."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """One host that answered."""
+    """A host that answered."""
 
     node: Node
     facts: NodeFacts
     health: Health
     address: str | None = None
-    """Where a job would have it listen."""
+    """Listening address for a job."""
     login_s: float = 0.0
     logins_tried: int = 1
     outlives: bool | None = None
-    """Whether a process went on when its SSH connection had ended; None where that was not tried."""
+    """Whether a process outlived its SSH connection; None if not tried."""
 
     @property
     def name(self) -> str:
@@ -40,7 +40,7 @@ class Host:
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
-        """Those on which it would train."""
+        """GPUs on which it would train."""
         return self.facts.gpus if self.trains_on_gpus else ()
 
     @property
@@ -50,22 +50,22 @@ class Host:
 
 @dataclass(frozen=True)
 class Pair:
-    """The way from one host to another."""
+    """The link from one host to another."""
 
     start: str
     end: str
     kind: PairKind
     words: str = ""
     opens: str = ""
-    """The line for the other host's firewall that may help."""
+    """Command that may open the other host's firewall."""
     round_trip_s: float | None = None
     bits_per_s: float | None = None
-    """Of a short transfer; None where none was made."""
+    """In a short transfer; None if not measured."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ways between all hosts that took part."""
+    """The links between all hosts that took part."""
 
     pairs: tuple[Pair, ...]
     closed: Mapping[str, str] = field(default_factory=dict)
@@ -74,25 +74,23 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Collective:
-    """What became of a short all-reduce over all hosts."""
+    """Result of a short all-reduce over all hosts."""
 
     backends: tuple[str, ...]
-    """Tried in this order, up to the first that fails."""
+    """In order of trial, up to the first failure."""
     backend: str = ""
-    """The one that failed."""
+    """The failed backend."""
     failure: str = ""
-    """Why, in words; "" where none failed."""
+    """Reason; "" if none failed."""
     guilty: tuple[str, ...] = ()
-    """The host without which it does not fail, or the pair with which it does; empty where that is not known."""
+    """The host, or pair of hosts, that it needs to fail; empty if unknown."""
     job: str | None = None
-    """The one that failed with all hosts."""
+    """The job that failed with all hosts."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """All that was looked at. unreached: why nothing is known of a host. master: who would be it. collective: None
-    where it was not tried, and why_no_collective.
-    """
+class Observations:
+    """unreached: by host, why it is unknown. master: remembered or elected. collective: None if not tried."""
 
     hosts: tuple[Host, ...]
     unreached: Mapping[str, HostError] = field(default_factory=dict)
@@ -101,7 +99,7 @@ class Seen:
     collective: Collective | None = None
     why_no_collective: str = "without --collective"
     shared_folders: tuple[tuple[str, ...], ...] = ()
-    """Hosts that have one work folder, as a trial has shown."""
+    """Groups of hosts with one work folder, found by trial."""
 
     def host(self, name: str) -> Host:
         return next(host for host in self.hosts if host.name == name)
@@ -112,8 +110,8 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What a check found wrong. where: hosts; of a way its start and its end. level: where it is not the check's."""
+class RawFinding:
+    """A problem found by a check. where: hosts, or start and end of a link. level: if it differs from the check's."""
 
     where: tuple[str, ...]
     seen: str
@@ -122,14 +120,14 @@ class Sight:
     is_way: bool = False
 
 
-Judge = Callable[[Seen], Iterator[Sight]]
-Applies = Callable[[Seen], str]
-"""Why there is nothing to judge; "" where there is."""
+Judge = Callable[[Observations], Iterator[RawFinding]]
+Applies = Callable[[Observations], str]
+"""Why the check does not apply; "" if it does."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the table. causes: what comes of it where nobody looks."""
+    """A row of the table. causes: symptoms if the problem goes unnoticed."""
 
     id: str
     name: str
@@ -138,4 +136,4 @@ class Check:
     judge: Judge
     applies: Applies
     when: Mapping[str, Judge] = field(default_factory=dict)
-    """The parts of it that are judged at other moments than `orch doctor`."""
+    """The parts of it that run at other moments than `orch doctor`."""
