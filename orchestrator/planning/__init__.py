@@ -1,1 +1,1 @@
-"""A wish becomes a launch plan: settings, files to ship, environment and shares, as one frozen value."""
+"""Turns a job's specification into a launch plan: settings, shipped files, environment and shares as one value."""

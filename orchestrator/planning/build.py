@@ -1,9 +1,4 @@
-"""The launch plan, from a draft. Running it happens in `jobs.launch`. Pure.
-
-    plan = build_plan(draft)
-
-`orch run --dry-run` prints this value; `orch run` executes it and nothing else.
-"""
+"""Builds the launch plan from a draft; `orch run --dry-run` prints it, `orch run` executes it. Pure."""
 
 from __future__ import annotations
 
@@ -63,10 +58,10 @@ def build_plan(draft: Draft) -> LaunchPlan:
 
 
 def _document(request: RunRequest, decided: Collection[str]) -> dict[str, Any]:
-    """The settings as a plan keeps them. decided: names of those that the plan has decided."""
+    """The settings for the plan. decided: names of settings that the plan decided."""
     if request.settings and request.kind == "experiment":
         return asdict(request.settings)
-    if request.settings:  # what a script has not been asked for it decides itself
+    if request.settings:  # a script decides all other settings itself
         return {name: getattr(request.settings, name) for name in ("exp", *request.chosen, *decided)}
     return {} if request.batch is None else {"batch": request.batch}
 
@@ -89,7 +84,7 @@ def _node_plans(draft: Draft) -> tuple[NodePlan, ...]:
 
 
 def _node_plan(draft: Draft, one: PlannedNode, ranks_on_machine: int, of_split: Mapping[str, str]) -> NodePlan:
-    """of_split: the settings that all ranks get from the split of the batch."""
+    """of_split: settings for all ranks from the split of the batch."""
     node, request, nodes = one.node, draft.request, draft.placement.nodes
     command = trainer_arguments(draft, one.device, of_split) if request.trains else request.command
     wrappers = 1 if request.starter else one.ranks
@@ -120,7 +115,6 @@ def _node_plan(draft: Draft, one: PlannedNode, ranks_on_machine: int, of_split: 
 
 
 def _trained_on(one: PlannedNode) -> str | None:
-    """Its first GPU; None where it trains on its CPU, whatever GPUs it has."""
     return next((gpu.name for gpu in one.gpus or one.facts.gpus), None) if one.device == "cuda" else None
 
 
@@ -130,7 +124,7 @@ def _own_shares(split: Split, one: PlannedNode) -> tuple[int, ...]:
 
 
 def _alone(split: Split, one: PlannedNode) -> float | None:
-    """samples/s of the host by itself; None where one of its ranks has no profile."""
+    """samples/s of the host by itself; None if one of its ranks has no profile."""
     ranks = [(one.node.name, i) for i in range(one.ranks)]
     return sum(split.alone[rank] for rank in ranks) if all(rank in split.alone for rank in ranks) else None
 
@@ -149,9 +143,9 @@ def _system(facts: NodeFacts) -> System:
 
 
 def _environment(draft: Draft, one: PlannedNode, ranks_on_machine: int, of_split: Mapping[str, str]) -> dict[str, str]:
-    """Our own settings first: what the inventory's `env` says wins over them, and what is given for this job over both.
+    """Precedence, lowest first: orch's own variables, the inventory's `env`, the job's.
 
-    ranks_on_machine: they share its cores. of_split: as of `_node_plan`.
+    ranks_on_machine: they share its cores.
     """
     node, request = one.node, draft.request
     environment = _for_scripts(draft) if request.kind != "experiment" else {}
@@ -160,8 +154,8 @@ def _environment(draft: Draft, one: PlannedNode, ranks_on_machine: int, of_split
     environment["OMP_NUM_THREADS"] = str(max(1, one.facts.cores // ranks_on_machine))
     if one.interface:
         # NCCL takes names as prefixes unless they begin with "=" (NCCL manual, NCCL_SOCKET_IFNAME). Gloo opens one
-        # connection a pair of ranks for each name, and spreads buckets over them: one alone leaves a slow link idle
-        # between two buckets.
+        # connection per pair of ranks for each name, and spreads buckets over them: a single connection leaves a slow
+        # link idle between two buckets.
         environment["NCCL_SOCKET_IFNAME"] = f"={one.interface}"
         environment["GLOO_SOCKET_IFNAME"] = f"{one.interface},{one.interface}"
     environment |= {setting.name: setting.value for setting in draft.carrier.settings}
@@ -171,13 +165,13 @@ def _environment(draft: Draft, one: PlannedNode, ranks_on_machine: int, of_split
         environment["ORCH_CHECKPOINT_COPY"] = keepers[1]
     if node.paced:
         environment["ORCH_PACED"] = json.dumps(node.paced.model_dump(mode="json", exclude_defaults=True))
-    # The GPUs that the inventory's `env` names are these, given by UUID.
+    # The same GPUs as in the inventory's `env`, by UUID.
     of_gpus = cuda_environment(one.gpus, node.env) if one.gpus else {}
     return {**environment, **node.env, **of_gpus, **request.env}
 
 
 def _for_scripts(draft: Draft) -> dict[str, str]:
-    """Without it Accelerate's ranks on CPUs join the process group, and then train each by itself (tried with 1.15)."""
+    """Without it, Accelerate's CPU ranks join the process group but train separately (tried with 1.15)."""
     return {"ACCELERATE_USE_CPU": "true"} if {one.device for one in draft.placement.nodes} == {"cpu"} else {}
 
 
@@ -206,14 +200,14 @@ def _retried(request: RunRequest) -> tuple[str, ...]:
 
 
 def _public(nodes: Iterable[PlannedNode]) -> tuple[str, ...]:
-    """What torch and NCCL listen for is for anybody who can reach it, on any address of the host."""
+    """Anybody who reaches the ports of torch and NCCL, on any address of the host, can use them."""
     found = {one.node.name: _public_addresses(one.address, one.facts) for one in nodes}
     named = [f"{name} ({', '.join(public)})" for name, public in found.items() if public]
     if not named:
         return ()
     more = f" and {len(named) - MAX_NAMED} more hosts" if len(named) > MAX_NAMED else ""
     words = "training traffic is neither encrypted nor authenticated, and public addresses lead to its ports"
-    remedy = "let a firewall admit these hosts alone to each other"
+    remedy = "let a firewall admit only these hosts to each other"
     return (f"{words}: {', '.join(named[:MAX_NAMED])}{more}; {remedy}",)
 
 
@@ -223,7 +217,6 @@ def _public_addresses(training: str, facts: NodeFacts) -> list[str]:
 
 
 def _pace_of(paced: Paced) -> dict[str, Any]:
-    """As a plan keeps it."""
     document = paced.model_dump(mode="json")
     return document if paced.like else {name: value for name, value in document.items() if name != "like"}
 
@@ -244,13 +237,7 @@ def _too_few_samples(draft: Draft) -> tuple[str, ...]:
     return ("the global batch has fewer samples than there are ranks: some ranks get none",)
 
 
-# The command lines that a plan holds: the trainer's, rendered from its settled settings, and torchrun's. Pure.
-#
-#     trainer_arguments(draft, "cuda", draft.split.settings)  ("-m", "trainer", "--exp=mnist_lenet", "--epochs=1", ...)
-#     trainer_settings(draft, "cuda", draft.split.settings)   {"epochs": "1", ...}, which a script has in its
-#     environment
-#
-# Nothing else writes or changes them.
+# Command lines in a plan: the trainer's and torchrun's. Pure.
 
 
 def trainer_arguments(draft: Draft, device: str, of_split: Mapping[str, str]) -> tuple[str, ...]:
@@ -259,9 +246,9 @@ def trainer_arguments(draft: Draft, device: str, of_split: Mapping[str, str]) ->
 
 
 def trainer_settings(draft: Draft, device: str, of_split: Mapping[str, str]) -> dict[str, str]:
-    """The settings that the person gave, as they wrote them; then those that the host and this plan decide, which win.
+    """The user's settings, unchanged, overridden by the decisions of host and plan.
 
-    device: of the host. of_split: the settings that follow from the split of the batch.
+    of_split: settings from the split of the batch.
     """
     request = draft.request
     of_host = {"device": device, "backend": draft.carrier.backend}
@@ -272,8 +259,8 @@ def trainer_settings(draft: Draft, device: str, of_split: Mapping[str, str]) -> 
 
 
 def torchrun_arguments(nodes: int, node_rank: int, ranks: int, master_address: str) -> tuple[str, ...]:
-    """torchrun's arguments. Rendezvous is `static`: with `c10d` the node rank is ignored, workers open a second, random
-    port, the hosts' wall clocks are compared, and what anybody lays into the store is unpickled.
+    """Rendezvous is `static`: `c10d` ignores the node rank, opens a second, random port, compares the hosts' wall
+    clocks, and unpickles whatever the store holds.
     """
     options: dict[str, str | int] = {
         "--nnodes": nodes,
@@ -284,18 +271,18 @@ def torchrun_arguments(nodes: int, node_rank: int, ranks: int, master_address: s
         "--master-port": "{rendezvous_port}",
         "--max-restarts": 0,
     }
-    # Else each run leaves a folder in the host's /tmp.
+    # The default would leave a folder per run in the host's /tmp.
     options["--log-dir"] = "{job_dir}/torchrun"
     flags = tuple(str(part) for option in options.items() for part in option)
-    # torchrun starts our wrapper, not the script: only the wrapper knows the rank's true exit code.
+    # torchrun starts our wrapper, not the script: only the wrapper sees the rank's true exit code.
     return ("-m", "orch_remote.launch", *flags, "--no-python", "{python}", "-m", "orch_remote.rank", "{job_dir}")
 
 
-# A plan while its settings are still being settled: all values typed, no command line yet. Pure.
+# The draft: a plan whose settings are still being decided. Pure.
 #
 # draft = Draft("lab", job, created, code, request, place(...), carrier)
 # draft = draft.with_split(split)                                     shares
-# draft = draft.settled({"strategy": "ddp"}, "strategy=auto: ...")    what else the plan decides
+# draft = draft.settled({"strategy": "ddp"}, "strategy=auto: ...")    further decisions
 # plan = build_plan(draft)
 
 
@@ -306,14 +293,12 @@ class Draft:
     created: str
     code: CodeFolder
     request: RunRequest
-    """Its settings as far as they are settled."""
     placement: Placement
     carrier: Carrier
     split: Split = field(default_factory=Split)
     decided: tuple[str, ...] = ()
-    """Settings that the plan has decided, in the order in which it did."""
+    """Settings that the plan decided, in order of decision."""
     notes: tuple[str, ...] = ()
-    """What to say of these decisions."""
 
     @property
     def training(self) -> Settings | None:
@@ -321,27 +306,26 @@ class Draft:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Samples of each rank, in the order of their global ranks."""
         return tuple(self.split.shares.values())
 
     def with_split(self, split: Split) -> Draft:
-        """The batch divided so, and the setting `shares` as it turned out."""
+        """Sets the shares, and the setting `shares` to the policy used."""
         drawn = replace(self, split=split, notes=(*self.notes, *split.notes))
         return drawn._changed({"shares": split.policy}) if split.policy else drawn
 
     def with_own_batch(self, profiles: Profiles) -> Draft:
-        """Where a script names the batch itself, as it is, and has been seen to: with that one."""
+        """Takes the batch of an unchanged script from its profile, if the script sets it by itself."""
         settings, seen = self.training, {(profile.batch, profile.code) for profile in profiles.values()}
         if settings is None or settings.model != OWN or self.request.batch or settings.profile_s or len(seen) != 1:
             return self
         batch, code = seen.pop()
         if batch is None or code != self.code.sha256:
             return self
-        drawn = self.settled({"batch": batch}, f"batch={batch}, as the script said when it was profiled")
+        drawn = self.settled({"batch": batch}, f"batch={batch}, as reported by the script's profile")
         return replace(drawn, request=replace(drawn.request, batch=batch))
 
     def settled(self, values: Mapping[str, Any], note: str) -> Draft:
-        """With these settings decided. Raises SettingsError where they do not go with the others."""
+        """Decides these settings. Raises SettingsError if they conflict with others."""
         drawn = replace(self, decided=(*self.decided, *values), notes=(*self.notes, note))
         return drawn._changed(values)
 

@@ -1,7 +1,6 @@
-"""The files a job takes along: one folder packed into one reproducible tar, addressed by its SHA-256.
+"""Packs the files that a job ships: one folder as a reproducible tar, addressed by its SHA-256.
 
-What git would take (`wanted`), less what looks like a secret (`secret_files`), and never a home folder. The same files
-give the same bytes on every machine: names sorted, times and owners left out.
+It takes the files that git would take, without likely secrets, and never a home folder.
 """
 
 from __future__ import annotations
@@ -32,31 +31,27 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 100 << 20
 MAX_NAMED = 100
-"""So many of the files left out are kept by name."""
 
 
 IMPORTS_TRAINER = re.compile(rb"^[ \t]*(?:import\b[^#\n]*(?<![\w.])trainer\b|from[ \t]+trainer\b)", re.MULTILINE)
 
 
 MISSING = re.compile(r"No such file or directory: '(?P<path>[^']{1,4096})'|No module named '(?P<module>[\w.]{1,400})'")
-"""A line of Python's about a file or module that it does not find."""
 
 
 def trainer_folder() -> Path:
-    """Of the `trainer` package here. Raises UsageError where there is none."""
+    """Raises UsageError if the package is not installed."""
     found = importlib.util.find_spec("trainer")
     if found is None or found.origin is None:
-        raise UsageError("the trainer package is not installed beside orch", "install this project again")
+        raise UsageError("the trainer package is not installed next to orch", "install this project again")
     return Path(found.origin).parent
 
 
 def pack_folder(folder: Path, *, prefix: str = "", trainer_at: str | None = None) -> tuple[CodeFolder, bytes]:
-    """The folder's description and its tar. prefix: a folder name put before every file name. trainer_at: where, with a
-    slash at its end, the package `trainer` is laid that a file of the folder imports, unless one lies there; None:
-    nowhere.
+    """prefix: put before every file name. trainer_at: folder, with a final slash, for the package `trainer` if a file
+    imports it and none lies there; None: never added.
 
-    Raises UsageError for a missing folder, for a home folder, for a file that cannot be read, and above MAX_BYTES,
-    naming the largest files.
+    Raises UsageError for a missing or home folder, an unreadable file, and above MAX_BYTES.
     """
     folder = folder.absolute()
     if not folder.is_dir():
@@ -92,26 +87,24 @@ def pack_folder(folder: Path, *, prefix: str = "", trainer_at: str | None = None
 
 
 def names_in(blob: bytes) -> list[str]:
-    """The files of a packed folder; empty folders end with `/`."""
+    """Files of a packed folder; empty folders end with `/`."""
     with tarfile.open(fileobj=io.BytesIO(blob), mode="r:") as tar:  # ours: it is not compressed
         return [f"{member.name}/" if member.isdir() else member.name for member in tar]
 
 
 def digests_in(blob: bytes) -> dict[str, str]:
-    """The SHA-256 of each file of a packed folder."""
     with tarfile.open(fileobj=io.BytesIO(blob), mode="r:") as tar:
         files = [(member.name, tar.extractfile(member)) for member in tar if member.isreg()]
         return {name: hashlib.sha256(content.read()).hexdigest() for name, content in files if content}
 
 
 def _unexpected_words(wanted: WantedFiles) -> str:
-    """What a person would think is shipped; what an ignore file names is not among it."""
     unexpected = [f"{name} ({why})" for name, why in wanted.left_out if why != "ignored"]
     return f"not shipped: {some(unexpected, 5)}" if unexpected else ""
 
 
 def unsent_words(code: CodeFolder, line: str) -> str:
-    """Why the file or module that this line of an error log misses is not on the host, though it is here; "" if not."""
+    """Why the file or module that this log line misses was not shipped; "" if unknown."""
     found = MISSING.search(line)
     if not found:
         return ""
@@ -143,14 +136,14 @@ def _refuse_too_much(folder: Path, sizes: dict[str, int]) -> None:
 
 
 def _needs_trainer(files: Mapping[str, Path], at: str) -> bool:
-    """Does one of these import `trainer`, and is none of them such a module?"""
+    """Whether a file imports `trainer` and that module is missing."""
     if any(name == f"{at}trainer.py" or name.startswith(f"{at}trainer/") for name in files):
         return False
     return any(IMPORTS_TRAINER.search(path.read_bytes()) for name, path in files.items() if name.endswith(".py"))
 
 
 def _tar(files: Mapping[str, Path], folders: Sequence[str] = ()) -> bytes:
-    """files: by their names in it. folders: those that hold nothing."""
+    """files: by name in the tar. folders: empty ones."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for name, path in files.items():
@@ -166,16 +159,9 @@ def _tar(files: Mapping[str, Path], folders: Sequence[str] = ()) -> bytes:
     return buffer.getvalue()
 
 
-# Which files of a folder are to travel: what git would take in a repository, less what `.orchignore` names, and
-# with what a `!` line there brings back.
-#
-#     files = wanted_files(Path("proj"))
-#     files.names                 # ["train.py", "pkg/a.py", ...]
-#     files.note                  # why git was not asked in a repository, if so
-#
-# git itself knows the .gitignore files above and below a folder, .git/info/exclude and the person's own excludes.
-# Without
-# a repository, or where git cannot answer, the ignore files from the repository's root on down are read here.
+# Selection of files: all that git would take in a repository, without the patterns in `.orchignore`, plus its `!`
+# lines. Git reads .gitignore files above and below the folder, .git/info/exclude and the user's excludes. Without a
+# repository, or if git fails, only ignore files from the repository's root down are read.
 
 ALWAYS_LEFT = (
     ".git",
@@ -200,22 +186,21 @@ LeftOut = Literal[
 
 @dataclass(frozen=True)
 class WantedFiles:
-    """The files of a folder that are to be shipped. Names are relative, with `/`, sorted."""
+    """Names are relative, with `/`, sorted."""
 
     names: tuple[str, ...]
     named: frozenset[str]
-    """Those that a `!` line of an .orchignore names exactly."""
+    """Listed exactly by a `!` line of an .orchignore."""
     note: str = ""
     links: Mapping[str, str] = field(default_factory=dict)
-    """Files that are reached by a link within the folder, with the name in `names` whose content they have."""
+    """Files reached by a link within the folder, and the names of their content."""
     empty: tuple[str, ...] = ()
-    """Folders without anything in them."""
     left_out: tuple[tuple[str, LeftOut], ...] = ()
-    """What of the folder stays here, and why; a folder's name ends with `/`. Caches and the like are not listed."""
+    """Without caches and the like; folders end with `/`."""
 
 
 def wanted_files(folder: Path) -> WantedFiles:
-    """A link is shipped as what it leads to, if that lies in the folder and is shipped, too."""
+    """A link to a shipped file within the folder is shipped as that file."""
     rules = _Rules(folder)
     rules.add(folder, ALWAYS_LEFT)
     always = _Rules(folder)
@@ -259,7 +244,7 @@ def _is_plain(path: str) -> bool:
 def _resolved(
     folder: Path, kept: Collection[str], others: Iterable[str]
 ) -> tuple[dict[str, str], list[tuple[str, LeftOut]]]:
-    """others: links, and what is neither a file nor a folder. What is there no more (git may list it) is no part."""
+    """others: links and special files; git may also list files that no longer exist."""
     links, left_out, top = dict[str, str](), list[tuple[str, LeftOut]](), os.path.realpath(folder)
     for name in others:
         path = f"{folder}/{name}"
@@ -283,30 +268,26 @@ def _resolved(
 
 
 class _Rules:
-    """Ignore files, each for its own folder and what is below; the deepest that has a word for a name decides."""
+    """Ignore files, each for its own folder and below; the deepest match decides."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._layers: list[tuple[str, str, pathspec.GitIgnoreSpec]] = []
-        """What leads from a layer's folder down to ours, or from ours down to it, and what it says."""
+        """Path from the layer's folder down to ours, path from ours down to it, patterns."""
         self._read = set[Path]()
         self._folders: dict[str, bool] = {}
-        """Those that were asked for as what a file lies in: are they taken?"""
         self.named = set[str]()
         self.named_any = False
-        """Does an .orchignore have a `!` line?"""
         self.left = list[str]()
-        """What a walk has met and left out."""
 
     def add(self, base: Path, lines: Iterable[str]) -> None:
-        import pathspec  # slow to import, and of use to commands alone that ship a folder
+        import pathspec  # slow to import, and needed only by commands that ship a folder
 
         if lines := list(lines):
             spec = pathspec.GitIgnoreSpec.from_lines(lines)
             self._layers.append((_down(base, self._folder), _down(self._folder, base), spec))
 
     def read(self, base: Path, *names: str) -> None:
-        """The ignore files of one folder, once."""
         for file in (base / name for name in names):
             if file in self._read:
                 continue
@@ -318,19 +299,17 @@ class _Rules:
                 self.named |= {(base / name).relative_to(self._folder).as_posix() for name in exact if name}
 
     def take(self, name: str, *, above_too: bool = False) -> bool:
-        """name: a folder's ends with `/`. above_too: whether a folder above it is left out was not asked before."""
+        """name: of a folder, ends with `/`. above_too: also check the folders above it."""
         if above_too and not self._takes_folder(_above(name)):
             return False
         return self._decided(name) is not False
 
     def takes_back(self, name: str) -> bool:
-        """Whether an .orchignore asks for this file, which git ignores."""
         for folder in reversed(Path(name).parents):
             self.read(self._folder / folder, OURS)
         return self._decided(name) is True
 
     def _decided(self, name: str) -> bool | None:
-        """Whether it is taken, by the deepest layer that has a word for it; None if no layer has."""
         for above, below, spec in reversed(self._layers):
             if name.startswith(below) and name != below:
                 decided = spec.check_file(above + name.removeprefix(below))
@@ -339,7 +318,7 @@ class _Rules:
         return None
 
     def _takes_folder(self, name: str) -> bool:
-        """With all that it lies in, and its ignore file read. name: with `/` at its end; "" is the whole."""
+        """Checks its parents, too, and reads its ignore file. name: ends with `/`; "" is the whole folder."""
         if name not in self._folders:
             self._folders[name] = not name or (self._takes_folder(_above(name)) and self.take(name))
             if self._folders[name]:
@@ -348,12 +327,12 @@ class _Rules:
 
 
 def _down(top: Path, folder: Path) -> str:
-    """The way to a folder, with `/` at its end; "" to itself, and where it does not lie below."""
+    """With a final `/`; "" if it is not below."""
     return f"{folder.relative_to(top).as_posix()}/" if folder != top and folder.is_relative_to(top) else ""
 
 
 def _above(name: str) -> str:
-    """The folder that it lies in, with `/` at its end; "" at the top."""
+    """The parent, with a final `/`; "" at the top."""
     return name[: name.rstrip("/").rfind("/") + 1]
 
 
@@ -379,7 +358,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def _repository(folder: Path) -> Path | None:
-    """The folder with `.git` (a folder, or a file in a worktree or submodule) that this one is in."""
+    """`.git` is a folder, or a file in a worktree or submodule."""
     return next((above for above in (folder, *folder.parents) if (above / ".git").exists()), None)
 
 
@@ -388,7 +367,7 @@ def _from_to(top: Path, folder: Path) -> list[Path]:
 
 
 def _is_ignored(repository: Path, folder: Path) -> bool:
-    """Whether the repository leaves this whole folder out, by its ignore files alone: then it has no say inside."""
+    """Whether the repository excludes this whole folder: then its ignore files do not apply inside."""
     rules = _Rules(repository)
     for above in _from_to(repository, folder):
         if above != repository and not rules.take(f"{above.relative_to(repository).as_posix()}/"):
@@ -402,30 +381,28 @@ def _is_ignored(repository: Path, folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Listed:
-    """What git says of a folder. A folder's name ends with `/`."""
+    """Names of folders end with `/`."""
 
     names: list[str]
-    """Files, and links, that it has or does not ignore."""
     ignored: list[str]
-    """A folder of which it ignores everything stands for what is in it."""
+    """A fully ignored folder stands for its content."""
     absent: list[str]
-    """Submodules whose files are not here."""
+    """Submodules that are not checked out."""
     empty: list[str]
     ignored_files: Callable[[], list[str]]
-    """Each by itself, which may take long."""
 
 
 def _listed_by_git(folder: Path) -> tuple[_Listed | None, str]:
-    """What git has of this folder, and what of the rest it does not ignore; None, and why, where it cannot say."""
+    """Git's listing; None, with the reason, if git fails."""
     listing = partial(_names_of, folder)
     try:
         if git(folder, "check-ignore", "-q", ".", timeout_s=LISTING_S).returncode == 0:
-            return None, ""  # the repository leaves this folder out as a whole: it has no say inside
+            return None, ""  # the repository excludes this folder as a whole, so its rules do not apply inside
         answer = git(folder, "ls-files", "-z", "-co", "--exclude-standard", timeout_s=LISTING_S)
         if answer.returncode:
-            said = answer.stderr.decode(errors="replace")
+            error = answer.stderr.decode(errors="replace")
             whose = "the repository belongs to another user (safe.directory)"
-            why = whose if "dubious" in said else "git cannot read it"
+            why = whose if "dubious" in error else "git cannot read it"
             return None, f"{why}: the .gitignore files of {folder} are read without git"
         ignored = listing("-o", "-i", "--exclude-standard", "--directory")
         untracked = listing("-o", "--exclude-standard", "--directory")
@@ -459,21 +436,16 @@ def _split(answer: bytes) -> list[str]:
     return [name for name in answer.decode(errors="surrogateescape").split("\0") if name]
 
 
-# What git says of a folder, asked so that nothing a repository's own configuration names is run.
-#
-#     commit_of(Path("proj"))         # Commit(id="3f2a...", dirty=True); None outside of a repository, or without git
-#
-# A repository of another owner, one that git cannot read, and one without a commit give None: git is asked for facts
-# that are good to have, and no command fails for want of them.
+# Git calls that run nothing from a repository's own configuration. Failures give None: no command depends on git.
 
 LISTING_S = 60.0
 ANSWER_S = 10.0
 _GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.untrackedCache=false", "-c", "protocol.allow=never")
-"""A repository's own configuration may name programs to run, and places to fetch from: none is needed here."""
+"""A repository's configuration may name programs to run, and servers to fetch from."""
 
 
 def git(folder: Path, *words: str, timeout_s: float = ANSWER_S) -> subprocess.CompletedProcess[bytes]:
-    """Raises FileNotFoundError where there is no git, subprocess.TimeoutExpired where it does not answer."""
+    """Raises FileNotFoundError without git, subprocess.TimeoutExpired if it is too slow."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     return subprocess.run(
         [*_GIT, *words],
@@ -486,21 +458,23 @@ def git(folder: Path, *words: str, timeout_s: float = ANSWER_S) -> subprocess.Co
 
 
 def commit_of(folder: Path) -> Commit | None:
-    """The commit that is checked out there, and whether the folder holds anything else than that commit does."""
+    """None without a repository, a commit or git."""
     try:
         head = git(folder, "rev-parse", "--verify", "-q", "HEAD^{commit}")
         commit = head.stdout.decode(errors="replace").strip()
         if head.returncode or not re.fullmatch(r"[0-9a-f]{40}([0-9a-f]{24})?", commit):
             return None
         if git(folder, "check-ignore", "-q", ".").returncode == 0:
-            return None  # an environment inside somebody's project, for example: the commit does not hold this folder
+            return (
+                None  # an environment inside somebody's project, for example: the commit does not contain this folder
+            )
         return Commit(id=commit, dirty=_is_dirty(folder))
     except (OSError, subprocess.TimeoutExpired):
         return None
 
 
 def _is_dirty(folder: Path) -> bool | None:
-    """None where git cannot say without running what the repository's own configuration names (clean filters)."""
+    """None if git would have to run programs from the repository's configuration (clean filters)."""
     settings = git(folder, "config", "--show-scope", "--name-only", "-z", "--get-regexp", "^filter\\.")
     scopes = settings.stdout.split(b"\0")[:-1:2]
     if settings.returncode not in (0, 1) or {b"local", b"worktree"} & set(scopes):

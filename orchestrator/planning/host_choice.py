@@ -1,9 +1,4 @@
-"""How many hosts a job wants, `--hosts MIN:MAX`, and which it takes of those that can take part. Pure.
-
-wanted = parse_hosts("2:3")
-there = those_there(wanted, ["a", "b", "c"], away={"b": HostError(...)})        ["a", "c"], or TooFewError
-ranked(there, Worth({"a": 12.0, "c": 30.0}, "the fastest"), pin=None)           ["c", "a"]: the best first
-"""
+"""Chooses a job's hosts by `--hosts MIN:MAX`: how many, and which of the available hosts. Pure."""
 
 from __future__ import annotations
 
@@ -20,23 +15,21 @@ from orchestrator.units import counted
 
 @dataclass(frozen=True)
 class Worth:
-    """What hosts are chosen by: a figure each, of which more is better."""
+    """Criterion for the choice of hosts: higher figures are better."""
 
     figures: Mapping[str, float]
     words: str
-    """What the hosts with the highest figures are: `the fastest`."""
 
 
 def check_range(wanted: HostRange, candidates: Sequence[str]) -> None:
-    """Raises UsageError where more hosts are wanted than there are."""
     if wanted.min_hosts > len(candidates):
         words = f"{wanted}: {counted(len(candidates), 'host')} to choose from, and {_needed(wanted)}"
         fewer = f"{_fewer(wanted, len(candidates))}, or " if candidates else ""
-        raise UsageError(words, f"{fewer}name more with --nodes, `orch node restore` those that are released")
+        raise UsageError(words, f"{fewer}name more with --nodes, or `orch node restore` released hosts")
 
 
 def those_there(wanted: HostRange, candidates: Sequence[str], away: Mapping[str, HostError]) -> list[str]:
-    """The candidates that can take part. away: why others cannot. Raises TooFewError with each that is missing."""
+    """The available candidates. away: why others are not. Raises TooFewError listing missing hosts."""
     there = [name for name in candidates if name not in away]
     if len(there) < wanted.min_hosts:
         missing = [away[name] for name in candidates if name in away]
@@ -49,14 +42,13 @@ def those_there(wanted: HostRange, candidates: Sequence[str], away: Mapping[str,
 
 
 def ranked(names: Sequence[str], worth: Worth, pin: str | None) -> list[str]:
-    """The best first: the pinned master, then by what they are worth, then in the order of `names`."""
+    """Best first: the pinned master, then by worth, then in the order of `names`."""
     return sorted(names, key=lambda name: (name != pin, -worth.figures.get(name, 0.0)))
 
 
 def choice_of(
     wanted: HostRange, away: Mapping[str, HostError], spares: Sequence[str], candidates: Sequence[str]
 ) -> HostChoice:
-    """As the plan keeps it."""
     left_out = (LeftOut(node=name, reason=_reason(away[name])) for name in candidates if name in away)
     return HostChoice(
         min_hosts=wanted.min_hosts,
@@ -68,7 +60,7 @@ def choice_of(
 
 
 def choice_notes(choice: HostChoice, away: Mapping[str, HostError], worth: Worth | None) -> tuple[str, ...]:
-    """worth: what the hosts were chosen by; None where all that can take part do."""
+    """worth: the criterion of the choice; None if all available hosts take part."""
     gone = together([away[each.node] for each in choice.left_out])
     notes = [f"left out: {one_line(error.message)}" for error in gone]
     if worth:
@@ -82,7 +74,6 @@ def _needed(wanted: HostRange) -> str:
 
 
 def _fewer(wanted: HostRange, there: int) -> str:
-    """What to type so that so many are enough."""
     return f"--hosts {there}:{wanted.max_hosts}"
 
 

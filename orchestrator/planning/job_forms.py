@@ -1,15 +1,11 @@
-"""A job file: a JobSpec in YAML, checked as a whole.
+"""Reads and writes job files (a JobSpec in YAML), and recovers the spec and `orch run` line of a planned job.
 
     script: train.py
     args: [--lr, 0.1]
-    nodes: [a2000, v100]
-    env: {LR: 0.1, HF_TOKEN: }          # without a value: that of this machine's environment
+    env: {LR: 0.1, HF_TOKEN: }          # without a value: taken from this machine's environment
 
-    spec = read_job(Path("job.yaml"))   spec.script == "train.py"; or all mistakes at once, each with its line
-    write_job(Path("job.yaml"), spec)   whole or not at all, and never over a file that is something else
-
-Paths in the file are relative to its folder, those of a spec to the current one. The file holds no value that looks
-like a secret, and no command for this machine: running somebody else's file starts a job, and nothing here.
+Paths in a file are relative to its folder. A file contains no likely secrets and no commands for this machine, so that
+running another person's file is safe here.
 """
 
 from __future__ import annotations
@@ -44,14 +40,14 @@ from trainer.shared.settings import AnySettings
 
 _HEAD = "# A job of orch "
 _VERBATIM: Final = ("settings", "env", "args")
-"""Below these keys 1, 1.10 and false stay text."""
+"""Values below these keys stay text: 1, 1.10, false."""
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def read_job(path: Path) -> JobSpec:
-    """Raises InventoryError with all mistakes, in the order of their lines."""
+    """Raises InventoryError with all mistakes, by line."""
     document = read_yaml(path, verbatim=_VERBATIM)
     found = list(document.mistakes)
     spec = _checked(document, found)
@@ -62,7 +58,7 @@ def read_job(path: Path) -> JobSpec:
 
 
 def _checked(document: Document, found: list[Mistake]) -> JobSpec:
-    """The right keys: a wrong one hides no mistake of another."""
+    """Uses only valid keys, so that one mistake does not hide others."""
     try:
         return JobSpec.model_validate(document.values, context=FILE_KEYS)
     except ValidationError as error:
@@ -88,9 +84,7 @@ _REMOVED = ("elastic", "max_restarts")
 
 
 def _mistakes_together(spec: JobSpec, document: Document) -> Iterator[Mistake]:
-    """Mistakes between keys, and in values that other parts of orch read. A key with a mistake of its own counts as
-    given.
-    """
+    """Mistakes between keys, and in values for other parts of orch. A key with its own mistake counts as given."""
 
     def at(key: str, words: str, *below: str) -> Mistake:
         return Mistake(document.file, document.line((key, *below)) if key in document.values else 0, words)
@@ -107,9 +101,9 @@ def _mistakes_together(spec: JobSpec, document: Document) -> Iterator[Mistake]:
 
 
 def _wrong_variable(name: str, value: Any) -> str | None:
-    """No value is shown: it may be a secret."""
+    """Messages show no value, since it may be a secret."""
     if not re.fullmatch(grammar.ENV_NAME, name):
-        return None  # reported already
+        return None  # already reported
     if isinstance(value, str) and (names_secret(name) or shows_secret(value)):
         return f"looks like a secret; leave its value out (`{name}:`) and export it, or name a file in `env_files`"
     why = next((why for pattern, why in RESERVED.items() if re.fullmatch(pattern, name)), None)
@@ -117,7 +111,6 @@ def _wrong_variable(name: str, value: Any) -> str | None:
 
 
 def _wrong_settings(spec: JobSpec) -> Iterator[tuple[str, str]]:
-    """(setting, mistake) each. A resumed job's settings are checked later, with those of the job before."""
     if spec.resume or not (spec.exp or (spec.command and spec.settings)) or (spec.exp and spec.command):
         return
     pairs = {key: value for key, value in spec.settings.items() if (key, value) != ("strategy", AUTO)}
@@ -132,7 +125,6 @@ def _wrong_settings(spec: JobSpec) -> Iterator[tuple[str, str]]:
 
 
 def _from_here(spec: JobSpec, folder: Path) -> JobSpec:
-    """folder: of the file."""
 
     def path(name: str) -> str:
         name = os.path.expanduser(name)
@@ -145,7 +137,6 @@ def _from_here(spec: JobSpec, folder: Path) -> JobSpec:
 
 
 def _from_file(spec: JobSpec, folder: Path) -> JobSpec:
-    """folder: of the file to be."""
 
     def path(name: str) -> str:
         if os.path.isabs(name) or _is_here(folder):
@@ -172,7 +163,7 @@ def _is_here(folder: Path) -> bool:
 
 
 def _with_path(command: tuple[str, ...], path: Callable[[str], str]) -> tuple[str, ...]:
-    """The command with another path of its script; words before the script, like torchrun, stay."""
+    """Changes the script's path; words before it, like torchrun, stay."""
     program = read_program(command)
     if program.is_module:
         return command
@@ -184,7 +175,7 @@ def _with_path(command: tuple[str, ...], path: Callable[[str], str]) -> tuple[st
 
 
 def write_job(path: Path, spec: JobSpec) -> bool:
-    """Whether an older job file was replaced. Raises UsageError if another file is in the way."""
+    """Returns whether a different job file was replaced. Raises UsageError if another file is in the way."""
     text = job_text(_from_file(spec, path.parent))
     try:
         with open(path, "rb") as file:
@@ -199,7 +190,7 @@ def write_job(path: Path, spec: JobSpec) -> bool:
 
 
 def job_text(spec: JobSpec) -> str:
-    """The file's content. Raises UsageError for a word that is no text."""
+    """Raises UsageError for a word that is not text."""
     values = {key: _written(value) for key, value in spec.model_dump(exclude_defaults=True, by_alias=True).items()}
     for key in _VERBATIM:
         if key in values:
@@ -215,7 +206,7 @@ def _written(value: Any) -> Any:
 
 
 class _Verbatim(str):
-    """Text that is read as it is written, whatever it looks like."""
+    """Text that is read back unchanged, even if it looks like a number."""
 
 
 def _verbatim(value: Any) -> Any:
@@ -252,27 +243,17 @@ _Dumper.add_representer(list, lambda dumper, items: dumper.represent_sequence(_S
 _SEQUENCE = "tag:yaml.org,2002:seq"
 
 
-# The spec that repeats a plan's job, and its `orch run` line, also for other hosts or settings. Pure.
-#
-#     run_line(plan)                                  orch run --cluster lab --exp resnet152_cifar --nodes a2000,v100
-#     run_line(plan, ["v100"], replace(plan.training, batch=512))
-#     write_job(run.job_file, spec_of(plan))
-#
-# Both are complete: they name the cluster, the hosts and whole paths. Of variables that were given for the job they
-# have
-# the names: the values are kept nowhere.
+# Recovery of a spec from a plan, also for other hosts or settings. The result names the cluster, the hosts and whole
+# paths; of the job's variables only names, since values are not stored. Pure.
 
 
 def run_line(plan: LaunchPlan, nodes: Collection[str] = (), settings: AnySettings | None = None) -> str:
-    """Quoted for a shell; nodes, settings: as of `spec_of`."""
     spec = spec_of(plan, nodes, settings).model_copy(update={"cluster": None})
     return shlex.join(["orch", "run", "--cluster", plan.cluster, *words(spec)])
 
 
 def spec_of(plan: LaunchPlan, nodes: Collection[str] = (), settings: AnySettings | None = None) -> JobSpec:
-    """nodes: the hosts that take part; () means those of the plan. settings: in place of the plan's; only what differs
-    from the experiment's own is spelled out.
-    """
+    """nodes: default: the plan's. settings: instead of the plan's; only values other than defaults appear."""
     names = [node.name for node in plan.nodes if not nodes or node.name in nodes]
     choice = _choice_again(plan) if len(names) == len(plan.nodes) else None
     attempt = plan.attempt
@@ -297,12 +278,12 @@ def spec_of(plan: LaunchPlan, nodes: Collection[str] = (), settings: AnySettings
 
 
 def _choice_again(plan: LaunchPlan) -> HostChoice | None:
-    """How many of which hosts to start it on again; None if it has to be those that it had."""
+    """The `--hosts` option of the new run; None if it needs exactly the same hosts."""
     return None if plan.recorded.stages else plan.hosts  # stages name their hosts
 
 
 def _settings(plan: LaunchPlan, settings: AnySettings | None) -> dict[str, str]:
-    """As a person gives them: only what differs from the experiment's own."""
+    """Only values that differ from the experiment's defaults."""
     if plan.kind != "experiment":
         return dict(_settings_of_script(plan, settings))
     chosen = settings or plan.typed_settings
@@ -311,7 +292,6 @@ def _settings(plan: LaunchPlan, settings: AnySettings | None) -> dict[str, str]:
 
 
 def _settings_of_script(plan: LaunchPlan, settings: AnySettings | None) -> Iterator[tuple[str, str]]:
-    """The settings that were given, and those that are different in `settings`; the batch has an option of its own."""
     values = dict(plan.settings)
     if settings and plan.typed_settings:
         names = fields_of(settings.exp)
@@ -323,7 +303,6 @@ def _settings_of_script(plan: LaunchPlan, settings: AnySettings | None) -> Itera
 
 
 def _text(value: Any) -> str:
-    """As `parse_settings` reads it back."""
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)

@@ -1,10 +1,9 @@
-"""JobSpec: one job as a person asks for it. Pure.
+"""Defines JobSpec: everything that a user can request of a job, and mistakes in a request. Pure.
 
-The options of `orch run`, the keys of a job file, the keywords of `Cluster.run` and the fields of the page's form are
-made from its fields, and so are the mistakes that are reported for each:
+Its fields define the options of `orch run`, the keys of a job file, the keywords of `Cluster.run` and the form of
+`orch ui`; mistakes are reported in the words of each:
 
     spec = checked({"exp": "mnist_lenet", "retries": 2}, LINE)      UsageError in the words of the command line
-    words(spec)                                                     ["--exp", "mnist_lenet", "--retries", "2"]
 """
 
 from __future__ import annotations
@@ -25,21 +24,18 @@ from orchestrator.planning.naming import job_name, job_note, kept_folder
 from orchestrator.units import parse_duration
 
 FILE_KEYS: Final = "file"
-"""The context in which values come from a file: text stays text, a time has its unit."""
+"""Context of values from a file: text stays text, times need units."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """How a field is typed after `orch run`, and what people read about it."""
-
     help: str
     metavar: str | None = None
     spelled: str = ""
-    """In place of `--` and the field's name."""
+    """Replaces `--` and the field's name."""
     complete: str = ""
-    """The function of `cli/common.py` that completes its value."""
+    """Function of `cli/common.py` that completes its value."""
     on_page: bool = False
-    """Whether the form of `orch ui` has a field for it."""
 
 
 FORM = "MIN:MAX or N, numbers of hosts, 1 <= MIN <= MAX"
@@ -75,7 +71,7 @@ def _seconds(value: Any, info: ValidationInfo) -> Any:
 
 
 def _text(value: Any) -> Any:
-    """A number that needs no quotes in YAML, or a value of a Python program, as a person types it."""
+    """An unquoted YAML number, or a Python value, as typed text."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, (int, float)) else value
@@ -98,7 +94,7 @@ def _hosts(text: str) -> str:
 
 
 def _names(value: Any) -> Any:
-    """`a,b,gpu[1,3]` as a list; a comma in brackets divides no names."""
+    """`a,b,gpu[1,3]` as a list; commas in brackets do not separate."""
     if not isinstance(value, str):
         return _listed(value)
     names = [name for name in re.split(r",(?![^\[]*\])", value) if name.strip()]
@@ -145,7 +141,7 @@ Listed = BeforeValidator(_listed)
 
 
 def option(default: Any, help: str, metavar: str | None = None, *, ge: int | None = None, **more: Any) -> Any:
-    """A field with an option on the command line. more: of `Option`."""
+    """A field with a command-line option. more: of `Option`."""
     made: Any = {"option": Option(help, metavar, **more)}
     if default in ([], {}):
         return Field(default_factory=type(default), json_schema_extra=made)
@@ -153,8 +149,8 @@ def option(default: Any, help: str, metavar: str | None = None, *, ge: int | Non
 
 
 class JobSpec(Written):
-    """Fields of seconds end in `_s`; the command line and files leave that out and write `90s`, `30m` or `12h`. The
-    order is that of `--help`, of files, and of repeated lines.
+    """Names of fields in seconds end in `_s`; command line and files omit that and use `90s`, `30m`, `12h`. The order
+    is that of `--help` and of files.
     """
 
     model_config = ConfigDict(alias_generator=lambda name: name.removesuffix("_s"), populate_by_name=True, frozen=True)
@@ -167,7 +163,7 @@ class JobSpec(Written):
         complete="experiments",
     )
     script: str | None = None
-    """A Python script, or what people type before a script, like torchrun; the rest of that line is `args`."""
+    """A Python script, or a command before it, like torchrun; `args` has the rest of that line."""
     module: str | None = None
     args: Annotated[list[str], Listed] = Field(default_factory=list)
     """Arguments of the script or module."""
@@ -198,7 +194,7 @@ class JobSpec(Written):
     no_metrics: bool = option(False, "Do not measure the steps of a script: install no hooks in its torch.")
     env: Variables = option(
         {},
-        "A variable for the ranks of this job; repeatable. NAME alone takes its value from here.",
+        "A variable for the ranks of this job; repeatable. Without =VALUE it is taken from here.",
         "NAME[=VALUE]",
         on_page=True,
     )
@@ -244,7 +240,7 @@ class JobSpec(Written):
         10.0, "With --retries: the pause before the first one; it doubles each time, up to 6m."
     )
     time_limit_s: Seconds | None = option(None, "End the job after this time: 90s, 30m, 12h.", on_page=True)
-    name: JobName | None = option(None, "What the job's id begins with.", "NAME", on_page=True)
+    name: JobName | None = option(None, "Prefix of the job's id.", "NAME", on_page=True)
     note: Note | None = option(None, "A line that `orch jobs` and the report show with it.", "TEXT", on_page=True)
     cluster: Name | None = option(
         None,
@@ -255,7 +251,6 @@ class JobSpec(Written):
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The script or module, and its arguments; () for an experiment."""
         program = self.script if self.module is None else self.module
         return () if program is None else (program, *self.args)
 
@@ -268,7 +263,7 @@ class JobSpec(Written):
         return self.wait or self.wait_limit_s is not None
 
     def given(self, name: str) -> bool:
-        """Whether a person gave this field, and not as a "no" or as nothing."""
+        """Whether the user gave this field, other than as false or empty."""
         value = getattr(self, name)
         return name in self.model_fields_set and value is not None and value is not False and value not in ([], {})
 
@@ -277,7 +272,6 @@ class JobSpec(Written):
 
 
 def key_of(name: str) -> str:
-    """A field's name in files and forms."""
     return name.removesuffix("_s")
 
 
@@ -286,7 +280,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
     for name, field in JobSpec.model_fields.items()
     if isinstance(field.json_schema_extra, dict)
 }
-"""By the name of the field, in their order."""
+"""By field, in order."""
 PAGE_FIELDS: Final = tuple(name for name, option in OPTIONS.items() if option.on_page)
 
 
@@ -295,7 +289,7 @@ PAGE_FIELDS: Final = tuple(name for name, option in OPTIONS.items() if option.on
 
 @dataclass(frozen=True)
 class _Word:
-    """A field in a template of `str.format_map`: `{batch}` is its name, `{batch:8}` the field with that value."""
+    """For `str.format_map`: `{batch}` is the field's name, `{batch:8}` the field with a value."""
 
     name: str
     valued: Callable[[str], str]
@@ -305,14 +299,11 @@ class _Word:
 
 
 class Spelling(dict[str, _Word]):
-    """Every field as one surface writes it."""
-
     def __init__(self, word: Callable[[str], _Word]) -> None:
         super().__init__({name: word(name) for name in JobSpec.model_fields})
 
 
 def spelled(name: str) -> str:
-    """A field's option on the command line."""
     return OPTIONS[name].spelled or f"--{key_of(name).replace('_', '-')}"
 
 
@@ -336,7 +327,6 @@ LINE, FILE, PYTHON = Spelling(_on_line), Spelling(_in_file), Spelling(_in_python
 
 
 def words(spec: JobSpec) -> list[str]:
-    """What is typed after `orch run` for this job: its options, then the script or module with its arguments."""
     typed = [word for name in OPTIONS for word in _option(name, getattr(spec, name))]
     if spec.module is not None:
         return [*typed, "-m", spec.module, "--", *spec.args]
@@ -362,7 +352,7 @@ def _option(name: str, value: Any) -> Iterator[str]:
 
 
 def from_text(name: str, text: str) -> Any:
-    """The value of a field from the text of a form; None if it is empty. Raises ValueError."""
+    """A field's value from a form's text; None if empty. Raises ValueError."""
     kind = JobSpec.model_fields[name].annotation
     if not text.strip():
         return None
@@ -391,20 +381,18 @@ _OF_SCRIPT: Final = {
     "no_metrics": "leave it out: the trainer writes its own",
     "keep": "{settings:checkpoint_every=500}, and later {resume:JOB}",
 }
-"""Fields that belong to a script or module, and what to do for an experiment."""
+"""Fields for scripts and modules only, with the remedy for an experiment."""
 _OF_RETRIES: Final = ("retry_on", "rejoin", "retry_wait_s")
 _APART: Final = (
     ("share", "wait", "{share} uses GPUs next to other jobs, {wait} waits for their end"),
     ("hosts", "wait", "{hosts} does without hosts that are in use, {wait} waits for them"),
     ("exp", "resume", "{resume} runs what the job ran; {settings} changes its settings"),
 )
-"""Fields that contradict each other, and why."""
+"""Contradicting fields, and why."""
 
 
 def mistakes(spec: JobSpec, spelling: Spelling, present: Collection[str] = ()) -> Iterator[SpecMistake]:
-    """Mistakes between fields, in the words of one surface. present: fields that a person gave, and that may be missing
-    from the spec because each has a mistake of its own.
-    """
+    """present: fields that were given, even if dropped for their own mistake."""
     for mistake in _between(spec, {*present, *filter(spec.given, JobSpec.model_fields)}):
         yield SpecMistake(mistake.field, mistake.words.format_map(spelling), mistake.remedy.format_map(spelling))
 
@@ -429,7 +417,7 @@ def _between(spec: JobSpec, given: Collection[str]) -> Iterator[SpecMistake]:
 
 
 def checked(values: Mapping[str, Any], spelling: Spelling) -> JobSpec:
-    """values: by the names of fields; a None is not given. Raises UsageError with all mistakes."""
+    """values: by field; None is not given. Raises UsageError with all mistakes."""
     given = {name: value for name, value in values.items() if value is not None}
     try:
         spec = JobSpec.model_validate(given)
@@ -441,7 +429,7 @@ def checked(values: Mapping[str, Any], spelling: Spelling) -> JobSpec:
 
 
 def refuse(spec: JobSpec, spelling: Spelling) -> None:
-    """Raises UsageError for what contradicts itself."""
+    """Raises UsageError for contradictions."""
     found = list(mistakes(spec, spelling))
     if found:
         raise UsageError("\n".join(each.words for each in found), found[0].remedy if len(found) == 1 else "")
@@ -455,5 +443,4 @@ def _line(place: tuple[int | str, ...], what: str, kind: str, spelling: Spelling
 
 
 def _field(key: str) -> str:
-    """The field of a key of files."""
     return next(name for name in JobSpec.model_fields if key in (name, key_of(name)))

@@ -1,10 +1,9 @@
-"""What a person typed after `orch run`, as the program that each rank runs. Pure.
-
-Many type what they type without orch: `python train.py`, `torchrun --nproc-per-node 2 train.py`. orch does what such a
-launcher does, so it stays at home, and what was left out of the line is named.
+"""Interprets the command after `orch run`, such as `torchrun --nproc-per-node 2 train.py`, as a Python program. Pure.
 
     read_program(("torchrun", "--nnodes", "2", "train.py", "--lr", "0.1"))
     # Program(name="train.py", arguments=("--lr", "0.1"), notes=("left out: torchrun --nnodes 2; ...",))
+
+orch replaces the launcher, so the launcher's words are left out and reported.
 """
 
 from __future__ import annotations
@@ -21,28 +20,23 @@ from orchestrator.errors import UsageError
 
 @dataclass(frozen=True)
 class Program:
-    """What a person's command line asks to run."""
-
     name: str
-    """A script's path as seen from here, or a module's name."""
+    """Path of a script from here, or name of a module."""
     arguments: tuple[str, ...] = ()
     is_module: bool = False
     flags: tuple[str, ...] = ()
-    """The interpreter's own, a word each."""
     notes: tuple[str, ...] = ()
-    """What was left out of the line, and why."""
+    """Words that were left out, and why."""
 
 
 @dataclass(frozen=True)
 class _Launcher:
-    """A launcher's own options, each in its spelling with `-`."""
-
     valued: frozenset[str]
     """Options with a value that orch sets itself."""
     flags: frozenset[str]
-    """Options without a value that orch sets itself."""
+    """Flags that orch sets itself."""
     variables: Mapping[str, str]
-    """Options that reach the script as an environment variable."""
+    """Options passed to the script as environment variables."""
     note: str
 
 
@@ -82,22 +76,21 @@ _ACCELERATE = _Launcher(
     note=f"{_RANKS}; accelerate's configuration file is not read",
 )
 _TRUE = frozenset({"ACCELERATE_USE_CPU", "ACCELERATE_DEBUG_MODE"})
-"""Variables of options that have no value."""
 _MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
-"""Launchers that are started by `python -m`."""
+"""Launchers for `python -m`."""
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "fish"})
 _PROGRAMS = _set(
     "deepspeed colossalai mpirun mpiexec horovodrun srun sbatch ray uv uvx poetry pipenv pdm rye hatch conda mamba"
     " micromamba nohup sudo env time nice numactl taskset timeout exec ssh docker node Rscript julia"
 )
-"""What people type before a script, and orch cannot start in its place."""
+"""Programs typed before a script that orch cannot replace."""
 _PYTHON = re.compile(r"python(\d+(\.\d+)?t?)?|pypy3?")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _PYTHON_FLAGS = re.compile(r"-[bBdEIOPqsSuvx]+")
 
 
 def read_program(words: Sequence[str], *, is_module: bool = False) -> Program:
-    """words: from the script or module on, or from what people type before one. Raises UsageError with what to type."""
+    """words: a script or module with arguments, or a launcher's command. Raises UsageError with the right command."""
     first, *rest = words
     if is_module:
         return _module(first, rest)
@@ -119,7 +112,6 @@ def read_program(words: Sequence[str], *, is_module: bool = False) -> Program:
 
 
 def not_python(name: str, what: str) -> UsageError:
-    """what: the file is in place of a Python script."""
     return UsageError(f"{name} is {what}, and orch starts Python scripts", _type_instead((name,)))
 
 
@@ -158,7 +150,6 @@ def _accelerate(words: Sequence[str]) -> Program:
 
 
 def _launched(launcher: _Launcher, typed: Sequence[str], words: Sequence[str]) -> Program:
-    """typed: the launcher itself. words: its options, the script or module, and what belongs to that."""
     rest, left, is_module, variables = list(words), [*typed], False, list[str]()
     while rest and rest[0].startswith("-") and rest[0] != "--":
         option, equals, value = rest.pop(0).partition("=")
@@ -194,7 +185,7 @@ def _launched(launcher: _Launcher, typed: Sequence[str], words: Sequence[str]) -
 
 
 def _goes_on(left: Sequence[str]) -> bool:
-    """Whether the launcher was asked to go on with fewer hosts or after failures."""
+    """Whether the launcher was to continue after failures or with fewer hosts."""
     words = [part for word in left for part in word.split("=", 1)]
     pairs = dict(pairwise(words))
     restarts = pairs.get("--max-restarts", pairs.get("--max_restarts", "0"))
@@ -202,7 +193,6 @@ def _goes_on(left: Sequence[str]) -> bool:
 
 
 def _type_instead(words: Sequence[str]) -> str:
-    """words: what followed what orch cannot start. The Python script among them is what is meant."""
     for index, word in enumerate(words):
         if word.endswith(".py"):
             return f"orch run {_tail(words[index:])}"

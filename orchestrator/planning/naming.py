@@ -1,9 +1,4 @@
-"""What a person calls a job: a name that its id begins with, and a note; and what folders it keeps. Pure but for what
-is drawn for an id.
-
-job_name("lr-sweep_3")          as it is, or ValueError with the form expected
-job_id("lr-sweep_3", now)       lr-sweep_3-20261121-0912-k3f
-"""
+"""Validates job names, notes and kept folders, and makes job ids like `lr-sweep_3-20261121-0912-k3f`."""
 
 from __future__ import annotations
 
@@ -33,7 +28,7 @@ def job_note(text: str) -> str:
 
 
 def kept_folder(text: str) -> str:
-    """`./out/` as `out`. Raises ValueError."""
+    """`./out/` becomes `out`. Raises ValueError."""
     parts = [part for part in text.split("/") if part not in ("", ".")]
     if not parts or text.startswith("/") or ".." in parts or one_line(text, MAX_NOTE) != text:
         raise ValueError(f"{text[:60]!r} is no folder in the script's working folder, like out/")
@@ -41,7 +36,7 @@ def kept_folder(text: str) -> str:
 
 
 def job_id(name: str, now: datetime) -> str:
-    """What, when (UTC), and three letters against coincidence. name: the person's, or what the job runs."""
+    """Name, time in UTC, and three random letters. name: the user's, or of the script, module or experiment."""
     slug = re.sub(r"[^A-Za-z0-9_]+", "-", Path(name).stem)[:MAX_NAME].strip("-_") or "job"
     suffix = "".join(secrets.choice(_ID_LETTERS) for _ in range(3))
     return f"{slug}-{now:%Y%m%d-%H%M}-{suffix}"

@@ -1,11 +1,6 @@
-"""What carries the gradients, and which NCCL settings hosts need that are not alike, or cannot bridge. Pure.
+"""Chooses the backend for gradients (NCCL or Gloo) and the NCCL settings that unlike hosts need. Pure.
 
-    carrier = choose_carrier(placement.nodes, request)                  # backend, settings, notes
-    error = unlike_versions(hosts)                # an UnlikeError where their NCCL libraries differ
-    nccl_settings(hosts, given={"NCCL_ALGO"})     # the same for all hosts; what a person set is left to them
-
-Nothing is set that the hosts' facts do not ask for, and every setting says why it is there. Names and meanings: NCCL's
-user guide, "Environment Variables".
+Settings are equal on all hosts and carry a reason. Names and meanings: NCCL's user guide, "Environment Variables".
 """
 
 from __future__ import annotations
@@ -25,14 +20,13 @@ from orchestrator.planning.request import RunRequest
 from orchestrator.units import format_bandwidth
 
 SLOW_BPS, FAST_BPS = 10e9, 25e9
-"""Links up to which two channels are enough, and from which one socket a channel is too few."""
+"""Up to the first two channels suffice; from the second a single socket per channel is too few."""
 BY_LOCAL_CPU = ((2, 18, 1), (2, 21, 5))
-"""The first and the last NCCL in which each rank chose algorithms by the vendor of its own CPU (NVIDIA/nccl#1136)."""
+"""First and last NCCL whose ranks choose algorithms by the vendor of their own CPU (NVIDIA/nccl#1136)."""
 UNEVEN_NVLS = (2, 31)
-"""The NCCL that waits without end where hosts have unequal numbers of ranks, unless NVLS is off (NVIDIA/nccl#2385)."""
+"""This NCCL hangs with unequal numbers of ranks per host, unless NVLS is off (NVIDIA/nccl#2385)."""
 NCCL2_SINCE = (2, 15)
-"""The torch whose `nccl` is another back end: an all-reduce's future holds up the stream that computes
-(pytorch/pytorch#192281)."""
+"""First torch whose `nccl` blocks the compute stream (pytorch/pytorch#192281)."""
 VENDORS = {"GenuineIntel": "Intel", "AuthenticAMD": "AMD"}
 SAME_MATTER = {
     "NCCL_IB_DISABLE": ("NCCL_IB_HCA", "NCCL_NET", "NCCL_NET_PLUGIN"),
@@ -40,26 +34,23 @@ SAME_MATTER = {
     "NCCL_SOCKET_NTHREADS": ("NCCL_NSOCKS_PERTHREAD",),
     "NCCL_NSOCKS_PERTHREAD": ("NCCL_SOCKET_NTHREADS",),
 }
-"""Who sets one of these has thought of what ours is about, and ours is left out."""
+"""A setting is left out if the user set it or one of these."""
 
 
 @dataclass(frozen=True)
 class GpuHost:
-    """A host that trains on GPUs, and with how many ranks."""
-
     node: Node
     facts: NodeFacts
     ranks: int = 1
 
     @property
     def nccl(self) -> tuple[int, ...]:
-        """The version of the library that its torch loads; empty where unknown."""
         torch = self.facts.torch
         return numbers(torch.nccl) if torch and torch.nccl else ()
 
     @property
     def networks(self) -> frozenset[str] | None:
-        """Link layers over which its NCCL can do RDMA; None where unknown."""
+        """Link layers for RDMA by its NCCL; None if unknown."""
         torch, ports = self.facts.torch, self.facts.rdma
         if ports is None or torch is None or torch.verbs is None:
             return None
@@ -73,18 +64,16 @@ class GpuHost:
 
 @dataclass(frozen=True)
 class Carrier:
-    """What carries the gradients between the ranks."""
-
     backend: Literal["nccl", "gloo"]
     settings: tuple[NcclSetting, ...] = ()
-    """For every host."""
+    """Equal on every host."""
     notes: tuple[str, ...] = ()
-    """Why it is not NCCL between GPUs."""
 
 
 def choose_carrier(nodes: Sequence[PlannedNode], request: RunRequest) -> Carrier:
-    """What the person chose, else what every host can. Raises UnlikeError where NCCL is not the same everywhere; of a
-    script nobody knows whether it uses NCCL at all, and it gets a note.
+    """The user's choice, else what all hosts support.
+
+    Raises UnlikeError if NCCL versions differ; a script, which may not use NCCL, gets a note.
     """
     hosts = [GpuHost(one.node, one.facts, one.ranks) for one in nodes if one.device == "cuda"]
     without = [host.node.name for host in hosts if host.facts.torch and not host.facts.torch.nccl_available]
@@ -106,13 +95,11 @@ def choose_carrier(nodes: Sequence[PlannedNode], request: RunRequest) -> Carrier
 
 
 def _if_it_uses_nccl(wrong: UnlikeError) -> str:
-    return f"{wrong.message}. A script that uses it would hang or fail, one that uses Gloo runs; {wrong.remedy}"
+    return f"{wrong.message}. A script that uses NCCL would hang or fail, a script that uses Gloo runs; {wrong.remedy}"
 
 
 def unlike_versions(hosts: Sequence[GpuHost]) -> UnlikeError | None:
-    """What to say where NCCL is not the same everywhere: before 2.23.4 it does not notice, and ranks hang or compute
-    garbage; since then each gives up.
-    """
+    """NCCL before 2.23.4 does not detect different versions: ranks hang or compute garbage. Newer ones fail."""
     by_version = dict[str, list[GpuHost]]()
     for host in hosts:
         if host.facts.torch and host.facts.torch.nccl:
@@ -129,7 +116,7 @@ def unlike_versions(hosts: Sequence[GpuHost]) -> UnlikeError | None:
 
 
 def _by_setup(hosts: Sequence[GpuHost]) -> str:
-    """The command that makes them alike. A release that hosts have in unlike builds already would stay as it is."""
+    """A release that hosts have in different builds would stay as it is."""
     builds = dict[str, set[str | None]]()
     for host in hosts:
         if torch := host.facts.torch:
@@ -142,10 +129,8 @@ def _by_setup(hosts: Sequence[GpuHost]) -> str:
 def nccl_settings(
     hosts: Sequence[GpuHost], given: Collection[str], *, own_script: bool = False
 ) -> tuple[NcclSetting, ...]:
-    """hosts: all that take part. given: names of variables that a person set on any of them. own_script: whether it
-    is not our trainer that runs, which needs no help with torch's back ends.
-    """
-    settings = [NcclSetting(name="NCCL_DEBUG", value="WARN", reason="so that NCCL says what went wrong")]
+    """given: variables that the user set on any host. own_script: not our trainer."""
+    settings = [NcclSetting(name="NCCL_DEBUG", value="WARN", reason="so that NCCL reports errors")]
     settings += _old_back_end(hosts) if own_script else ()
     if len(hosts) > 1:
         settings += [*_algorithms(hosts), *_network(hosts), *_uneven(hosts)]
@@ -164,14 +149,14 @@ def _algorithms(hosts: Sequence[GpuHost]) -> Iterator[NcclSetting]:
     if len(vendors) < 2 or not versions:
         return
     version = ".".join(map(str, versions[0]))
-    words = " beside ".join(VENDORS.get(vendor, vendor) for vendor in vendors)
+    words = " and ".join(VENDORS.get(vendor, vendor) for vendor in vendors)
     reason = f"{words} CPUs, by which NCCL {version} chooses on each host for itself"
     for name, value in (("NCCL_ALGO", "Ring"), ("NCCL_PROTO", "Simple"), ("NCCL_NET_OVERHEAD", "1000")):
         yield NcclSetting(name=name, value=value, reason=reason)
 
 
 def _network(hosts: Sequence[GpuHost]) -> Iterator[NcclSetting]:
-    """A host that has InfiniBand uses it, whatever NCCL_SOCKET_IFNAME says (NVIDIA/nccl#234, #2428)."""
+    """A host with InfiniBand uses it even if NCCL_SOCKET_IFNAME is set (NVIDIA/nccl#234, #2428)."""
     networks = [host.networks for host in hosts if host.networks is not None]
     if len(networks) < len(hosts) or frozenset.intersection(*networks):
         return
@@ -191,8 +176,8 @@ def _uneven(hosts: Sequence[GpuHost]) -> Iterator[NcclSetting]:
 
 
 def _sockets(hosts: Sequence[GpuHost]) -> Iterator[NcclSetting]:
-    """NCCL's kernels hold a GPU's multiprocessors while they send, of which an A16 has ten. On fast links one thread
-    and socket a channel are too few; NCCL takes more by itself on AWS and Google Cloud alone.
+    """Sending occupies a GPU's multiprocessors, of which an A16 has ten. Fast links need more threads and sockets per
+    channel, which NCCL uses by itself only on AWS and Google Cloud.
     """
     speeds = [host.link_bps for host in hosts if host.link_bps]
     if len(speeds) < len(hosts):

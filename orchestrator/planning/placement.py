@@ -1,8 +1,4 @@
-"""Which host of a job does what: its rank numbers, training address, interface, device and GPUs. Pure.
-
-placement = place(nodes, facts, election, request)
-placement.nodes[0].node.name, placement.nodes[0].ranks  the master; how many ranks it has
-"""
+"""Places a job on its hosts: rank numbers, training addresses, interfaces, devices and GPUs. Pure."""
 
 from __future__ import annotations
 
@@ -23,39 +19,33 @@ Device = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True)
 class PlannedNode:
-    """What one host does in a job."""
-
     node: Node
     facts: NodeFacts
     node_rank: int
     first_rank: int
-    """The global rank of its local rank 0."""
+    """Global rank of local rank 0."""
     ranks: int
     address: str
-    """Numeric training address, without prefix length."""
     interface: str | None
     device: Device
     gpus: tuple[Gpu, ...]
-    """Those of its ranks."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Which hosts take part in a job, and how."""
-
     nodes: tuple[PlannedNode, ...]
-    """In node-rank order, the master first."""
+    """The master first."""
     second: str | None = None
-    """Who would be the master without the present one; None where it is alone."""
+    """Runner-up of the election; None on a single host."""
 
     @property
     def ranks(self) -> list[tuple[str, int]]:
-        """(node, local rank) of each rank, in the order of their global ranks."""
+        """(node, local rank) in order of global ranks."""
         return [(one.node.name, local_rank) for one in self.nodes for local_rank in range(one.ranks)]
 
 
 def _refuse_several_likes(nodes: Sequence[Node]) -> None:
-    """Raises UsageError where hosts would exchange gradients of different networks."""
+    """Raises UsageError if hosts would exchange gradients of different networks."""
     likes = {node.name: node.paced.like if node.paced else None for node in nodes}
     if len({*likes.values()}) > 1:
         named = ", ".join(f"{name}: {like or 'the run itself'}" for name, like in likes.items())
@@ -63,7 +53,7 @@ def _refuse_several_likes(nodes: Sequence[Node]) -> None:
 
 
 def place(nodes: Sequence[Node], facts: Mapping[str, NodeFacts], election: Election, request: RunRequest) -> Placement:
-    """nodes: those that take part, all with facts. Raises UsageError where no training address can be found."""
+    """nodes: all with facts. Raises UsageError if a training address is unknown."""
     _refuse_several_likes(nodes)
     ordered = sorted(nodes, key=lambda node: node.name != election.master)
     addresses = {node.name: _address(node, facts[node.name], ordered) for node in ordered}
@@ -94,7 +84,7 @@ def place(nodes: Sequence[Node], facts: Mapping[str, NodeFacts], election: Elect
 
 
 def _refuse_other_addresses(planned: Sequence[PlannedNode]) -> None:
-    """Raises UsageError if Gloo would bind an address that is not the planned one, and that other hosts have, too."""
+    """Raises UsageError if Gloo would bind another address, which other hosts have, too."""
     for one in planned:
         others = [other.facts for other in planned if other is not one]
         problem, remedy = checks.bound_address(one.node, one.facts, one.address, one.interface, others)
@@ -103,7 +93,7 @@ def _refuse_other_addresses(planned: Sequence[PlannedNode]) -> None:
 
 
 def _device(node: Node, facts: NodeFacts, request: RunRequest) -> Device:
-    """The person's own word for this run, else the inventory's, else what was found."""
+    """From the run's settings, else from the inventory, else from the facts."""
     if request.settings and "device" in request.chosen and request.settings.device != "auto":
         return "cuda" if request.settings.device == "cuda" else "cpu"
     if node.device != "auto":
@@ -118,7 +108,7 @@ def _ranks(node: Node, gpus: Sequence[Gpu], request: RunRequest) -> int:
 
 
 def training_address(node: Node, facts: NodeFacts, nodes: Sequence[Node]) -> str | None:
-    """Declared, else the source of this host's own route to one of the others; None where neither is known."""
+    """Declared, else the source of a route to another host; None if unknown."""
     if node.address:
         return node.address
     if way := facts.way_to(other.address or other.host for other in nodes if other is not node):
@@ -136,7 +126,7 @@ def _address(node: Node, facts: NodeFacts, nodes: Sequence[Node]) -> str:
 
 
 def _interface(node: Node, facts: NodeFacts, nodes: Sequence[Node], addresses: Mapping[str, str]) -> str | None:
-    """The interface that carries this host's route to the master; on the master, the one that has its address."""
+    """Declared, else the interface with its address, else that of a route to another host."""
     if node.interface:
         return node.interface
     for interface in facts.interfaces:
@@ -146,13 +136,12 @@ def _interface(node: Node, facts: NodeFacts, nodes: Sequence[Node], addresses: M
     return way.interface if way else None
 
 
-# Whether a path was written for this machine's home folder where each host's own was meant. Pure.
-#
-# A shell expands `~` before orch sees it, also in `data_dir=~/data`; what arrives here is `data_dir=/home/me/data`.
+# Detects paths in this machine's home folder that were meant for each host's own: a shell expands `~`, also in
+# `data_dir=~/data`, before orch sees it. Pure.
 
 
 def homes_of(nodes: Iterable[Node], facts: Mapping[str, NodeFacts]) -> dict[str, str]:
-    """By node, its login's home folder, as far as the work folder shows it."""
+    """Login's home folder by node, if the work folder shows it."""
     found = {}
     for node in nodes:
         if node.name in facts and node.workdir.startswith("~/"):
@@ -163,7 +152,6 @@ def homes_of(nodes: Iterable[Node], facts: Mapping[str, NodeFacts]) -> dict[str,
 
 
 def notes_on(request: RunRequest, own_home: str, homes: Mapping[str, str]) -> Iterator[str]:
-    """A sentence for each setting or script argument that names this machine's home folder."""
     for key in sorted(request.chosen):
         yield from expanded_here("--set", f"{key}=", str(getattr(request.settings, key)), own_home, homes)
     for word in request.command:
@@ -173,7 +161,7 @@ def notes_on(request: RunRequest, own_home: str, homes: Mapping[str, str]) -> It
 
 
 def expanded_here(option: str, key: str, path: str, own_home: str, homes: Mapping[str, str]) -> Iterator[str]:
-    """The same for one path that a host would expand itself. option, key: what is typed before it."""
+    """For a path that hosts expand themselves. option, key: typed before it."""
     for problem in _elsewhere(path, own_home, homes):
         quoted = shlex.quote(f"{key}~{path.removeprefix(own_home)}")
         yield f"{problem}; for each host's own write {option} {quoted}, with the quotes"

@@ -1,9 +1,7 @@
-"""How fast ranks are alone: the record of a profile, and whom it holds for. `split` makes use of them.
+"""Profiles: measured speed of each kind of rank, which ranks they apply to, and the split of a batch by them. Pure.
 
-    kinds = kinds_of(plan, facts)                          by (node, local rank): all that its speed depends on
-
-A profile lies under $ORCH_HOME by its kind's key, so that a new driver, torch or pace asks for a new one. Hosts of one
-type share theirs, unless one was measured by itself (`orch profile --each`). Pure: `measuring/profiling` measures.
+Profiles are stored under $ORCH_HOME by a key of all that affects speed: a new driver, torch or pace needs a new one.
+Equal hosts share a profile, unless one was measured separately (`orch profile --each`). `measuring/profiling` measures.
 """
 
 from __future__ import annotations
@@ -39,30 +37,28 @@ from trainer.shared.shares import (
 )
 from trainer.shared.strategy_table import ONE_PROCESS, why_not_replayed
 
-# What a rank reports of its speed alone: whole updates by their size, and each block of its network. Pure.
+# Records of a measurement.
 
 Ms = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 Samples = Annotated[int, Field(ge=1, lt=1 << 40)]
 TaskTime = tuple[Ms, Ms]
-"""What a task of one block takes: ms a micro-batch whatever its size, and ms for each of its samples."""
+"""ms per micro-batch, and ms per sample."""
 TaskTimes = Annotated[tuple[TaskTime, ...], Field(min_length=1, max_length=1024)]
-"""Of each block, in their order."""
+"""By block."""
 
 
 class BlockTimes(Record):
-    """How long each block of a network that is a chain of blocks takes, as a stage of a pipeline computes it."""
+    """For networks that are a chain of blocks."""
 
     samples: Annotated[tuple[Samples, ...], Field(min_length=2, max_length=16)]
-    """The sizes of the micro-batches that were measured."""
+    """Measured micro-batch sizes."""
     forward: TaskTimes
     backward: TaskTimes
-    """Backward for what went in."""
     weights: TaskTimes
-    """Backward for the weights."""
     stretches: Annotated[int, Field(ge=1, le=1024)]
-    """So many stretches of blocks were timed by themselves; the time of each is divided by the work of its blocks."""
+    """Groups of blocks timed separately; a group's time is divided by its blocks' work."""
     of_whole: Annotated[float, Field(gt=0, lt=1e9)] | None = None
-    """What all blocks took together at the largest size, by what the whole network took forward and backward."""
+    """Sum over blocks at the largest size, relative to the whole network's time."""
 
     @model_validator(mode="after")
     def _has_all_tasks_of_each_block(self) -> BlockTimes:
@@ -76,90 +72,80 @@ class BlockTimes(Record):
 
     @property
     def fixed_ms(self) -> float:
-        """What a micro-batch of the whole network costs whatever its size."""
+        """Per micro-batch of the whole network, independent of its size."""
         return sum(fixed_ms for task in (self.forward, self.backward, self.weights) for fixed_ms, _ in task)
 
 
 class SeenLayer(Record):
-    """A layer of a network; what each number is: `orchestrator.forecast.layers.Layer`."""
+    """See `orchestrator.forecast.layers.Layer`."""
 
     shapes: Annotated[tuple[Annotated[tuple[Samples, ...], Field(max_length=8)], ...], Field(max_length=64)]
     work: Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
 
 
 class SeenBlock(Record):
-    """Layers between two cuts of a network. outputs: numbers that leave it, of one sample."""
-
     layers: Annotated[tuple[SeenLayer, ...], Field(max_length=1024)]
     outputs: Annotated[int, Field(ge=0, lt=1 << 40)]
 
 
 class Measurement(Record):
-    """The `profile` record of one rank, as its host reports it."""
+    """The `profile` record of one rank."""
 
     samples: Annotated[tuple[Samples, ...], Field(min_length=1, max_length=64)]
     step_ms: Annotated[tuple[Ms, ...], Field(min_length=1, max_length=64)]
-    """Forward, backward and optimiser: the median of each size, without any synchronisation."""
+    """Median of forward, backward and optimiser, without synchronisation."""
     fixed_ms: Ms
     sample_ms: Annotated[float, Field(gt=0, lt=1e9, allow_inf_nan=False)]
     lateness: Annotated[tuple[Ms | None, ...], Field(max_length=64)] = ()
-    """How late backward ended at each size, as a part of a step, where a paced rank was measured."""
+    """Delay of a paced rank at each size, as a fraction of a step."""
     worst_error: Ms | None = None
     largest: Samples
-    """The largest batch that was tried, and could be kept."""
+    """The largest batch tried."""
     cap: Samples | None = None
-    """The most samples that fit into memory at once; None: memory was not the limit."""
+    """Most samples that fit into memory; None: not limited by memory."""
     forward_ms: Ms
-    """The forward time at the largest size, like optim_ms."""
+    """At the largest size, like optim_ms."""
     optim_ms: Ms
     again_samples: Samples | None = None
-    """A size that was measured once more at the end; None in profiles of an older orch."""
     again_ms: Ms | None = None
     blocks: BlockTimes | None = None
-    """None of a paced rank, which computes none, of a network that is no chain, and in profiles of an older orch."""
+    """None for paced ranks and for networks that are not a chain."""
     batch: Samples | None = None
-    """Of an update over all ranks, as the settings or the script say; None in profiles of an older orch."""
+    """Global batch of the settings or script."""
     network: Annotated[tuple[SeenBlock, ...], Field(min_length=1, max_length=1024)] | None = None
-    """None in profiles of an older orch, and where the rank could not tell."""
 
 
 DRIFT = 0.05
-"""A profile that drifted by less is steady."""
 RETRY = "`{profile}` while nothing else runs there, or with a larger --set batch= or --set profile_s="
-"""What to try after a profile that is not valid."""
 GPU_SETTINGS = names_of(lambda each: each.of_gpu)
-"""Settings of the trainer that a GPU's speed depends on."""
 AMPERE = 8
-"""The major compute capability from which on GPUs have TF32 (trainer.compute.arithmetic)."""
+"""First major compute capability with TF32 (trainer.compute.arithmetic)."""
 Rank = tuple[str, int]
 """Node and local rank."""
 
 
 class Kind(Record):
-    """All that the speed of a rank by itself depends on."""
+    """All that a rank's own speed depends on."""
 
     exp: str
     model: str
-    """Of a script its folder and its command line, since nothing else is known of its network before it runs."""
+    """For a script its folder and command: its network is still unknown."""
     data: str
-    """The data set whose image shape counts; images made up, or from a folder, have that of the experiment's own."""
+    """Data set that determines the image shape."""
     amp: str
     device: str
     gpu: str | None
-    """Its label."""
     device_name: str
     torch: str | None
     driver: str | None
     ranks: int
-    """The ranks of its host: they compute at the same time."""
     threads: str | None = None
-    """The threads of a rank that computes on the CPU."""
     gpu_settings: str = ""
-    """For a rank with a GPU, those of GPU_SETTINGS that it does not decide by itself, like "tf32=off"."""
+    """Values of GPU_SETTINGS other than auto, like "tf32=off"."""
     paced: dict[str, Any] | None = None
-    """The pace that it keeps, without its changes in the course of a run."""
+    """Without changes during the run."""
     host: str | None = None
-    """CLUSTER/NODE where this host was measured by itself; None: it holds for all hosts of this kind."""
+    """CLUSTER/NODE if measured separately; None: for all hosts of this kind."""
 
     @property
     def key(self) -> str:
@@ -171,31 +157,25 @@ class Kind(Record):
 
 
 class Profile(Kind, Measurement):
-    """How fast one kind of rank is alone."""
-
     schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
     node: str
-    """Where it was measured."""
     created: str
     code: str | None = None
-    """The digest of the script that was measured; None of an experiment."""
+    """Digest of a script's files."""
     valid: bool = True
-    """False where a paced rank kept its pace at fewer than two sizes: it is shown, and counts for nothing else."""
+    """False if a paced rank kept its pace at fewer than two sizes: it is only shown."""
 
     @property
     def speed(self) -> Speed:
-        """For splitting a global batch. Only memory sets a cap: where the time for measuring ended it, the line goes on
-        beyond the largest batch that was tried, since smaller parts would change what BatchNorm sees.
-        """
+        """Only memory sets a cap; the line is extrapolated, since smaller parts would change what BatchNorm sees."""
         return Speed(self.fixed_ms, self.sample_ms, self.cap)
 
     @property
     def late_sizes(self) -> tuple[int, ...]:
-        """At which a paced rank could not keep its pace; of a valid profile, those that its line leaves out."""
+        """Sizes at which a paced rank was late."""
         return tuple(size for size, late in zip(self.samples, self.lateness, strict=False) if (late or 0) > LATE)
 
     def why_not_valid(self) -> str:
-        """At which sizes this machine was late, and by how much at the best of them, if the profile is not valid."""
         judged = [(late, size) for size, late in zip(self.samples, self.lateness, strict=False) if late is not None]
         why = f"{self.node}'s CPU was too slow for the pace that it stands in for"
         if not judged:
@@ -209,12 +189,12 @@ class Profile(Kind, Measurement):
 
     @property
     def drift(self) -> float | None:
-        """How much longer an update took at the end than when its size had its turn, as a part; None: not known."""
+        """Relative increase of an update's time during the measurement."""
         before = dict(zip(self.samples, self.step_ms, strict=False)).get(self.again_samples or 0)
         return self.again_ms / before - 1 if self.again_ms and before else None
 
     def drift_words(self) -> str:
-        """By how much it got slower while it was measured; "" where it did not."""
+        """ "" without drift."""
         if self.drift is None or self.drift < DRIFT:
             return ""
         slower = f"{self.again_samples} samples took {format_percent(self.drift)} longer at the end of the measurement"
@@ -222,27 +202,24 @@ class Profile(Kind, Measurement):
         return f"{self.node}: {slower} than before ({why}): a long run may be slower than this"
 
     def is_extrapolated(self, samples: int) -> bool:
-        """Whether so many samples at once are more than were tried."""
+        """Whether this exceeds the measured sizes."""
         return self.cap is None and samples > self.largest
 
     def samples_per_s(self, batch: int) -> float:
-        """Alone, with the whole batch, in parts as large as its memory holds."""
+        """By itself, in parts that fit its memory."""
         samples = min(batch, self.cap or batch)
         return 1000 * samples / self.speed.step_ms(samples)
 
 
 @dataclass(frozen=True)
 class RankProfile:
-    """The profile that one rank goes by."""
-
     rank: Rank
     profile: Profile
     fresh: bool
-    """Whether it was measured just now."""
 
 
 def measured_shares(batch: int, known: Sequence[RankProfile]) -> dict[Rank, int]:
-    """Each rank's part of a batch that is split by these; empty where one of them is not valid."""
+    """Samples by rank; empty if a profile is invalid."""
     if not all(each.profile.valid for each in known):
         return {}
     speeds = {each.rank: each.profile.speed for each in known}
@@ -256,7 +233,6 @@ Profiles = Mapping[Rank, Profile]
 
 
 def kinds_of(plan: LaunchPlan, facts: Mapping[str, NodeFacts]) -> dict[Rank, Kind]:
-    """By (node, local rank); empty for what is no training of ours."""
     settings = plan.training
     if settings is None:
         return {}
@@ -271,16 +247,15 @@ def kinds_of(plan: LaunchPlan, facts: Mapping[str, NodeFacts]) -> dict[Rank, Kin
 
 
 def cuda_graph_of(settings: Settings) -> str:
-    """The setting, off where others rule graphs out. A profile leaves these others out, and would not know."""
+    """Off if other settings, which a profile does not have, rule graphs out."""
     why = why_not_replayed(settings.strategy, settings.sync_bn, settings.accumulate)
     return "off" if why else settings.cuda_graph
 
 
 def tf32_of(asked: str, nodes: Sequence[NodePlan], facts: Mapping[str, NodeFacts]) -> str:
-    """on or off, as the ranks of these nodes will agree: by itself on where all have GPUs that can; auto where a driver
-    does not say. asked: the setting `tf32`.
+    """on if all ranks have GPUs with TF32, else off; auto if a driver reports no capability.
 
-    A host that is measured alone would not know what the others have.
+    asked: the setting `tf32`.
     """
     if asked != "auto":
         return asked
@@ -294,14 +269,12 @@ def tf32_of(asked: str, nodes: Sequence[NodePlan], facts: Mapping[str, NodeFacts
 
 
 def profile_line(settings: Settings) -> str:
-    """The command that measures what has these settings."""
     return "orch profile -- SCRIPT [ARGS]" if settings.model == OWN else f"orch profile --exp {settings.exp}"
 
 
 def _kind(
     settings: Settings, node: NodePlan, facts: NodeFacts, local_rank: int, gpu_settings: str, source: str
 ) -> Kind:
-    """source: the folder of the code."""
     own = node.gpu_uuids
     gpu = next((gpu for gpu in facts.gpus if own and gpu.uuid == own[local_rank % len(own)]), None)
     pace = {key: value for key, value in node.paced.items() if key != "slowdown"} if node.paced else None
@@ -324,56 +297,42 @@ def _kind(
     )
 
 
-# How a global batch is divided over a job's ranks, by the setting `shares` and what is known of their speeds. Pure.
-#
-#     split = split_batch_of(settings, placement.ranks, profiles)
-#     split.shares["v100", 0], split.policy           46, "measured"
-#     split.settings                                  what the ranks receive: {"shares": "v100:0=46,...", "speeds": ...}
-#
-# The controller divides the batch once, here; the ranks do it once more, by the settings that they receive.
+# Split of a global batch over ranks, by the setting `shares` and known speeds; ranks repeat it from `Split.settings`.
 
 FEW_NAMES = 8
-"""The samples of more hosts than this are not listed in a note."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """A global batch, divided."""
-
     shares: Mapping[Rank, int] = field(default_factory=dict)
-    """Samples of each rank; empty for a script whose batch is not known."""
+    """By rank; empty for a script with unknown batch."""
     policy: str = ""
-    """The setting `shares`, settled; "" where it stays as it is."""
+    """Final setting `shares`; "" if unchanged."""
     speeds: Mapping[Rank, Speed] = field(default_factory=dict)
-    """What is known of ranks, by hand or by profiles."""
+    """Known speeds, typed or profiled."""
     alone: Mapping[Rank, float] = field(default_factory=dict)
-    """samples/s of each rank by itself with the whole batch, by its profile."""
+    """samples/s by rank, with the whole batch."""
     notes: tuple[str, ...] = ()
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings from which the ranks compute the same shares."""
+        """Settings from which ranks compute the same shares."""
         settings = {}
         if self.policy == "measured":
             settings["shares"] = ",".join(f"{node}:{i}={share}" for (node, i), share in self.shares.items())
-        if self.speeds:  # a person's own are among them, which may name some ranks alone
+        if self.speeds:  # including typed speeds, which may be of some ranks only
             settings["speeds"] = format_speeds(self.speeds)
         return settings
 
 
 def split_equally(batch: int | None, ranks: Sequence[Rank]) -> Split:
-    """batch: None where it is not known."""
     return Split(dict(zip(ranks, equal_shares(batch, len(ranks)), strict=True))) if batch else Split()
 
 
 def split_batch_of(
     settings: Settings, ranks: Sequence[Rank], profiles: Profiles, not_kept: Profiles | None = None
 ) -> Split:
-    """ranks: in the order of their global ranks. not_kept: profiles that count for nothing, to say so where one is
-    missed.
-
-    Raises UsageError where the setting `shares` does not fit the ranks, or asks for a profile that is not there.
-    """
+    """not_kept: invalid profiles, for the error message. Raises UsageError if `shares` does not fit."""
     if settings.profile_s:
         return split_equally(settings.batch, ranks)
     known = {**{rank: profile.speed for rank, profile in profiles.items()}, **parse_speeds(settings.speeds)}
@@ -398,7 +357,6 @@ def split_batch_of(
 
 
 def _policy(settings: Settings, *, all_known: bool) -> str:
-    """The setting `shares` as it will be where the person leaves it to us."""
     if settings.shares != PROFILED:
         return settings.shares
     return "measured" if all_known and settings.strategy not in ONE_PROCESS else "equal"

@@ -1,8 +1,4 @@
-"""A job as orch reads it from its spec, and the files it needs: an experiment, a script, or a module.
-
-job = parse_job(JobSpec(exp="mnist_lenet", settings={"epochs": "1"}))
-job.request.settings.epochs                                             1
-"""
+"""Parses a JobSpec into a run request with typed settings, and packs the files to ship."""
 
 from __future__ import annotations
 
@@ -26,19 +22,14 @@ from trainer.shared.setting_fields import SettingsError
 from trainer.shared.settings import AnySettings, Settings
 from trainer.shared.shares import WORDS
 
-# Who starts the ranks of a host in place of orch: the command that a person would type there. Pure.
-#
-#     started_by("spawn", ("-m", "trainer", "--exp=mnist_lenet"), 2)
-#     # ("-m", "trainer", "--exp=mnist_lenet", "--spawn=2")
-#
-# One process of orch's stands for all ranks of the host, which meet at a store of their own on it.
+# Alternative starters of a host's ranks, for comparison with orch's own. One process of orch stands for all ranks.
 
 Starter = Literal["process", "spawn", "torchrun", "launch"]
 _MODULES = {"torchrun": "torch.distributed.run", "launch": "torch.distributed.launch"}
 
 
 def started_by(starter: Starter, command: tuple[str, ...], ranks: int) -> tuple[str, ...]:
-    """Arguments after the interpreter. command: the trainer's; ranks: the host's. A `process` is one rank alone."""
+    """Interpreter arguments. command: the trainer's. `process` starts one rank."""
     if starter == "process":
         return command
     if starter == "spawn":
@@ -47,7 +38,7 @@ def started_by(starter: Starter, command: tuple[str, ...], ranks: int) -> tuple[
 
 
 AUTO = "auto"
-"""As the value of `strategy`: the fastest that is predicted."""
+"""Value of `strategy`: the fastest predicted."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -55,56 +46,53 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 class RunRequest:
     kind: Literal["experiment", "script", "module"]
     name: str
-    """The experiment, or the script's or module's name."""
+    """Experiment, script or module."""
     command: tuple[str, ...]
-    """Arguments after the interpreter, the same on every host; those of an experiment end before its settings."""
+    """Interpreter arguments, without settings; equal on all hosts."""
     spec: JobSpec = field(default_factory=JobSpec)
     settings: AnySettings | None = None
-    """Of an experiment, and of a script that is shipped with the trainer; None of another script without --set."""
+    """None for a script that neither imports the trainer nor has --set."""
     chosen: Mapping[str, str] = field(default_factory=dict)
-    """The settings that the person set by hand, as they wrote them: the plan does not overrule them."""
+    """As typed; the plan does not change them."""
     batch: int | None = None
-    """Samples of one update of a script over all ranks, if the person gave them."""
+    """Samples per update of a script, over all ranks."""
     best_way: bool = False
-    """strategy=auto: the plan chooses how the ranks stay together."""
+    """strategy=auto."""
     hosts: HostRange | None = None
-    """How many of the nodes are enough, and how many at most; None: all of them take part."""
+    """None: all nodes."""
     resumes: str | None = None
-    """An earlier job of a script that resumes by itself: it starts with the files that this one wrote."""
+    """A script that resumes by itself starts with this job's files."""
     attempt: Attempt | None = None
-    """The number of this attempt, of a job that is tried again."""
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Variables for this job only; they win over the inventory's."""
+    """For this job only; overrides the inventory."""
     starter: Starter | None = None
-    """What starts the ranks of its one host; None is orch."""
+    """None: orch starts the ranks."""
     notes: tuple[str, ...] = ()
-    """What the person should know of how their words were understood."""
+    """About the interpretation of the command."""
 
     @property
     def trains(self) -> bool:
-        """Whether the trainer runs, which takes its settings as arguments."""
+        """Whether the trainer runs, with settings as arguments."""
         return self.kind == "experiment"
 
     @property
     def training(self) -> Settings | None:
-        """Its settings; None if it trains no network of ours."""
+        """None if the trainer trains no network."""
         return self.settings if isinstance(self.settings, Settings) else None
 
     @property
     def global_batch(self) -> int | None:
-        """Samples of one update over all ranks; None if unknown."""
+        """Samples per update over all ranks; None if unknown."""
         return self.training.batch if self.training and self.trains else self.batch
 
     @property
     def is_one_process(self) -> bool:
-        """Whether one process is to use all GPUs of its host."""
+        """Whether one process uses all GPUs of its host."""
         return self.training is not None and self.training.strategy == "dp"
 
     @property
     def leaves_out(self) -> bool:
-        """Whether hosts without which the job is faster may be left out: the person leaves the strategy, or the
-        shares, to measured or predicted speeds.
-        """
+        """Slow hosts may be left out if strategy or shares follow from measured or predicted speeds."""
         if not self.training:
             return False
         shares = self.training.shares
@@ -113,15 +101,13 @@ class RunRequest:
 
 @dataclass(frozen=True)
 class ParsedJob:
-    """A request, and the files to ship: their description and their tar."""
-
     request: RunRequest
     code: CodeFolder
     blob: bytes
 
 
 def parse_job(spec: JobSpec, kept: Mapping[str, Any] = _NOTHING) -> ParsedJob:
-    """kept: an experiment's settings of an earlier job; those of the spec win over them. Raises UsageError."""
+    """kept: an earlier job's settings, overridden by the spec's. Raises UsageError."""
     job = _read_program(spec, kept)
     request = replace(
         job.request, spec=spec, hosts=spec.host_range, attempt=_first_attempt(spec),
@@ -152,7 +138,6 @@ def _first_attempt(spec: JobSpec) -> Attempt | None:
 
 
 def refuse_without_trainer(job: ParsedJob) -> None:
-    """Raises UsageError for a script that does not use the trainer."""
     if not job.request.trains and not _has_trainer(job.blob):
         raise UsageError(
             f"{job.request.name} does not import trainer, so its loop cannot be measured or predicted",
@@ -165,7 +150,7 @@ def _has_trainer(blob: bytes) -> bool:
 
 
 def _refuse_secrets(command: Sequence[str]) -> None:
-    """Every user of a host can read the arguments of its programs, and plans and reports repeat them."""
+    """All users of a host can read arguments, and plans and reports repeat them. Raises UsageError."""
     for position, (argument, following) in enumerate(zip(command, (*command[1:], "-"), strict=False)):
         option, equals, value = argument.partition("=")
         given = bool(value) if equals else option.startswith("-") and not following.startswith("-")
@@ -178,7 +163,7 @@ def _refuse_secrets(command: Sequence[str]) -> None:
 
 
 def parse_pairs(items: Sequence[str], form: str) -> dict[str, str]:
-    """`["epochs=1"]` to `{"epochs": "1"}`. form: how an item should look, for the message."""
+    """`["epochs=1"]` to `{"epochs": "1"}`. Raises UsageError with the expected form."""
     pairs = {}
     for item in items:
         key, equals, value = item.partition("=")
@@ -189,9 +174,7 @@ def parse_pairs(items: Sequence[str], form: str) -> dict[str, str]:
 
 
 def request_of(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] = _NOTHING) -> RunRequest:
-    """An experiment's request without its files, which take a tenth of a second to pack. pairs: settings as a person
-    writes them; strategy may be AUTO. kept: values of others, which `pairs` win over. Raises UsageError.
-    """
+    """Without files, which take 0.1 s to pack. kept: overridden by `pairs`. Raises UsageError."""
     best_way = pairs.get("strategy") == AUTO
     if best_way:
         pairs, kept = ({key: each[key] for key in each if key != "strategy"} for each in (pairs, kept))
@@ -209,7 +192,7 @@ def _module(program: Program, arguments: tuple[str, ...], spec: JobSpec) -> Pars
 
 
 def _with_settings(request: RunRequest, spec: JobSpec, blob: bytes) -> RunRequest:
-    """A script's request, with the settings that `trainer.join` gives it. blob: the files to ship."""
+    """Adds settings for `trainer.join`. blob: the files to ship. Raises UsageError."""
     if not spec.settings and not _has_trainer(blob):
         return request
     pairs = dict(spec.settings)
@@ -256,7 +239,7 @@ def _script(program: Program, arguments: tuple[str, ...], spec: JobSpec) -> Pars
 
 
 def _refuse_other_languages(script: Path) -> None:
-    """Python would stop at their first line. Raises UsageError."""
+    """Python would fail in their first line. Raises UsageError."""
     with open(script, "rb") as file:
         begins = file.read(256)
     if script.suffix == ".py":

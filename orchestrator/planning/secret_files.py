@@ -1,9 +1,6 @@
-"""Files that look like secrets: known by their names, or by beginning with a private key. They stay at home.
+"""Recognises files and words that look like secrets, and home folders: none of them is sent to hosts.
 
-    is_secret(Path("proj"), "certs/a.pem")      # True
-    refuse_home(Path.home())                    # UsageError: a home folder is never sent
-
-What looks like one and is none is sent where a line of `.orchignore` names it exactly: `!certs/a.pem`.
+A line `!certs/a.pem` in `.orchignore` sends that file nevertheless.
 """
 
 from __future__ import annotations
@@ -33,33 +30,33 @@ LOGINS = (
     *("secret.yaml", "secret.yml", "secrets.yaml", "secrets.yml", "secrets.json", "secrets.toml"),
 )
 KEYS = ("*.pem", "*.key", "*.ppk", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx")
-"""Beside code these are keys; a data set may well hold something else under such a name."""
+"""These are keys among code; a data set may contain other files of such names."""
 _PRIVATE_KEY = re.compile(rb"\s*(-----BEGIN [A-Z0-9 ]*PRIVATE KEY|PuTTY-User-Key-File-)")
 _SHOWN = 5
 
 
 def is_secret(folder: Path, name: str, names: tuple[str, ...] = (*LOGINS, *KEYS)) -> bool:
-    """name: relative to the folder. Reads the file's beginning. Raises OSError where it cannot be read."""
+    """Checks the name and the first bytes. name: relative to the folder. Raises OSError if unreadable."""
     if _is_named_so(name, names):
         return True
     with open(folder / name, "rb") as content:
         return bool(_PRIVATE_KEY.match(content.read(256)))
 
 
-@lru_cache(maxsize=4096)  # a folder is packed again and again where several jobs are planned
+@lru_cache(maxsize=4096)  # planning several jobs packs a folder repeatedly
 def _is_named_so(name: str, names: tuple[str, ...]) -> bool:
     return _patterns(names).match_file(name.lower())
 
 
 @cache
 def _patterns(names: tuple[str, ...]) -> pathspec.GitIgnoreSpec:
-    import pathspec  # slow to import, and of use to commands alone that ship a folder
+    import pathspec  # slow to import, and needed only by commands that ship a folder
 
     return pathspec.GitIgnoreSpec.from_lines(names)
 
 
 def refuse_home(folder: Path, what: str) -> None:
-    """Raises UsageError for a person's home folder, and for a folder that holds it. what: where else to go."""
+    """Raises UsageError for the user's home folder and its parents. what: the remedy."""
     home = Path(pwd.getpwuid(os.getuid()).pw_dir)
     for own in {home.resolve(), Path.home().resolve()}:
         if own.is_relative_to(folder.resolve()):
@@ -67,7 +64,6 @@ def refuse_home(folder: Path, what: str) -> None:
 
 
 def left_out_words(names: Sequence[str]) -> str:
-    """One line for a person; "" where nothing was left out."""
     if not names:
         return ""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -77,11 +73,7 @@ def left_out_words(names: Sequence[str]) -> str:
     )
 
 
-# Words that look like secrets: what an option or a variable is called, and the forms of widespread keys. Pure.
-#
-# names_secret("--hf-token"), names_secret("WANDB_API_KEY")      # True, True
-# names_secret("--pad_token")                                    # False
-# shows_secret("hf_...")                                         # True
+# Words that look like secrets: names of options and variables, and forms of widespread keys. Pure.
 
 _NAME = re.compile(
     r"-{0,2}([\w.-]*[._-])?(passw(or)?d|secret([_-]access)?([_-]key)?|(api|access|private|auth)[_-]?key"
@@ -96,7 +88,7 @@ _VALUE = re.compile(
 
 
 def names_secret(word: str) -> bool:
-    """Whether an option or a variable of this name holds a secret (not --pad-token or TOKENIZERS_PARALLELISM)."""
+    """Excludes e.g. --pad-token and TOKENIZERS_PARALLELISM."""
     return bool(_NAME.fullmatch(word) or _VARIABLE.fullmatch(word))
 
 

@@ -1,20 +1,16 @@
-"""Environment variables that a person gives to one job: takes `--env` and `--env-file`, gives names and values.
+"""Reads the environment variables of a job from `--env` and `--env-file`.
 
-    read_variables({"LR": "1", "HF_TOKEN": None}, [".env"], os.environ)      # {"LR": "1", "HF_TOKEN": ..., ...}
+Precedence, highest first: `--env`, later files, earlier files, the inventory's `env`. A name without a value takes it
+from this machine's environment, which keeps secrets off command lines. Files have lines as for python-dotenv and
+docker compose, optionally after `export`:
 
-A later file wins over an earlier one, and `--env` over every file; all of them win over the inventory's `env`. A name
-alone takes the value of this machine's own environment: so a secret stands in no command line. A file has one
-`NAME=value` a line (`export` before it is allowed), as python-dotenv and docker compose read it:
-
-    # a comment
-    LR=0.1                      # the blank before `#` makes this a comment
-    PATTERN='as ${it} stands'   # single quotes: nothing in it means anything
+    LR=0.1                      # a comment needs a blank before it
+    PATTERN='as ${it} stands'   # single quotes: literal
     LINES="one\\ntwo"            # double quotes: \\n, \\t, \\", \\\\ and \\$
-    HF_TOKEN                    # as it is here
+    HF_TOKEN                    # from this environment
 
-Both kinds of quotes may go over several lines.
-
-Nothing is expanded: `${HOME}` outside of single quotes is a mistake. No message shows a value, which may be a secret.
+Quoted values may span lines. `${HOME}` outside single quotes is a mistake, since nothing is expanded. Messages show no
+values, which may be secrets.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ _ENTRY = re.compile(
 )
 _EMPTY = re.compile(r"[ \t]*(?:#[^\n]*)?(?:\n|\Z)")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
-_FORM = "expected NAME=value, a NAME alone, or a # comment"
+_FORM = "expected NAME=value, only NAME, or a # comment"
 
 _OF_TORCHRUN = "torchrun sets it, for each rank another"
 _OF_PLAN = "the plan sets it, for each host another; `interface:` of a node in the inventory changes it"
@@ -47,11 +43,10 @@ RESERVED = {
     r"CUDA_(VISIBLE_DEVICES|DEVICE_ORDER)": _OF_LOCKS,
     r"ORCH_.*": "orch sets variables of such names itself",
 }
-"""Patterns of names that orch sets itself, and why they cannot be given for a whole job."""
 
 
 def read_variables(given: Mapping[str, str | None], files: Sequence[str], own: Mapping[str, str]) -> dict[str, str]:
-    """given: a value of None is that of `own`, this process's environment. Raises UsageError with all mistakes."""
+    """given: None means the value in `own`, this process's environment. Raises UsageError with all mistakes."""
     variables, mistakes = dict[str, str](), list[Mistake]()
     for file in map(Path, files):
         for line, name, value in _entries(file, _text(file), mistakes):
@@ -64,7 +59,7 @@ def read_variables(given: Mapping[str, str | None], files: Sequence[str], own: M
 
 
 def refuse_secret_words(typed: Sequence[str]) -> None:
-    """typed: NAME or NAME=VALUE each. Raises UsageError for a value that looks like a secret."""
+    """typed: NAME or NAME=VALUE. Raises UsageError for a likely secret."""
     for name, equals, value in (item.partition("=") for item in typed):
         if equals and (names_secret(name) or shows_secret(value)):
             raise UsageError(
@@ -77,12 +72,11 @@ def refuse_secret_words(typed: Sequence[str]) -> None:
 def _take(
     variables: dict[str, str], place: Mistake, value: str | None, own: Mapping[str, str], mistakes: list[Mistake]
 ) -> None:
-    """Adds one variable, or the mistake in it. place: its file, line and name."""
     name = place.message
     try:
         grammar.env_name(name)
         if value is None and name not in own:
-            raise ValueError("has no value here: it stands alone, and this machine's environment does not have it")
+            raise ValueError("has no value: it is given without one, and this machine's environment does not have it")
         variables[name] = grammar.env_value(own[name] if value is None else value)
         if why := next((why for pattern, why in RESERVED.items() if re.fullmatch(pattern, name)), None):
             raise ValueError(f"cannot be given: {why}")
@@ -106,7 +100,7 @@ def _text(file: Path) -> str:
 
 
 def _entries(file: Path, text: str, mistakes: list[Mistake]) -> Iterator[tuple[int, str, str | None]]:
-    """(line, name, value) each; None for a name alone. A line that is none becomes a mistake."""
+    """(line, name, value) tuples; value is None for only a name. Malformed lines become mistakes."""
     position, line = 0, 1
     while position < len(text):
         entry = _EMPTY.match(text, position) or _ENTRY.match(text, position)
@@ -126,7 +120,6 @@ def _entries(file: Path, text: str, mistakes: list[Mistake]) -> Iterator[tuple[i
 
 
 def _expandable(entry: re.Match[str]) -> str:
-    """What of the value other readers of such files would expand."""
     return re.sub(r"\\.", "", entry["double"] or entry["plain"] or "")
 
 

@@ -69,7 +69,7 @@ def test_cpus_of_two_makers_get_one_algorithm_where_nccl_goes_by_them(nccl, vend
     made, environments = variables(gpu_host(41, nccl, vendors[0]), gpu_host(42, nccl, vendors[1]))
     assert environments == [{"NCCL_DEBUG": "WARN", **expected}] * 2
     reasons = {setting.reason for setting in made.nccl if setting.name in CHOICES}
-    assert all("AMD beside Intel" in reason and nccl in reason for reason in reasons)
+    assert all("AMD and Intel" in reason and nccl in reason for reason in reasons)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_dry_run_shows_each_setting_with_its_reason(capsys):
     dry_run.print_plan(made)
     shown = capsys.readouterr().out.splitlines()
     assert "sets NCCL_IB_DISABLE=1: no InfiniBand or RoCE on n42" in shown
-    assert "sets NCCL_DEBUG=WARN: so that NCCL says what went wrong" in shown
+    assert "sets NCCL_DEBUG=WARN: so that NCCL reports errors" in shown
 
 
 def test_orch_plan_shows_them_too_and_counts_on_nccl():
@@ -182,7 +182,7 @@ def test_unequal_nccl_is_refused_naming_hosts_versions_and_a_way_out():
     assert "`--nodes n41,n42`" in refused.value.remedy
     (note,) = plan(nodes, found, SCRIPT).notes  # it may use Gloo alone
     assert refused.value.message in note and refused.value.remedy in note
-    assert "A script that uses it would hang or fail, one that uses Gloo runs" in note
+    assert "A script that uses NCCL would hang or fail, a script that uses Gloo runs" in note
     assert plan(nodes[:2], new, RESNET).backend == "nccl"
 
 

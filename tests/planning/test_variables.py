@@ -65,8 +65,8 @@ def test_a_later_file_wins_over_an_earlier_one_and_the_command_line_over_both(tm
     [
         ("A=1\nB='s3cret\n", "{file}:2: a quote that never ends, or words behind it"),
         ("A='s3cret' s3cret\n", "{file}:1: a quote that never ends, or words behind it"),
-        ("\n\n= s3cret\n", "{file}:3: expected NAME=value, a NAME alone, or a # comment"),
-        ("A: s3cret\n", "{file}:1: expected NAME=value, a NAME alone, or a # comment"),
+        ("\n\n= s3cret\n", "{file}:3: expected NAME=value, only NAME, or a # comment"),
+        ("A: s3cret\n", "{file}:1: expected NAME=value, only NAME, or a # comment"),
         ("A=s3cret${B}\n", "{file}:1: A: `${{...}}` is not expanded; write the value out, or use single quotes"),
         ("1A=s3cret\n", "{file}:1: '1A' must be a variable's name: "),
         ("NOT_HERE\n", "{file}:1: 'NOT_HERE' has no value here"),
