@@ -1,7 +1,4 @@
-"""The commands. Each is a thin skin: it reads the command line, calls the controller, hands values to the console.
-
-Heavy modules are imported inside the commands, so that `orch --help` imports click and nothing more.
-"""
+"""The command line of orch. Commands import heavy modules when they run, so that `orch --help` imports only click."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ def main() -> None:
 
     Shell completion: eval "$(_ORCH_COMPLETE=bash_source orch)" (or zsh_source, fish_source).
     """
-    gc.set_threshold(50_000, 20, 50)  # imports make many objects and no garbage: looking for it took a tenth of them
+    gc.set_threshold(50_000, 20, 50)  # imports make many objects and no garbage: collection took a tenth of their time
 
 
 if "_ORCH_COMPLETE" in os.environ:
@@ -51,7 +48,7 @@ SECTIONS = {
     "Speed, measured and predicted": (profile, plan, sweep),
     "Cleaning up": (reap, down),
 }
-"""The order of the commands in the help: what a person does, from the first to the last."""
+"""Commands in the order of their use."""
 
 for title, members in SECTIONS.items():
     main.add_section(title, members)

@@ -1,4 +1,4 @@
-"""Completion in bash, which takes `--set strategy=dd` for four words: `=` and `:` divide them (COMP_WORDBREAKS)."""
+"""Completion in bash, which splits `--set strategy=dd` at `=` and `:` (COMP_WORDBREAKS)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BREAKS = ("=", ":")
 
 
 class WholeWords(BashComplete):
-    """Puts the parts together again, and offers only what comes after the last of them."""
+    """Joins the parts again, and offers only the text after the last break."""
 
     _before = ""
 

@@ -1,8 +1,4 @@
-"""How a push and a setup get on: a line a host on a terminal, by rich; nothing where nobody looks.
-
-with push_board(["a2000", "v100"], manifest.size_bytes) as show:
-    push(..., show)
-"""
+"""Progress displays of push, pull and setup: one line per host on a terminal, by rich; otherwise nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +24,6 @@ from orchestrator.views import console
 
 @contextmanager
 def hash_board(name: str) -> Iterator[Callable[[int, int], None]]:
-    """For `push.read_manifest`."""
     with _progress(_words("node"), BarColumn(), DownloadColumn(), TimeRemainingColumn()) as board:
         task = board.add_task("", node=f"reading {one_line(name)}", total=None)
         yield lambda done, total: board.update(task, completed=done, total=total)
@@ -36,7 +31,6 @@ def hash_board(name: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def push_board(nodes: Sequence[str], total_bytes: int) -> Iterator[Callable[[push.PushProgress], None]]:
-    """Bytes that lie on each host of all, how fast they come, and how long the rest will take."""
     figures = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with _progress(_words("node"), _words("phase"), *figures) as board:
         tasks = {node: board.add_task("", node=node, phase="connects", total=total_bytes) for node in nodes}
@@ -44,7 +38,9 @@ def push_board(nodes: Sequence[str], total_bytes: int) -> Iterator[Callable[[pus
 
         def show(progress: push.PushProgress) -> None:
             done = progress.looked_bytes if progress.phase == "looks" else progress.here_bytes
-            if progress.phase == "sends" and progress.node not in sending:  # what was there came at no speed
+            if (
+                progress.phase == "sends" and progress.node not in sending
+            ):  # bytes already there must not count as speed
                 sending.add(progress.node)
                 board.reset(tasks[progress.node], completed=done, total=total_bytes)
             board.update(tasks[progress.node], completed=min(done, total_bytes), phase=progress.phase)
@@ -54,7 +50,6 @@ def push_board(nodes: Sequence[str], total_bytes: int) -> Iterator[Callable[[pus
 
 @contextmanager
 def pull_board(totals: Mapping[str, int]) -> Iterator[Callable[[pull.PullProgress], None]]:
-    """The same for what comes from each host. totals: bytes, by node."""
     figures = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with _progress(_words("node"), _words("phase"), *figures) as board:
         tasks = {node: board.add_task("", node=node, phase="connects", total=total) for node, total in totals.items()}
@@ -62,7 +57,7 @@ def pull_board(totals: Mapping[str, int]) -> Iterator[Callable[[pull.PullProgres
 
         def show(progress: pull.PullProgress) -> None:
             done = min(progress.here_bytes, progress.total_bytes)
-            if progress.phase == "pulls" and progress.node not in pulling:  # what was here came at no speed
+            if progress.phase == "pulls" and progress.node not in pulling:  # bytes already here must not count as speed
                 pulling.add(progress.node)
                 board.reset(tasks[progress.node], completed=done, total=progress.total_bytes)
             board.update(tasks[progress.node], completed=done, phase=progress.phase)
@@ -72,7 +67,6 @@ def pull_board(totals: Mapping[str, int]) -> Iterator[Callable[[pull.PullProgres
 
 @contextmanager
 def setup_board(nodes: Sequence[str]) -> Iterator[Callable[[venvs.SetupProgress], None]]:
-    """What each host is at, for how long the whole goes on, and what pip said last."""
     with _progress(_words("node"), TimeElapsedColumn(), _words("phase"), _words("line")) as board:
         tasks = {node: board.add_task("", node=node, phase="connects", line="", total=None) for node in nodes}
         yield lambda progress: board.update(tasks[progress.node], phase=progress.phase, line=progress.line)

@@ -1,4 +1,4 @@
-"""Commands about a cluster: `up`, `status`, `master`, `trust`."""
+"""Commands about a cluster: `up`, `status`, `master`, `trust`, `reap`, `down`."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ allow_local_option = click.option(
 @allow_local_option
 @json_option
 def up(inventory: Path, accept_new_host_keys: bool, allow_local: bool, as_json: bool) -> None:
-    """Connect to every host, probe it, elect the master and say why.
+    """Connect to every host, probe it, and elect the master with a reason.
 
     The cluster becomes the current one. The exit code is 3 if a host cannot be used, or if hosts are too different to
     train together; the others still can. If the file runs commands on this machine (`transport: local`), they are
-    shown and you are asked about them once, and again whenever one of them changes.
+    shown and you are asked about them once, and again after changes.
 
     \b
     orch up inventory/a2000_v100.yaml
@@ -73,7 +73,6 @@ def up(inventory: Path, accept_new_host_keys: bool, allow_local: bool, as_json: 
 
 
 def ask_about_local(home: Home, source: str, nodes: Sequence[Node], yes: bool) -> None:
-    """source: where the nodes come from. Raises UsageError if its person does not want it, or cannot be asked."""
     from orchestrator.hosts.occupied import allow, not_allowed
     from orchestrator.views import console
 
@@ -95,8 +94,8 @@ def ask_about_local(home: Home, source: str, nodes: Sequence[Node], yes: bool) -
 def status(no_look: bool, cluster: str | None, as_json: bool) -> None:
     """Show the cluster's hosts, which of them answer now, and its latest jobs.
 
-    All hosts are contacted at the same time; one that is off costs 2 s. The facts in the table are from the last probe.
-    Other people's processes on the GPUs are looked up now and named.
+    All hosts are contacted at the same time; a host that is off costs 2 s. The facts in the table are from the last
+    probe. Other people's processes on the GPUs are looked up now and named.
 
     \b
     orch status
@@ -128,7 +127,6 @@ def status(no_look: bool, cluster: str | None, as_json: bool) -> None:
 
 
 def _warn_of_others(cluster: Cluster, on_gpus: Mapping[str, NodeFacts], jobs: Sequence[str]) -> None:
-    """Warns of processes on the GPUs that belong to no job of this cluster."""
     from orchestrator.hosts.checks import gpu_warnings
     from orchestrator.hosts.occupied import without_jobs
     from orchestrator.views import console
@@ -186,7 +184,7 @@ def trust(name: str, inventory: Path | None, yes: bool, cluster: str | None) -> 
         source = load_inventory(inventory) if inventory else controller.store.cluster(cluster)
         host_keys = HostKeys.default(controller.store.home)
         offered = None
-        while offered is None or offered.peer.jump:  # the jump hosts on the way come first
+        while offered is None or offered.peer.jump:  # jump hosts first
             offered = ssh.fetch_host_key(target_of(source.node(name)), host_keys=host_keys)
             console.say(f"{offered.peer} shows the {offered.key.get_name()} key {offered.fingerprint}")
             if not yes and not click.confirm("Is this the fingerprint of that host?", default=False, err=True):
@@ -210,7 +208,7 @@ def show_up(probed: Up, as_json: bool) -> None:
         sys.exit(3)
 
 
-# Commands that clean up on the hosts: `reap`, `down`.
+# `reap`, `down`.
 
 SHOWN_JOBS, SHOWN_FILES, SHOWN_NAMES = 5, 3, 10
 KEEP_OR_DELETE = "`orch down --yes --pull` pulls them first; --discard deletes them"
@@ -224,13 +222,13 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--yes", is_flag=True, help="End those of your own jobs.")
+@click.option("--yes", is_flag=True, help="End such processes of your own jobs.")
 @cluster_option
 @json_option
 def reap(yes: bool, cluster: str | None, as_json: bool) -> None:
-    """List processes that jobs without a supervisor left on the hosts; --yes ends those of your own jobs.
+    """List processes that jobs without a supervisor left on the hosts; with --yes, end the processes of your own jobs.
 
-    Yours are the jobs that were started with this $ORCH_HOME on this cluster. For the others it names the owner.
+    Your jobs are those started with this $ORCH_HOME on this cluster. Other jobs are listed with their owners.
 
     \b
     orch reap
@@ -257,12 +255,12 @@ def reap(yes: bool, cluster: str | None, as_json: bool) -> None:
 
 
 def leftover_words(left: Leftover) -> str:
-    said = f"{left.there.job}: {', '.join(left.processes)}"
+    words = f"{left.there.job}: {', '.join(left.processes)}"
     if not left.mine:
-        return f"{said} — not ours: cluster {left.there.cluster} of {left.there.owner or 'an older orch'}"
+        return f"{words} — not ours: cluster {left.there.cluster} of {left.there.owner or 'an older orch'}"
     if left.stayed is None:
-        return said
-    return f"{said} — still there: {', '.join(left.stayed)}" if left.stayed else f"{said} — ended"
+        return words
+    return f"{words} — still there: {', '.join(left.stayed)}" if left.stayed else f"{words} — ended"
 
 
 @click.command()
@@ -275,10 +273,10 @@ def leftover_words(left: Leftover) -> str:
 def down(yes: bool, pull_first: bool, discard: bool, out: Path, cluster: str | None, as_json: bool) -> None:
     """End this cluster's jobs and remove what we put on its hosts. Collected runs stay.
 
-    It removes only what was started with this $ORCH_HOME on this cluster and what nobody else needs. Jobs of other
-    clusters and people, and files that orch did not make, are named and left alone. Files that a job wrote and nobody
-    pulled are deleted only with your consent to just that; a host that does not answer what its jobs wrote is left as
-    it is.
+    It removes only what was started with this $ORCH_HOME on this cluster; shared code and environments stay while
+    others need them. Jobs of other clusters and people, and files that orch did not make, are named and left alone.
+    Files that were never pulled are deleted only with your separate consent; a host that does not report its jobs'
+    files is left as it is.
 
     \b
     orch down --yes
@@ -317,7 +315,6 @@ def down(yes: bool, pull_first: bool, discard: bool, out: Path, cluster: str | N
 
 
 def _wants_them(lost: Unpulled, out: Path, *, may_ask: bool) -> bool:
-    """Whether its person wants to pull first. Raises UsageError or click.Abort if nothing may be deleted."""
     if not may_ask:
         raise UsageError(
             f"files that were never pulled would be deleted ({some(list(lost.files), SHOWN_NAMES)})",
@@ -330,7 +327,7 @@ def _wants_them(lost: Unpulled, out: Path, *, may_ask: bool) -> bool:
 
 
 def _pull_all(controller: Controller, cluster: Cluster, out: Path) -> None:
-    """Ends the cluster's jobs first: a script may save its work when it is cancelled."""
+    """Ends the cluster's jobs first, since a script may save its work when cancelled."""
     from orchestrator.jobs.job_store import ENDED
     from orchestrator.jobs.pull import unpulled
     from orchestrator.paths import RunFolder
@@ -338,7 +335,7 @@ def _pull_all(controller: Controller, cluster: Cluster, out: Path) -> None:
 
     running = [job.id for job in controller.store.jobs() if job.cluster == cluster.name and job.state not in ENDED]
     for job in running:
-        with busy(f"ending {job}"), suppress(UsageError):  # another owner's, which `down` leaves alone
+        with busy(f"ending {job}"), suppress(UsageError):  # jobs of another owner stay
             controller.jobs.find(job).cancel()
     for job, files in unpulled(controller.store, controller.connections, cluster).files.items():
         chosen: dict[str, list[Output]] = {}
@@ -358,22 +355,22 @@ def _say_what_goes(cluster: Cluster, surveys: Sequence[Survey]) -> None:
     others = sorted({str(there) for survey in surveys for there in survey.others})
     strange = sorted({name for survey in surveys for name in survey.strange})
     console.say(f"ends: {', '.join(running) or 'nothing, no job of ' + cluster.name + ' runs'}")
-    console.say(f"removes: {some(sorted(mine), SHOWN_NAMES) or 'no job'}; code and environments that nobody else needs")
+    console.say(f"removes: {some(sorted(mine), SHOWN_NAMES) or 'no job'}; code and environments without other users")
     if others or strange:
         console.say(f"leaves alone: {some([*others, *strange], SHOWN_NAMES)}")
 
 
 def _cleared_words(answer: Cleared) -> str:
     gone = [counted(len(answer.jobs), "job")] * bool(answer.jobs) + list(_folder_words(answer.removed))
-    said = [f"ended {', '.join(answer.ended)}"] * bool(answer.ended) + [f"removed {', '.join(gone)}"] * bool(gone)
+    done = [f"ended {', '.join(answer.ended)}"] * bool(answer.ended) + [f"removed {', '.join(gone)}"] * bool(gone)
     stays = [*map(str, answer.left), *answer.strange, *answer.why]
-    return "; ".join(said or ["clean" if not stays else "removed nothing"]) + (
+    return "; ".join(done or ["clean" if not stays else "removed nothing"]) + (
         f"; left alone: {some(stays, SHOWN_NAMES)}" if stays else ""
     )
 
 
 def _folder_words(removed: Sequence[str]) -> Iterator[str]:
-    """Copies of code by their number; of all else, what lies in a folder that is gone, too, is not named."""
+    """Code folders only as a number; paths inside removed folders not at all."""
     codes = [path for path in removed if _CODE.fullmatch(path)]
     if codes:
         yield counted(len(codes), "code folder")
@@ -381,7 +378,7 @@ def _folder_words(removed: Sequence[str]) -> Iterator[str]:
 
 
 def _unpulled_words(lost: Unpulled) -> Iterator[str]:
-    """What goes with `down` and is nowhere here, a line a job."""
+    """Files that `down` would delete and that are not here, one line per job."""
     from orchestrator.units import format_bytes
 
     for job, files in list(lost.files.items())[:SHOWN_JOBS]:

@@ -1,4 +1,4 @@
-"""What all commands share: options, how errors become words and exit codes, the way to the controller."""
+"""Shared by all commands: options, completion, prompts, errors as exit codes, and opening the controller."""
 
 from __future__ import annotations
 
@@ -23,13 +23,10 @@ if TYPE_CHECKING:
     from orchestrator.paths import RunFolder
 
 
-# What a shell offers to complete: names that this machine remembers. Reads files alone and asks no host.
-#
-# Used as click's `shell_complete`: each takes context, parameter and the word begun, gives the words that fit.
+# Completion by remembered names, without contacting hosts. Used as click's `shell_complete`.
 
 
 def job_ids(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
-    """Newest first, by their ids; and `latest`."""
     return _fitting(["latest", *sorted(_jobs(), reverse=True)], begun)
 
 
@@ -38,13 +35,13 @@ def cluster_names(context: click.Context, parameter: click.Parameter, begun: str
 
 
 def node_names(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
-    """The nodes of the cluster chosen in this line, else of the current one; after a comma the next of several."""
+    """Also completes after a comma."""
     before, comma, last = begun.rpartition(",")
     return [before + comma + name for name in _fitting(_nodes(context), last)]
 
 
 def node_ranges(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
-    """`2:3` and the like: up to the number of nodes chosen in this line, else of all."""
+    """Like `2:3`."""
     from orchestrator.hosts.node_names import names_in
 
     known = _nodes(context)
@@ -61,14 +58,13 @@ def experiments(context: click.Context, parameter: click.Parameter, begun: str) 
 
 
 def torch_versions(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
-    """Newest first."""
     from orchestrator.hosts.wheels import RELEASES
 
     return _fitting(list(reversed(RELEASES)), begun)
 
 
 def setting_pairs(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
-    """`KEY=`, then the values of a key that has a choice."""
+    """`KEY=`, then the values of a key with choices."""
     from trainer.shared.config import fields_of
     from trainer.shared.setting_fields import declared
     from trainer.shared.shares import WORDS
@@ -90,7 +86,7 @@ def _nodes(context: click.Context) -> list[str]:
 
     home = Home.default()
     with suppress(OSError, ValueError, KeyError, TypeError):
-        terminals = os.environ.get("ORCH_CLUSTER")  # `store` knows it too, and is slow to load
+        terminals = os.environ.get("ORCH_CLUSTER")  # as in `store`, which is slow to load
         cluster = context.params.get("cluster") or terminals or home.current_cluster.read_text().strip()
         return [node["name"] for node in json.loads(home.cluster(cluster).read_text())["nodes"]]
     return []
@@ -112,7 +108,7 @@ def studies(context: click.Context, parameter: click.Parameter, begun: str) -> l
 
 INTERRUPTED = 130
 UMASK = "orchestrator.cli.umask"
-"""In a context's `meta`: the one that we were started with."""
+"""Key in a context's `meta`."""
 _REMEDIES = {
     errno.ENOSPC: "free space there (`df`, and `df -i` for inodes), or choose another folder",
     errno.EDQUOT: "your quota there is used up: free some of it, or choose another folder",
@@ -124,7 +120,7 @@ _REMEDIES = {
     errno.EAGAIN: "you may start no further process or thread: end some, or raise `ulimit -u`",
     errno.ENOMEM: "too little memory is free on this machine: end some program here",
 }
-"""What to try when this machine itself refuses; hosts have their own (`remote/answer.py`)."""
+"""For errors of this machine; for hosts see `remote/answer.py`."""
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 cluster_option: Decorator = click.option(
@@ -137,14 +133,14 @@ json_option: Decorator = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document on standard output."
 )
 accept_option: Decorator = click.option(
-    "--accept-new-host-keys", is_flag=True, help="Record the keys of hosts never seen before (never a changed one)."
+    "--accept-new-host-keys", is_flag=True, help="Record the keys of hosts never seen before (never changed keys)."
 )
 job_option: Decorator = click.option(
     *("--job", "wanted"),
     metavar="ID",
     help="A job's id, a unique prefix of it, or `latest`.  [default: the cluster's latest]",
     shell_complete=job_ids,
-    is_eager=True,  # before a JOB without it
+    is_eager=True,  # before a JOB without --job
 )
 
 
@@ -157,7 +153,6 @@ def _named(context: click.Context, parameter: click.Parameter, value: str | None
 
 
 def job_given(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--job ID`, or the ID alone."""
     argument = click.argument(
         "named", required=False, metavar="[JOB]", expose_value=False, callback=_named, shell_complete=job_ids
     )
@@ -180,19 +175,18 @@ nodes_option: Decorator = click.option(
 
 
 def given_out(out: Path) -> Path | None:
-    """The folder that a person chose with --out; None where nobody did."""
     source = click.get_current_context().get_parameter_source("out")
     return None if source in (None, ParameterSource.DEFAULT) else out
 
 
 def insist(question: str) -> None:
-    """Goes on if a person says yes. Raises click.Abort for a no, UsageError where nobody is there to ask."""
+    """Raises click.Abort for a no, UsageError if no answer is possible."""
     if not answered(question, default=False):
         raise click.Abort
 
 
 def answered(question: str, *, default: bool, remedy: str = "add --yes to agree") -> bool:
-    """Raises UsageError if nobody is there to ask."""
+    """Raises UsageError if no answer is possible."""
     try:
         return click.confirm(question, default=default, err=True)
     except click.Abort:
@@ -203,13 +197,12 @@ def answered(question: str, *, default: bool, remedy: str = "add --yes to agree"
 
 
 def agrees(question: str) -> bool:
-    """Whether a person says yes; nobody does where no terminal is there to ask on."""
     can_ask = sys.stdin is not None and sys.stdin.isatty()
     return can_ask and click.confirm(question, default=False, err=True)
 
 
 def chosen_id(controller: Controller, wanted: str | None, cluster: str | None) -> str:
-    """The job that a line names, else the latest of its cluster, and then it says which one that is."""
+    """Prints the id if it is the cluster's latest by default."""
     from orchestrator.jobs.job_store import LATEST
     from orchestrator.views import console
 
@@ -224,7 +217,7 @@ def chosen_job(controller: Controller, wanted: str | None, cluster: str | None) 
 
 
 def shown_cluster(controller: Controller, named: str | None) -> str | None:
-    """None means all of them: only a person's own word leaves jobs out."""
+    """None: all clusters."""
     from orchestrator.views import console
 
     terminals = controller.store.terminals()
@@ -238,11 +231,11 @@ def shown_cluster(controller: Controller, named: str | None) -> str | None:
 
 
 def collected(controller: Controller, wanted: str | None, out: Path, cluster: str | None) -> RunFolder:
-    """The folder that a job was collected into: in `out`, else where it was collected last. Raises UsageError."""
+    """In `out`, else the newest collected copy. Raises UsageError."""
     from orchestrator.jobs.collected_copies import newest_copy
     from orchestrator.paths import RunFolder
 
-    is_here = wanted and (out / wanted).is_dir()  # a folder of last month's run needs no memory of it
+    is_here = wanted and (out / wanted).is_dir()  # an old run's folder is enough: its job may be forgotten
     job = wanted if wanted and is_here else chosen_id(controller, wanted, cluster)
     found = RunFolder(out / job)
     if not found.plan.is_file() and not given_out(out):
@@ -253,7 +246,6 @@ def collected(controller: Controller, wanted: str | None, out: Path, cluster: st
 
 
 def _where_one_is(controller: Controller, folder: Path, job: str) -> str:
-    """What to try where this folder holds no collected run."""
     from orchestrator.units import counted
 
     if inner := sorted(folder.glob("*/plan.json")):
@@ -270,12 +262,11 @@ def settings_option(help: str) -> Decorator:
 
 
 def names_of(listed: str | None) -> list[str]:
-    """The names in an option like --rows; none where it was not given. Nodes have `node_names`."""
     return [name for name in (listed or "").split(",") if name]
 
 
-class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 alone
-    """As people write it, with its unit: `time` gives seconds, `bandwidth` bits a second, `size` bytes."""
+class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.4
+    """With its unit: `time` in s, `bandwidth` in bits/s, `size` in bytes."""
 
     def __init__(self, name: Literal["time", "bandwidth", "size"]) -> None:
         self.name = name
@@ -299,13 +290,10 @@ REMOVED = {
     "--elastic": RETRIES,
     "--max-restarts": RETRIES,
 }
-"""Commands and options of earlier versions, and what takes their place."""
 
 
 class Orch(click.Group):
-    """Turns every expected error into words and its exit code; anything else is a bug and keeps its traceback. Its help
-    has a section for each thing that people do, with whole sentences.
-    """
+    """Prints expected errors without traceback and sets the exit code. The help has a section per task."""
 
     def __init__(self, *words: Any, **more: Any) -> None:
         super().__init__(*words, **more)
@@ -329,7 +317,7 @@ class Orch(click.Group):
                 formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
-        mask = ctx.meta[UMASK] = os.umask(0o077)  # all that we write is for its owner alone: state, logs, reports
+        mask = ctx.meta[UMASK] = os.umask(0o077)  # only the owner may read what we write: state, logs, reports
         try:
             return self._invoke(ctx)
         except OrchError as error:
@@ -358,7 +346,7 @@ class Orch(click.Group):
     def main(self, *words: Any, **more: Any) -> Any:
         try:
             return super().main(*words, **more)
-        except OSError as error:  # its own help or version, which no command prints
+        except OSError as error:  # from printing help or version, outside any command
             _fail(error)
             sys.exit(OrchError.exit_code)
 
@@ -376,7 +364,7 @@ def _first_sentence(command: click.Command) -> str:
 
 
 def _leave_quietly(ctx: click.Context) -> NoReturn:
-    """The reader of our output has left (`orch logs | head`): that is no error, and nobody is there to tell."""
+    """The reader of our output has closed it (`orch logs | head`)."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     ctx.exit(0)
 
@@ -415,7 +403,7 @@ def _ask_passphrase(key_file: str) -> str | None:
 
 @contextlib.contextmanager
 def busy(what: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on a terminal; nothing where nobody looks. Gives what changes its words."""
+    """A spinner on a terminal. Yields a function that changes its text."""
     from orchestrator.views import console
 
     with console.err.status(what) if console.err.is_terminal else contextlib.nullcontext() as status:

@@ -1,4 +1,4 @@
-"""`doctor`: every check, before a job finds out by itself."""
+"""`doctor`: checks hosts and links before a job fails."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ def doctor(
     """Check every host and every pair of hosts for what may fail a job, with the remedy for each finding.
 
     Checks logins, versions, drivers and GPUs, limits, disks and clocks; then all hosts connect to each other, both
-    ways, and send a little. Nothing is installed or left running. With an INVENTORY its hosts are checked, else those
-    of the current cluster.
+    ways, and send a little. Nothing is installed or left running. Without an INVENTORY the hosts of the current cluster
+    are checked.
 
-    With --collective, where nothing blocks one, a job that all-reduces 1 KiB and 8 MiB follows. It uses the GPUs, for
-    about 10 s and torch's start. Where it fails, fewer hosts are tried until the guilty one, or pair, is found.
+    With --collective, if nothing blocks it, a job that all-reduces 1 KiB and 8 MiB follows. It uses the GPUs, for about
+    10 s and torch's start. If it fails, fewer hosts are tried until the guilty host, or pair, is found.
 
     --fix ends processes that your jobs left, resumes your stopped supervisors, removes unfinished starts, uploads and
-    removals, and rebuilds environments of `orch setup` that do not start. It lists these changes and asks first. It
-    touches nothing of other people or of running jobs.
+    removals, and rebuilds environments of `orch setup` that do not start, after asking. It touches nothing of other
+    people or of running jobs.
 
     The exit code is 0 if nothing blocks a job, 1 if a finding does, 3 if a host could not be reached.
 
@@ -127,7 +127,6 @@ def _look(controller: Controller, nodes: Sequence[Node], master: str | None) -> 
 
 
 def _with_collective(controller: Controller, cluster: str, seen: Observations) -> Observations:
-    """The same, and what became of an all-reduce, where one was tried."""
     from dataclasses import replace
 
     from orchestrator.doctor.table import judge
@@ -142,7 +141,6 @@ def _with_collective(controller: Controller, cluster: str, seen: Observations) -
 
 
 def _of_file(controller: Controller, file: Path, listed: str | None, allow_local: bool) -> tuple[str, Sequence[Node]]:
-    """The cluster's name, and its hosts that are to be checked."""
     from orchestrator.hosts.inventory_file import load_inventory
     from orchestrator.hosts.node_names import names_in
 
@@ -152,16 +150,14 @@ def _of_file(controller: Controller, file: Path, listed: str | None, allow_local
     return loaded.cluster, [loaded.node(one) for one in dict.fromkeys(only)] or loaded.nodes
 
 
-# What `orch doctor --fix` mends: only what is ours, by name, and with its person's word.
+# Repairs for `orch doctor --fix`: only of our own files and processes, and with consent.
 
 Lines = dict[str, list[str]]
-"""By host, what was done there."""
 HERE = "this machine"
-"""No host is called so."""
 
 
 def fix_leftovers(controller: Controller, cluster: Cluster, nodes: Sequence[Node], yes: bool) -> Lines:
-    """What starts and ends that were cut short left behind. Raises click.Abort for a no."""
+    """After interrupted starts and ends. Raises click.Abort for a no."""
     with busy(f"looking at what is left on {counted(len(nodes), 'host')}"):
         there = controller.clusters.mend(cluster, nodes, end=False)
     half = controller.store.half_started()
@@ -174,11 +170,10 @@ def fix_leftovers(controller: Controller, cluster: Cluster, nodes: Sequence[Node
         answers = controller.clusters.mend(cluster, nodes, end=True)
     done = {HERE: [f"settled the start of {job}" for job in half]}
     done |= {name: list(_done(mended)) for name, mended in answers.items() if not isinstance(mended, HostError)}
-    return _said(done)
+    return _report(done)
 
 
 def fix_environments(controller: Controller, cluster: Cluster, found: Diagnosis, yes: bool) -> Lines:
-    """Those of `orch setup` that do not start, or have lost their torch, are made again."""
     from orchestrator.provision.service import Provision
     from orchestrator.provision.venvs import WantedVersions
 
@@ -197,11 +192,11 @@ def fix_environments(controller: Controller, cluster: Cluster, found: Diagnosis,
             made = provision.set_up(cluster, nodes, WantedVersions(venv.torch, torchvision, any_torch=False))
         for name, one in made.outcomes.items():
             done[name] = [str(one)] if isinstance(one, HostError) else [f"made its environment, torch {one.torch}"]
-    return _said(done)
+    return _report(done)
 
 
 def _agreed(todo: Mapping[str, Sequence[str]], yes: bool) -> bool:
-    """Whether there is something to do, and it is wanted. Raises click.Abort, UsageError as `insist` has it."""
+    """Whether there are repairs, and the user agrees. Raises click.Abort, UsageError."""
     from orchestrator.views import console
 
     lines = [f"{name}: would {line}" for name, listed in todo.items() for line in listed]
@@ -212,7 +207,7 @@ def _agreed(todo: Mapping[str, Sequence[str]], yes: bool) -> bool:
     return bool(lines)
 
 
-def _said(done: Lines) -> Lines:
+def _report(done: Lines) -> Lines:
     from orchestrator.views import console
 
     for name, lines in done.items():

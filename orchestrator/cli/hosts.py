@@ -1,4 +1,4 @@
-"""Commands that give hosts what a job needs: `data push`, `setup`."""
+"""Commands about hosts and remembered clusters: `data push`, `setup`, `node`, `clusters`, `use`."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def setup(
 ) -> None:
     """Give hosts without torch an environment that has it, in their work folder, by uv or pip.
 
-    Without --torch, hosts that have a torch keep it. The others get the same version; where no host has one, they get
+    Without --torch, hosts that have a torch keep it. The others get the same version; if no host has torch, they get
     this machine's, or the newest known that runs on the GPUs and drivers of all hosts. `up` and `run` then use the
     environment's Python; `orch down` removes it. A host without internet access needs PIP_INDEX_URL, PIP_FIND_LINKS or
     HTTPS_PROXY in its `env:`.
@@ -178,7 +178,6 @@ def _set_up(controller: Controller, cluster: Cluster, nodes: Sequence[Node], wan
 
 
 def _agree(question: str, wanted: WantedVersions, *, yes: bool) -> None:
-    """Says why it is this torch, and asks; where nothing is to be installed, neither."""
     from orchestrator.views import console
 
     if question and wanted.reason:
@@ -198,7 +197,7 @@ def _made_words(made: Made, requirements: Path | None) -> str:
 
 
 def _setup_question(cluster: Cluster, nodes: Sequence[Node], wanted: WantedVersions, requirements: Path | None) -> str:
-    """What is to be agreed to; "" where, as far as is known, no host lacks anything."""
+    """ "" if no host is known to lack anything."""
     from orchestrator.hosts.exec import host_set
 
     lacking, parts = [node.name for node in nodes if _lacks(cluster, node.name, wanted)], []
@@ -212,7 +211,6 @@ def _setup_question(cluster: Cluster, nodes: Sequence[Node], wanted: WantedVersi
 
 
 def _lacks(cluster: Cluster, name: str, wanted: WantedVersions) -> bool:
-    """Whether a host had no fitting torch when it was last looked at."""
     torch = cluster.facts[name].torch if name in cluster.facts else None
     return not torch or not (wanted.any_torch or wanted.torch in (torch.version, torch.version.partition("+")[0]))
 
@@ -223,7 +221,6 @@ def _show(
     document: dict[str, Any] | None,
     problems: Mapping[str, HostError] | None = None,
 ) -> None:
-    """A line a host, or the document with all of them; then what is wrong, which is exit code 3."""
     from orchestrator.views import console, documents
 
     failed = {name: outcome for name, outcome in found.items() if isinstance(outcome, HostError)}
@@ -237,7 +234,7 @@ def _show(
         sys.exit(HostError.exit_code)
 
 
-# Commands about the nodes of a cluster: `node add`, `remove`, `release`, `restore`.
+# `node`.
 
 
 @click.group()
@@ -337,7 +334,7 @@ def _release(name: str, cluster: str | None, *, restore: bool) -> None:
         )
 
 
-# Which clusters are remembered, and which one a command is about: `clusters`, `use`.
+# `clusters`, `use`.
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""`init`: an inventory from hosts in other forms."""
+"""`init`: writes an inventory from hosts listed in another form."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def init(
     """Write an inventory from hosts that you have in another form, or one to fill in. FILE is rack.yaml unless you name
     one; `-` prints it.
 
-    What has no place in an inventory is named on standard error. Passwords are left out.
+    Settings without a place in an inventory are named on standard error. Passwords are left out.
 
     \b
     orch init
@@ -76,7 +76,6 @@ def _free(file: Path, force: bool) -> None:
 
 
 def _read(hostfile: Path | None, ssh_config: str | None, ansible: Path | None) -> tuple[str, Imported | None]:
-    """Where the hosts come from, in words, and what is said of them there."""
     from orchestrator.hosts.forms import sources
 
     given = [name for name, value in zip(FORMS, (hostfile, ssh_config, ansible), strict=True) if value is not None]

@@ -1,4 +1,4 @@
-"""Commands about jobs: `jobs`, `logs`, `cancel`."""
+"""Commands about jobs: `jobs`, `logs`, `cancel`, `why`, `top`."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ if TYPE_CHECKING:
 
 
 SHOWN = 5
-"""So many jobs are named on one line."""
 SCREEN_JOBS = 20
-"""So many `orch jobs` shows on a terminal by default."""
 
 
 @click.command()
@@ -78,7 +76,7 @@ def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str |
         found = controller.jobs.all(cluster, why=True)
         waiting = controller.queue.waiting(found.records, cluster)
     queued = {rival.job for rivals in waiting.runs.values() for rival in rivals}
-    records = [job for job in found.records if job.state != "cancelled" or job.id not in queued]  # it tries again
+    records = [job for job in found.records if job.state != "cancelled" or job.id not in queued]  # retried
     if as_json:
         from orchestrator.views import documents
 
@@ -97,7 +95,6 @@ def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str |
 
 
 def _rescanned(controller: Controller, cluster: str | None, *, adopt: bool, yes: bool) -> Mapping[str, OrchError]:
-    """Asks the hosts for jobs that are unknown or damaged here, and says what came of it; gives what went wrong."""
     from orchestrator.text import some
     from orchestrator.views import console
 
@@ -111,7 +108,7 @@ def _rescanned(controller: Controller, cluster: str | None, *, adopt: bool, yes:
 
 
 def _show_jobs(records: Sequence[JobRecord], limit: int) -> None:
-    """records: newest first. limit: 0 means all."""
+    """records: newest first. limit: 0 for all."""
     from orchestrator.jobs.job_store import ENDED
     from orchestrator.views import console, job_table
 
@@ -124,7 +121,6 @@ def _show_jobs(records: Sequence[JobRecord], limit: int) -> None:
 
 
 def _others(controller: Controller, clusters: list[str], adopt: bool, yes: bool) -> Mapping[str, OrchError]:
-    """Says whose the jobs are that another home started, and makes them ours where that is wanted."""
     from orchestrator.text import some
     from orchestrator.views import console
 
@@ -140,7 +136,7 @@ def _others(controller: Controller, clusters: list[str], adopt: bool, yes: bool)
     return problems
 
 
-class Regex(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 alone
+class Regex(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.4
     name = "regex"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> re.Pattern[str]:
@@ -151,7 +147,7 @@ class Regex(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
 
 
 class When(click.ParamType):  # type: ignore[type-arg]  # as above
-    """Seconds since 1970 of `30m` ago, or a time of this machine's clock."""
+    """A duration ago, like `30m`, or a local time, as seconds since 1970."""
 
     name = "when"
 
@@ -188,7 +184,7 @@ def logs(
     """Show what the ranks printed, each line with its node and rank.
 
     A rank has two logs, of its output and its errors. With -n and --since the earlier lines stay on the hosts. Times
-    are those of the host's clock, to a second. After `orch down` it shows what was collected, without times.
+    are from the host's clock, to a second. After `orch down` it shows what was collected, without times.
 
     \b
     orch logs -f
@@ -227,7 +223,7 @@ def logs(
         ranks = [rank for node in plan.nodes if only_node in (None, node.name) for rank in node.rank_numbers]
         last = {rank: lines for rank in ranks if only_rank in (None, rank)} if lines or since is not None else None
         events = job.follow(until_end=follow, last_lines=last, since_wall=since, times=timestamps)
-        if lines and not follow:  # a job that runs may have printed more since they were counted
+        if lines and not follow:  # a running job may have printed more in the meantime
             events = last_of(events, lines)
         if not following.print_events(events, chosen, times=timestamps) and not away:
             fits = only_node or only_rank is not None or lines or since is not None or grep
@@ -268,7 +264,6 @@ def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) ->
 
 
 def _left_queue(controller: Controller, wanted: str, as_json: bool) -> bool:
-    """Whether this is a run that waited for its GPUs, and does so no more."""
     from orchestrator.views import console
 
     job = controller.queue.cancel(wanted)
@@ -280,7 +275,7 @@ def _left_queue(controller: Controller, wanted: str, as_json: bool) -> bool:
 
 
 def _meant(controller: Controller, cluster: str | None, yes: bool) -> RunningJob:
-    """The latest job, once its person has said that it is the one to end. Raises UsageError where nobody does."""
+    """The latest job, after confirmation. Raises UsageError without it."""
     from orchestrator.jobs.job_store import ENDED
 
     job = chosen_job(controller, None, cluster)
@@ -311,7 +306,7 @@ def cancel_job(job: RunningJob) -> None:
     console.say("ended on every host; none of its processes is left")
 
 
-# `orch why`: who holds a job up.
+# `why`: the cause of a stall.
 
 
 @click.command()
@@ -323,8 +318,8 @@ def why(wanted: str | None, all_frames: bool, cluster: str | None, as_json: bool
     """Name the host, rank, Python line and reason where a job stands still.
 
     Each host looks twice within two seconds at what its ranks do: threads, processes, pipes, connections. It works for
-    any script, without root, and neither ends nor changes anything. A job that is only slow counts as no stall. The
-    reason is inferred from what the hosts show; it is not proved.
+    any script, without root, and changes nothing. A job that is only slow is no stall. The reason is inferred, not
+    proved.
 
     \b
     orch why
@@ -340,7 +335,7 @@ def why(wanted: str | None, all_frames: bool, cluster: str | None, as_json: bool
         job = chosen_job(controller, wanted, cluster)
         job.refuse_if_removed()
         if job.record.state in ENDED:
-            console.say(f"{job.id} has ended already ({job.record.state}); `orch report --job {job.id}` says how")
+            console.say(f"{job.id} has ended already ({job.record.state}); for more: `orch report --job {job.id}`")
         with busy(f"asking the hosts of {job.id}"):
             outcomes = job.looked_at()
     silent = {name: found for name, found in outcomes.items() if isinstance(found, HostError)}
@@ -356,7 +351,7 @@ def why(wanted: str | None, all_frames: bool, cluster: str | None, as_json: bool
         sys.exit(HostError.exit_code)
 
 
-# `orch top`: running jobs at this moment.
+# `top`: live figures of running jobs.
 
 LEAST_S = 0.2
 PIPE_S = 10.0
@@ -375,9 +370,9 @@ PIPE_S = 10.0
 def top(wanted: tuple[str, ...], every: float | None, once: bool, cluster: str | None, as_json: bool) -> None:
     """Watch running jobs: speed, loss, waiting, GPUs, the slowest host, time left.
 
-    Without a JOB it shows all that run. It reads metrics alone, changes nothing, and ends with the jobs; leave it with
-    Ctrl-C, the jobs keep running. Of a host with several GPUs it shows the mean use, the fullest memory, the highest
-    temperature and the power of all.
+    Without a JOB it shows all running jobs. It only reads metrics, changes nothing, and ends with the jobs; leave it
+    with Ctrl-C, the jobs keep running. For a host with several GPUs it shows the mean use, the fullest memory, the
+    highest temperature and the total power.
 
     \b
     orch top
@@ -392,7 +387,7 @@ def top(wanted: tuple[str, ...], every: float | None, once: bool, cluster: str |
     with open_controller() as controller:
         jobs = _running(controller, wanted, cluster)
         with gauging(jobs) as looked_at, contextlib.suppress(KeyboardInterrupt), _shown(is_screen, as_json) as show:
-            _wait_for_words(looked_at, every_s)
+            _wait_for_first(looked_at, every_s)
             for found in _looks(looked_at, every_s, once):
                 show(found)
         console.fail_each(one.error for one in looked_at if one.error)
@@ -401,7 +396,7 @@ def top(wanted: tuple[str, ...], every: float | None, once: bool, cluster: str |
 
 
 def _running(controller: Controller, wanted: Sequence[str], cluster: str | None) -> list[RunningJob]:
-    """Names those whose plan is damaged, and leaves them out. Raises UsageError where nothing else runs."""
+    """Prints and leaves out jobs with a damaged plan. Raises UsageError if no other job runs."""
     from orchestrator.jobs.job_store import ENDED
     from orchestrator.views import console
 
@@ -417,20 +412,19 @@ def _running(controller: Controller, wanted: Sequence[str], cluster: str | None)
     console.fail_each(problem for job, problem in found.problems.items() if job in damaged)
     if not running:
         raise UsageError(
-            f"no job is running{f' on {shown}' if shown else ''}", "`orch jobs` lists those that have ended"
+            f"no job is running{f' on {shown}' if shown else ''}", "`orch jobs` lists jobs that have ended"
         )
     return running
 
 
-def _wait_for_words(looked_at: Sequence[GaugedJob], most_s: float) -> None:
-    """So that the first look shows something: until each job has been heard, at most as long as between two looks."""
+def _wait_for_first(looked_at: Sequence[GaugedJob], most_s: float) -> None:
     until_s = time.monotonic() + most_s
     for one in looked_at:
         one.heard.wait(max(0.0, until_s - time.monotonic()))
 
 
 def _looks(looked_at: Sequence[GaugedJob], every_s: float, once: bool) -> Iterator[list[JobNow]]:
-    """One after another, the last when all jobs are over."""
+    """Ends when all jobs have ended."""
     due_s = time.monotonic()
     while True:
         is_last = once or all(one.is_over for one in looked_at)

@@ -1,8 +1,6 @@
-"""`--notify CMD`: a command of the person's own, run here by the shell once the job has ended.
+"""`--notify CMD`: runs the user's shell command on this machine after the job has ended.
 
-It has this shell's environment and ORCH_JOB, ORCH_STATE, ORCH_EXIT_CODE and ORCH_RUN, of which none holds a secret:
-variables that were given for the job's ranks are not among them. What it prints goes to standard error. That it fails
-is a warning: the job has ended as it has.
+It gets no variables of the job's ranks, which may be secrets. Its failure is only a warning.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ LIMIT_S = 60.0
 
 
 def variables(record: JobRecord) -> dict[str, str]:
-    """ORCH_EXIT_CODE is empty where none is known, ORCH_RUN is where `orch collect` would put the run from here."""
+    """ORCH_RUN is the folder that `orch collect` would write from here."""
     return {
         "ORCH_JOB": record.id,
         "ORCH_STATE": record.state,
@@ -38,7 +36,7 @@ def notify(command: str, record: JobRecord, limit_s: float = LIMIT_S) -> None:
 
 
 def _run(command: str, environment: Mapping[str, str], limit_s: float) -> str:
-    """Why it failed; "" where it did not."""
+    """Why it failed, else ""."""
     try:
         process = subprocess.Popen(
             ["/bin/sh", "-c", command],

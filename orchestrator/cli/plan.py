@@ -1,4 +1,4 @@
-"""`plan`: which way to run an experiment, before it runs; also on clusters that one does not have."""
+"""Commands about speed: `plan` predicts ways to run a job, `profile` measures hosts, `sweep` runs a study."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def plan(
 
     It starts nothing and asks no host. It shows the fastest strategy of each fidelity, what limits it, hosts that cost
     more than they contribute, and what a faster link, another host or a larger batch would change. Speeds come from
-    `orch profile`, links from a collected `--exp collectives` run; what is missing is estimated and marked as such. A
-    script of your own has to be profiled before, since nothing else is known of its network.
+    `orch profile`, links from a collected `--exp collectives` run; missing figures are estimated and marked. Profile a
+    script of your own first.
 
     \b
     orch plan --exp resnet152_cifar
@@ -135,7 +135,7 @@ def _show(outlook: Outlook) -> None:
         console.put(sentence)
 
 
-# `profile`: how fast each host is alone.
+# `profile`.
 
 
 @click.command(cls=ScriptCommand)
@@ -163,8 +163,7 @@ def profile(
     by it (`--set shares=equal` splits it evenly), and efficiency is reported against it. The exit code is 1 if a paced
     host kept its pace at fewer than two batch sizes: it has no profile.
 
-    A script of your own is measured if it takes part by `trainer.join`: its loop runs on each host alone, with batches
-    of growing sizes, and ends when they are measured.
+    A script of your own is measured if it uses `trainer.join`: its loop runs on each host alone, with growing batches.
 
     \b
     orch profile --exp resnet152_cifar
@@ -191,21 +190,20 @@ def profile(
 
 
 def _follower() -> Callable[[RunningJob], None]:
-    """What shows each measurement's job; a note of several once."""
     from orchestrator.views import console, dry_run, following
 
-    said = set[str]()
+    printed = set[str]()
 
     def follow(job: RunningJob) -> None:
         console.say(f"measuring {job.plan.master} alone: {job.id}")
-        dry_run.warn_notes(job.plan, said)
+        dry_run.warn_notes(job.plan, printed)
         following.print_events(job.follow(), show=lambda line: False, stream=console.err)
 
     return follow
 
 
 def _judge(line: str, measured: Sequence[Profile]) -> None:
-    """Says what is to be doubted; line: the command that measures again. Raises OrchError for what is not valid."""
+    """line: the command to measure again. Raises OrchError for invalid profiles."""
     from orchestrator.errors import OrchError
     from orchestrator.planning.profiles import RETRY
     from orchestrator.views import console
@@ -220,7 +218,7 @@ def _judge(line: str, measured: Sequence[Profile]) -> None:
         raise OrchError(f"not kept: {'; '.join(why)}", RETRY.format(profile=line))
 
 
-# `sweep`: a study's rows on this cluster, measured beside published.
+# `sweep`.
 
 _HELP = f"""Run the rows of a reference study that this cluster can run.
 
@@ -283,14 +281,13 @@ def sweep(
 
 
 def _sweep_follower() -> Follow:
-    """Shows a row's notes and events, without its output."""
     from orchestrator.views import console, dry_run, following
 
-    said = set[str]()
+    printed = set[str]()
 
     def follow(row: StudyRow, job: RunningJob) -> None:
         console.say(f"{row.name}: {job.id} on {', '.join(node.name for node in job.plan.nodes)}")
-        dry_run.warn_notes(job.plan, said)
+        dry_run.warn_notes(job.plan, printed)
         try:
             following.print_events(job.follow(), show=lambda line: False, stream=console.err)
         except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Commands about what came of a job: `collect`, `report`."""
+"""Commands about results: `collect`, `report`, `compare`, `pull`."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def report(
 ) -> None:
     """Show the comparison of a collected run again; asks no host.
 
-    A run that is not in ./runs is found where it was collected last.
+    A run outside ./runs is found in the folder of its last collection.
 
     \b
     orch report
@@ -160,14 +160,14 @@ def report(
     return console.put(f"report: {run_folder.report}")
 
 
-# `orch compare`: several collected runs side by side.
+# `compare`.
 
 
 @click.command()
 @click.argument("jobs", nargs=-1, required=True, metavar="JOB JOB...", shell_complete=job_ids)
 @click.option(
     "--page", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-    help="Where the page goes.  [default: compare.html in the folder of collected runs]",
+    help="Write the page to this file.  [default: compare.html in the folder of collected runs]",
 )  # fmt: skip
 @out_option
 @cluster_option
@@ -205,21 +205,20 @@ def compare(jobs: tuple[str, ...], page: Path | None, out: Path, cluster: str | 
 
 
 def _folder(controller: Controller, job: str, out: Path, cluster: str | None) -> RunFolder:
-    """Where that run was collected, analysed."""
     from orchestrator.paths import RunFolder
 
     named = RunFolder(Path(job))
     found = named if named.plan.is_file() else collected(controller, job, out, cluster)
     if not (found.summary.is_file() and found.steps.is_file()):
         controller.report(found)
-    if not found.steps.is_file():  # somebody collects into it, and has not come so far
+    if not found.steps.is_file():  # another process is still collecting into it
         raise UsageError(
             f"{found.root} is being collected into: its steps are not there yet", "try again when it is done"
         )
     return found
 
 
-# `pull`: what a job wrote beside its logs comes home.
+# `pull`.
 
 
 @click.command()
@@ -281,7 +280,7 @@ def pull(
 
 
 def _job_and_globs(words: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
-    """The first word is the job's where it can be an id."""
+    """The first word is the job if it looks like an id."""
     return (words[0], words[1:]) if words and re.fullmatch(r"[A-Za-z0-9_-]+", words[0]) else (None, words)
 
 
@@ -292,7 +291,6 @@ def _nothing_fits(job: str, globs: Sequence[str], outputs: Outputs) -> UsageErro
 
 
 def bring(job: RunningJob, chosen: Mapping[str, Sequence[Output]], out: Path) -> dict[str, Pulled | HostError]:
-    """Pulls, and shows how it gets on."""
     from orchestrator.cli.boards import pull_board
     from orchestrator.views import console
 
@@ -307,7 +305,6 @@ def bring(job: RunningJob, chosen: Mapping[str, Sequence[Output]], out: Path) ->
 def lines(
     run: RunFolder, chosen: Mapping[str, Sequence[Output]], found: Mapping[str, Pulled | HostError]
 ) -> Iterator[str]:
-    """What came, a line a host."""
     for node, files in chosen.items():
         if not isinstance(pulled := found.get(node), HostError):
             yield f"{node}: {_words(pulled, files, run.files(node))}"
@@ -323,7 +320,7 @@ def _show_pulled(
 
 
 def leave(errors: Mapping[str, HostError], found: Mapping[str, Pulled | HostError]) -> None:
-    """Says what did not come, and ends the command with the exit code for it."""
+    """Prints what is missing, and ends the command if so."""
     from orchestrator.views import console
 
     left = [

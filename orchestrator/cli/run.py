@@ -1,4 +1,4 @@
-"""The command `run`: launches a job, follows it, reports how it ended."""
+"""`run`: launches a job, follows it, reports how it ended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECOND_CTRL_C_S = 3.0
 
 @dataclass(frozen=True)
 class _Way:
-    """How this command starts the job and shows it, which is not part of the job."""
+    """Options that are not part of the job."""
 
     detach: bool
     dry_run: bool
@@ -66,12 +66,11 @@ def run(
 ) -> None:
     """Launch a job on every host and follow it.
 
-    Ctrl-C leaves the job running and says how to reattach; a second one within 3 s cancels it.
+    Ctrl-C leaves the job running and prints how to reattach; a second Ctrl-C within 3 s cancels it.
 
     \b
     orch run --exp mnist_lenet --set epochs=1
     orch run --exp resnet152_cifar --set strategy=auto --nodes a2000,v100 --detach
-    orch run --exp mnist_lenet --set checkpoint_every=500
     orch run --exp mnist_lenet --hosts 2:4    does without hosts that are off
     orch run --retries 2 --exp mnist_lenet --set checkpoint_every=500
     orch run --resume latest --set epochs=20  from that job's last checkpoint on
@@ -130,7 +129,7 @@ def _save(controller: Controller, spec: JobSpec, file: Path) -> None:
 
     if not is_job_file(file.name):
         raise UsageError(f"{file}: a job file's name ends in {' or '.join(JOB_FILES)}", f"--save {file}.yaml")
-    if spec.resume:  # tomorrow's `latest` is another job
+    if spec.resume:  # later `latest` may be another job
         spec = spec.updated(resume=controller.store.find_job(spec.resume, spec.cluster))
     replaced = write_job(file, spec)
     console.say(f"{'replaced' if replaced else 'wrote'} {file}: `orch run {file}` runs this job again")
@@ -148,7 +147,6 @@ def _show_plan(plan: LaunchPlan, asked: Asked, as_json: bool) -> None:
 
 
 def _run(controller: Controller, asked: Asked, way: _Way) -> None:
-    """To its end, or until it runs."""
 
     def start(attempt: Asked) -> RunningJob:
         return _launch(controller, attempt)
@@ -169,7 +167,6 @@ def _run(controller: Controller, asked: Asked, way: _Way) -> None:
 
 
 def _follow_all(job: RunningJob, retries: Retries, way: _Way) -> RunningJob:
-    """Attempt after attempt; the last one, which has ended."""
     from orchestrator.views import console
 
     again: RunningJob | None = job
@@ -192,10 +189,10 @@ def _launch(controller: Controller, asked: Asked) -> RunningJob:
     from orchestrator.views import console
     from orchestrator.views import dry_run as launch_plan
 
-    said, tried = set[str](), list[str]()
+    printed, tried = set[str](), list[str]()
 
     def show(plan: LaunchPlan) -> None:
-        launch_plan.warn_notes(plan, said)
+        launch_plan.warn_notes(plan, printed)
         launch_plan.warn_faster(plan.faster if not tried else ())
         tried.append(plan.job)
         now_at(f"starting {plan.job} on {counted(len(plan.nodes), 'host')}")
@@ -214,7 +211,7 @@ def _launch(controller: Controller, asked: Asked) -> RunningJob:
 
 
 def _follow(job: RunningJob, *, as_json: bool) -> None:
-    """Shows it until the end. The first Ctrl-C detaches, a second within SECOND_CTRL_C_S cancels."""
+    """The first Ctrl-C detaches, a second within SECOND_CTRL_C_S cancels."""
     import threading
 
     from orchestrator.views import console, following
@@ -234,7 +231,7 @@ def _follow(job: RunningJob, *, as_json: bool) -> None:
 
 
 def _finish(job: RunningJob, findings: Sequence[Finding] | None, *, detached: bool = False) -> None:
-    """findings: for the document, where one is wanted."""
+    """findings: for the JSON document."""
     from orchestrator.views import console, documents, job_table
 
     record = job.record

@@ -1,12 +1,4 @@
-"""A JobSpec from a command line: its options are made from the fields of JobSpec. Words after a script belong to the
-script, as with python and torchrun.
-
-    @click.command(cls=RunCommand)
-    @script_argument
-    @click.pass_context
-    def run(ctx, /, **options):
-        spec = spec_of(ctx, options)
-"""
+"""Builds a JobSpec from a command line. Words after a script belong to the script, as with python and torchrun."""
 
 from __future__ import annotations
 
@@ -26,7 +18,7 @@ if TYPE_CHECKING:
     from orchestrator.planning.job_spec import JobSpec
 
 JOB_FILES = (".yaml", ".yml")
-"""By these endings alone `orch run FILE` knows a job file from a script."""
+"""`orch run FILE` recognises a job file only by these endings."""
 _DIVIDED = "orchestrator.cli.spec_words.divided"
 
 
@@ -35,11 +27,11 @@ def is_job_file(word: str) -> bool:
 
 
 class ScriptCommand(click.Command):
-    """A command whose own options end at the first other word, or at `--`."""
+    """Its own options end at the first other word, or at `--`."""
 
     allow_interspersed_args = False
     fields: ClassVar[Sequence[str] | None] = ("exp", "settings", "folder")
-    """The fields of JobSpec that it has options for; None means all."""
+    """None: all fields."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         if not any(parameter.name == "is_module" for parameter in self.params):  # made late: it needs pydantic
@@ -65,14 +57,14 @@ class ScriptCommand(click.Command):
         return rest
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """After the script its options would come, and those are not known here."""
+        """Options after the script are the script's, which are unknown here."""
         if ctx.params.get("command"):
             return [CompletionItem(incomplete, type="file")]
         return super().shell_complete(ctx, incomplete)
 
 
 class RunCommand(ScriptCommand):
-    """The same, but options may follow a job file, which takes none itself; words after `--` are for its script."""
+    """Options may follow a job file; words after `--` are for its script."""
 
     fields = None
 
@@ -83,7 +75,7 @@ class RunCommand(ScriptCommand):
         if not is_job_file(command[0]) or ctx.params.get("is_module"):
             return rest
         at = len(typed) - len(command)
-        at -= typed[at] != command[0]  # a `--` behind the file is gone from the command
+        at -= typed[at] != command[0]  # the command lacks a `--` after the file
         before, options, added = _around(typed[:at], typed[at + 1 :])
         ctx.params.clear()
         rest = super().parse_args(ctx, [*before, *options])
@@ -95,7 +87,6 @@ class RunCommand(ScriptCommand):
 
 
 def _around(before: list[str], behind: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """The options before a job file, those behind it, and the words for its script."""
     if before[-1:] == ["--"]:
         return before[:-1], [], behind
     cut = behind.index("--") if "--" in behind else len(behind)
@@ -107,7 +98,7 @@ def files(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[Co
 
 
 def went_to_script(ctx: click.Context, name: str, words: Sequence[str]) -> Iterator[str]:
-    """A sentence where a word of the script's looks like an option of orch's own, and no `--` says whose it is."""
+    """Warns of a script's word that looks like an option of orch, unless `--` separates them."""
     if ctx.meta.get(_DIVIDED):
         return
     own = {name for option in ctx.command.get_params(ctx) for name in option.opts if name.startswith("--")}
@@ -159,7 +150,7 @@ def _option(name: str) -> click.Option:
 
 
 def spec_of(ctx: click.Context, options: Mapping[str, Any]) -> JobSpec:
-    """options: by the names of click's parameters. Raises UsageError with all mistakes."""
+    """options: by click's names. Raises UsageError with all mistakes."""
     from orchestrator.planning.job_spec import LINE, checked, refuse
     from orchestrator.planning.variables import refuse_secret_words
 
@@ -185,7 +176,7 @@ def _given(ctx: click.Context, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _laid_over(path: Path, values: Mapping[str, Any], added: Sequence[str]) -> JobSpec:
-    """The job of a file, with the options of the line over it. Raises UsageError."""
+    """The file's job, overridden by options of the line. Raises UsageError."""
     import os
 
     from orchestrator.planning.job_forms import read_job

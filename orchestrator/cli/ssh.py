@@ -1,4 +1,4 @@
-"""`ssh`, `ssh-config`: a shell on one host, and the same way to all of them for other programs."""
+"""`ssh`, `ssh-config`, `exec`: a shell on one host, OpenSSH access for other programs, a command on every host."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from orchestrator.units import counted
 def ssh(name: str, command: tuple[str, ...], cluster: str | None) -> None:
     """Open a shell on a host, or run one command there, by this machine's own `ssh`.
 
-    It goes where orch goes: user, port, key and jump hosts are those of the inventory, and only a host key that is
-    known is accepted. All else comes from ~/.ssh/config. For a host with `transport: local` it is a shell of this
-    machine. As in `orch exec`, a single word is a line of shell. The exit code is that of `ssh`.
+    User, port, key and jump hosts come from the inventory, and only a known host key is accepted. All else comes from
+    ~/.ssh/config. For a host with `transport: local` it is a shell of this machine. As in `orch exec`, a single word is
+    a line of shell. The exit code is that of `ssh`.
 
     \b
     orch ssh v100
@@ -61,8 +61,8 @@ def ssh(name: str, command: tuple[str, ...], cluster: str | None) -> None:
 def ssh_config(nodes: str | None, cluster: str | None) -> None:
     """Print an OpenSSH configuration of the hosts, for scp, rsync, ansible and editors.
 
-    It goes where orch goes: user, port, keys, jump hosts and known host keys, each host by its name in the inventory.
-    Write it anew after `orch up` or `orch trust`. A host that cannot be reached so is named on standard error.
+    It has each host by its name in the inventory, with user, port, keys, jump hosts and known host keys. Write it anew
+    after `orch up` or `orch trust`. A host that cannot be reached in this way is named on standard error.
 
     \b
     orch ssh-config > ~/.ssh/orch
@@ -98,9 +98,9 @@ def _at_terminal() -> bool:
 
 
 def become(argv: list[str], folder: Path | None = None) -> None:
-    """Goes on as another program, with what orch changed for itself as it was. Never returns."""
+    """Replaces this process, after undoing orch's own changes to it. Never returns."""
     os.umask(click.get_current_context().meta[UMASK])
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and a program keeps what is ignored
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and the new program would inherit that
     if folder:
         os.chdir(folder)
     for stream in filter(None, (sys.stdout, sys.stderr)):
@@ -108,7 +108,7 @@ def become(argv: list[str], folder: Path | None = None) -> None:
     os.execvp(argv[0], argv)  # noqa: S606 - no shell is wanted in between
 
 
-# `exec`: one command on every host.
+# `exec`.
 
 
 @click.command("exec", context_settings={"allow_interspersed_args": False})
@@ -126,8 +126,8 @@ def become(argv: list[str], folder: Path | None = None) -> None:
 def execute(nodes: str | None, timeout: float, cluster: str | None, as_json: bool, command: tuple[str, ...]) -> None:
     """Run a command on every host at once; equal answers are shown once.
 
-    A single word is run by the host's shell (`sh`); several words are a command and its arguments, each passed as it
-    is. It runs in the home folder, after the inventory's `activate`, and reads nothing. Ctrl-C ends it on every host.
+    A single word is run by the host's shell (`sh`); several words are a command and its arguments, passed unchanged. It
+    runs in the home folder, after the inventory's `activate`, without input. Ctrl-C ends it on every host.
 
     The exit code is 0 if it was 0 on every host, 1 if the command failed on one, 3 if a host did not answer.
 

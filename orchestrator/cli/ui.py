@@ -1,4 +1,4 @@
-"""`orch ui`: the page of the cluster."""
+"""`ui`: serves the local web page."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Listen on this port.  [default: a free one]")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Listen on this port.  [default: any free port]")
 @out_option
 @cluster_option
 def ui(port: int, out: Path, cluster: str | None) -> None:
-    """Show clusters, hosts and jobs in a browser, and act on them: a local page for you alone.
+    """Show clusters, hosts and jobs in a browser, and act on them: a local page only for you.
 
-    It listens on 127.0.0.1 only, and its address holds a secret: whoever has it can do what you can. From elsewhere,
-    reach it by `ssh -L`. Ctrl-C ends it; jobs keep running. A Prometheus has an address of its own, which it prints,
-    too; with --port that one stays the same.
+    It listens on 127.0.0.1 only, and its address holds a secret: all who have it can do what you can. From elsewhere,
+    reach it by `ssh -L`. Ctrl-C ends it; jobs keep running. A Prometheus has an address of its own, which is printed,
+    too; it stays the same with --port.
     Needs the extra `ui`: pip install 'orch[ui]'.
 
     \b
@@ -59,15 +59,15 @@ def ui(port: int, out: Path, cluster: str | None) -> None:
 
 
 def _listener(port: int) -> socket.socket:
-    """Raises OrchError where somebody else listens there."""
+    """Raises OrchError if the port is in use."""
     import socket
 
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("127.0.0.1", port))
-        listener.listen(128)  # whoever reads the address may ask at once
+        listener.listen(128)  # the address may be used at once
     except OSError as error:
         listener.close()
-        raise OrchError(f"port {port}: {error.strerror}", "orch ui, without --port, takes a free one") from error
+        raise OrchError(f"port {port}: {error.strerror}", "orch ui, without --port, takes any free port") from error
     return listener

@@ -76,7 +76,7 @@ def _take(
     try:
         grammar.env_name(name)
         if value is None and name not in own:
-            raise ValueError("has no value: it is given without one, and this machine's environment does not have it")
+            raise ValueError("is given without a value, and is not in this machine's environment")
         variables[name] = grammar.env_value(own[name] if value is None else value)
         if why := next((why for pattern, why in RESERVED.items() if re.fullmatch(pattern, name)), None):
             raise ValueError(f"cannot be given: {why}")

@@ -1,1 +1,1 @@
-"""`orch ui`: a page of the cluster and its jobs, for one person, on this machine alone."""
+"""`orch ui`: a web page of the cluster and its jobs, for one user, only on this machine."""

@@ -1,16 +1,15 @@
-"""Who may see the page: whoever has its address, of which a part is a secret, and asks this machine by its own name.
+"""Access control of the page: a secret in its address, and only requests to this machine's own name.
 
     app = Access(app, token=new_token(), metrics_token=kept_token(home), port=8123)
     app.address                     "http://127.0.0.1:8123/Zx...pQ/"
     app.metrics_address             "http://127.0.0.1:8123/a8...2k/metrics"
 
-The secret is the first part of each path. It stands in no cookie: a browser sends those to every port of this machine,
-where another user may listen. Pages name no other origin, and `no-referrer` keeps the address to itself. Asking by
-another host name is refused, so that no page elsewhere comes here by a name that it has led to this machine.
+The secret is the first part of each path, not a cookie: browsers send cookies to every port of this machine, where
+another user may listen. `no-referrer` keeps the address from leaking. Requests by another host name are refused, which
+stops DNS rebinding.
 
-The secret is a new one at each start. When the page has ended, another user of this machine may listen at its port, and
-hear what an open tab still asks: that is worth nothing then. A Prometheus needs an address that stays, so it has a
-secret of its own, which opens nothing but `metrics`.
+The secret is new at each start, since another user may later listen at the same port and see requests of open tabs. A
+Prometheus needs a constant address, so it has its own secret, which opens only `metrics`.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from orchestrator.files import write_atomic
 from orchestrator.paths import Home
 
-STRANGERS = 256
-"""Connections without a request that may come in: some rounds of AT_A_TIME, so that an owner's is read in time."""
-STRANGER_S = 3.0
-"""So long may a request take to come whole."""
+UNAUTHENTICATED = 256
+"""Connections without a valid request: several rounds of AT_A_TIME, so that the owner's request is read in time."""
+UNAUTHENTICATED_S = 3.0
+"""Time limit for a whole request."""
 AT_A_TIME, BACKLOG = 16, 1024
-"""Connections that are accepted in a round, and those that may wait for it."""
+"""Connections accepted per round, and connections that may wait."""
 DESCRIPTORS = 1024
 
 HEADERS = {
@@ -49,7 +48,7 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "cache-control": "no-store",
 }
-"""Of every answer that has none of its own."""
+"""Added to each response that does not set its own."""
 
 
 def new_token() -> str:
@@ -57,9 +56,7 @@ def new_token() -> str:
 
 
 def kept_token(home: Home) -> str:
-    """For `metrics`, the same at each start: it lies in a file that its owner alone can read. Without such a file it is
-    a new one.
-    """
+    """The secret for `metrics`, kept in a file that only its owner can read."""
     with contextlib.suppress(OSError):
         handle = os.open(home.metrics_token, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(handle, "rb") as file:
@@ -73,7 +70,7 @@ def kept_token(home: Home) -> str:
 
 
 class Access:
-    """Passes on what comes with the token, its path without it; all else is forbidden, without a word on why."""
+    """Passes on requests with the secret, with their path after it; others get 403 without a reason."""
 
     def __init__(self, app: ASGIApp, token: str, metrics_token: str, port: int) -> None:
         self._app, self._token, self._metrics_token = app, token.encode(), metrics_token.encode()
@@ -90,7 +87,7 @@ class Access:
             await PlainTextResponse("forbidden\n", 403, HEADERS)(scope, receive, send)
             return
 
-        if not slash:  # links of the page lead below it
+        if not slash:  # relative links of the page need the final slash
             await RedirectResponse(self.address, 307, HEADERS)(scope, receive, send)
             return
 
@@ -134,39 +131,38 @@ def _parts(scope: Scope) -> tuple[str, str, str]:
 
 
 class _Connection(H11Protocol):
-    """A connection is a stranger's until it has sent a whole request that may come in. Strangers are few and have
-    little time, and a newcomer is always let in: the oldest has to go. On this machine everybody has one address, so
-    nothing tells them apart but that an owner's request comes whole and at once.
+    """Limits unauthenticated connections in number and time. At the limit a new connection replaces the oldest, since
+    all users of this machine share one address, and only the owner's requests are complete at once.
     """
 
-    def __init__(self, access: Access, strangers: dict[_Connection, None], **given: Any) -> None:
+    def __init__(self, access: Access, waiting: dict[_Connection, None], **given: Any) -> None:
         super().__init__(**given)
-        self._access, self._strangers = access, strangers
+        self._access, self._waiting = access, waiting
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self._strangers) >= STRANGERS:
-            next(iter(self._strangers)).show_out()
-        self._strangers[self] = None
-        self._deadline = self.loop.call_later(STRANGER_S, self.show_out)
+        if len(self._waiting) >= UNAUTHENTICATED:
+            next(iter(self._waiting)).show_out()
+        self._waiting[self] = None
+        self._deadline = self.loop.call_later(UNAUTHENTICATED_S, self.show_out)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self in self._strangers and self.scope and self._access.allows({**self.scope}):
-            self._is_known()
+        if self in self._waiting and self.scope and self._access.allows({**self.scope}):
+            self._accept()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._is_known()
+        self._accept()
         super().connection_lost(exc)
 
-    def _is_known(self) -> None:
-        self._strangers.pop(self, None)
+    def _accept(self) -> None:
+        self._waiting.pop(self, None)
         if self._deadline:
             self._deadline.cancel()
 
     def show_out(self) -> None:
-        self._is_known()
+        self._accept()
         self.transport.abort()
 
 
@@ -174,17 +170,19 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(BACKLOG)  # asyncio takes as many at a time as may wait; more may wait than that
+            listener.listen(
+                BACKLOG
+            )  # asyncio uses one number for connections per round and waiting; allow more to wait
 
 
 def _not_of_accept(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """With no descriptor left asyncio tries again by itself, and says so each time, with a traceback."""
+    """Without a free descriptor asyncio retries, and would log a traceback each time."""
     if "socket.accept()" not in context.get("message", ""):
         loop.default_exception_handler(context)
 
 
 def allow_descriptors() -> None:
-    """More of them, if the system lets us; not so many that select(2) would be asked about too large ones."""
+    """Raises the limit, but not beyond descriptors that select(2) can handle."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, DESCRIPTORS)), hard))

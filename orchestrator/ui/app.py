@@ -1,7 +1,6 @@
-"""The addresses of the page, and what answers there: `application(home, out, watched)`.
+"""The routes of the page and their responses: `application(home, out, watched)`.
 
-Whoever asks has shown the token already (`access`). Each answer opens what is remembered anew, so that commands typed
-beside the page and other people's are seen.
+`access` has checked the secret. Each response reads the store again, to include changes by commands and other users.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ EVERY_S = 1.0
 PLAIN = "text/plain; charset=utf-8"
 MOST_FORM_BYTES = 1 << 16
 OWN_PAGE = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:"}
-"""Of a report and a comparison, which hold their style and pictures within themselves."""
+"""For reports and comparisons, which contain their style and pictures."""
 
 
 def application(home: Home, out: Path, watched: Watched) -> Starlette:
@@ -79,17 +78,17 @@ def _no_such_page(request: Request, _: Exception) -> Response:
 
 
 def _root(request: Request) -> str:
-    """How the address of the first page is written on this one."""
+    """The relative address of the first page."""
     return "../" * (request.scope["path"].count("/") - 1) or "./"
 
 
 def _first_of(error: OrchError) -> OrchError:
-    """One sentence with its remedy, of several hosts' that of the first."""
+    """For several hosts' errors the first, with its remedy."""
     return error.errors[0] if isinstance(error, HostsError) else error
 
 
 class _Kept(OrchError):
-    """Something could not be collected, but an older copy of it is here."""
+    """Collecting failed, but an older copy exists."""
 
 
 class _Site:
@@ -114,7 +113,7 @@ class _Site:
         return pages.cluster_page(cluster, controller.store.cluster_names(), listed, queue, failed, root, said, error)
 
     def status(self, request: Request) -> Response:
-        """How each host stands now, by name: as `orch status` says it."""
+        """Each host's status by name, as in `orch status`."""
         with opened(self._home) as controller:
             cluster = controller.store.cluster(request.query_params.get("cluster"))
             rows = cluster_json(cluster, controller.connections.silent(cluster.nodes))["nodes"]
@@ -142,9 +141,7 @@ class _Site:
         return HTMLResponse(render_comparison(compare(runs)), headers=OWN_PAGE)
 
     def _collected(self, controller: Controller, job: str, request: Request) -> RunFolder:
-        """With what is new on its hosts, unless what was collected before was asked for, and is here. Raises _Kept
-        where only that is to be had.
-        """
+        """Collects the run, or returns an older copy if the request asks for it. Raises _Kept if only a copy exists."""
         if "kept" in request.query_params and (copy := self._copy(controller, job)):
             return copy
         try:
@@ -162,7 +159,7 @@ class _Site:
         copy = newest_copy(controller.store, job)
         return copy if copy and copy.report.is_file() else None
 
-    # ---- what is asked for ----------------------------------------------------------------------------------------
+    # ---- actions --------------------------------------------------------------------------------------------------
 
     async def act(self, request: Request) -> Response:
         body = bytearray()
@@ -188,7 +185,7 @@ class _Site:
                 return HTMLResponse(self._page(controller, cluster.name, root, error=_first_of(error)), 400)
         return RedirectResponse(f"{root}?" + urlencode({"cluster": cluster.name, "said": said}), 303)
 
-    # ---- what goes on ---------------------------------------------------------------------------------------------
+    # ---- live -----------------------------------------------------------------------------------------------------
 
     def _running(self, cluster: str | None) -> list[JobNow]:
         with opened(self._home) as controller:
@@ -196,24 +193,24 @@ class _Site:
         found = []
         for job in known:
             if job.state not in ENDED and cluster in (None, job.cluster):
-                with suppress(StateError):  # its plan is damaged, as the page says beside it
+                with suppress(StateError):  # its plan is damaged, as the page reports
                     found.append(self._watched.now(job.id))
         return found
 
     async def events(self, request: Request) -> Response:
-        """All that runs on a cluster, once a second, as server-sent events."""
+        """Live figures of a cluster's running jobs, as server-sent events."""
         cluster = request.query_params.get("cluster")
 
-        async def told() -> AsyncIterator[str]:
+        async def events() -> AsyncIterator[str]:
             while True:
                 found = await run_in_threadpool(self._running, cluster)
                 yield f"data: {json.dumps([top_json(job) for job in found])}\n\n"
                 await asyncio.sleep(EVERY_S)
 
-        return StreamingResponse(told(), media_type="text/event-stream")
+        return StreamingResponse(events(), media_type="text/event-stream")
 
     async def log(self, request: Request) -> Response:
-        """The last lines of each rank's logs, and what follows, until the job has ended or nobody reads."""
+        """The last lines of each rank's logs and all that follow, until the job ends or the browser leaves."""
         with opened(self._home) as controller:
             job = controller.jobs.find(request.path_params["job"]).id
         return StreamingResponse(log_lines(self._home, job, request.is_disconnected), media_type=PLAIN)
@@ -222,11 +219,7 @@ class _Site:
         return Response(metrics.metrics_of(self._running(None)), media_type=metrics.CONTENT_TYPE)
 
 
-# Runs that were started on the page and wait for their GPUs, each in a thread of its own, as long as it is served.
-#
-# in_turn = InTurn(home)
-# in_turn.begin(plan, blob)           what to say of it
-# in_turn.failed                      why others did not start, in sentences
+# Queued runs started on the page, each waiting in its own thread while the page is served.
 
 MOST = 8
 
@@ -246,19 +239,17 @@ class InTurn:
                 controller.launch_in_turn(plan, blob)
         except OrchError as error:
             self.failed.append(f"{plan.job} was not started: {error}")
-        except Exception as error:  # a full disk, a mistake of ours: the page has promised a start
+        except Exception as error:  # a full disk, or a bug: the page has promised a start
             self.failed.append(f"{plan.job} was not started: {error.__class__.__name__}: {error}")
 
 
-# A job's log for a browser: it is followed in a thread of its own, which ends soon after the browser has left.
-#
-# A job may print nothing for hours, so neither a thread of the pool that answers requests nor the end of the page may
-# wait for its next line.
+# A job's log for a browser, followed in its own thread, which ends soon after the browser leaves. A job may print
+# nothing for hours, so neither the pool that serves requests nor the end of the page may wait for its next line.
 
 LAST_LINES = 50
-"""Of each of a rank's logs, from before."""
+"""Earlier lines of each of a rank's logs."""
 WAITING = 64
-"""Pieces that the browser has not taken yet; then the job's hosts wait, never the job."""
+"""Pieces buffered for the browser; beyond that the hosts wait, never the job."""
 LOOK_S = 1.0
 
 
@@ -274,7 +265,7 @@ async def log_lines(home: Home, job: str, has_left: Callable[[], Awaitable[bool]
                     put.result(LOOK_S)
                     break
 
-    def hear() -> None:
+    def read() -> None:
         try:
             for piece in _followed(home, job, lambda: not left.is_set()):
                 say(piece)
@@ -283,7 +274,7 @@ async def log_lines(home: Home, job: str, has_left: Callable[[], Awaitable[bool]
         finally:
             say(None)
 
-    threading.Thread(target=hear, daemon=True, name=f"log-{job}").start()
+    threading.Thread(target=read, daemon=True, name=f"log-{job}").start()
     try:
         while not await has_left():
             with contextlib.suppress(asyncio.TimeoutError):

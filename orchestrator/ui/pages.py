@@ -1,6 +1,6 @@
-"""What the pages show, from values to HTML. Every value is escaped, and nothing of a host steers a page.
+"""Renders pages, performs the actions of their forms, and exports metrics. All values are escaped.
 
-root: how the address of the first page is written on the page that is made, as "./" or "../".
+root: relative address of the first page, like "./" or "../".
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def cluster_page(
     said: str = "",
     error: OrchError | None = None,
 ) -> str:
-    """names: all clusters that are remembered. failed: why runs that waited did not start.
-    said: what came of what was asked for; error: why nothing came of it.
+    """names: all remembered clusters. failed: why queued runs did not start.
+    `said`: result of the last action. error: why it failed.
     """
     document = cluster_json(cluster)
     columns = [key for key in COLUMNS if any(node[key] for node in document["nodes"])]
@@ -102,7 +102,7 @@ FIELD_LABELS = {"name": "Job name", "note": "Job note", "hosts": "Number of host
 
 
 def _fields() -> list[dict[str, Any]]:
-    """The form's fields of a job, besides those that stand above them."""
+    """The job form's fields, except those written out in the template."""
     keys = {name: key_of(name) for name in PAGE_FIELDS}
     return [
         {
@@ -117,13 +117,13 @@ def _fields() -> list[dict[str, Any]]:
 
 
 def job_page(record: JobRecord, words: Mapping[str, str], root: str) -> str:
-    """words: more of it, by what it is called."""
+    """words: further facts, by title."""
     stall = standstill(record).words
     return _page("job.html.j2", job=record, words=words, stall=stall, ended=ENDED, root=root)
 
 
 def error_page(error: OrchError, root: str, kept: str = "") -> str:
-    """kept: the address of what can be shown all the same."""
+    """kept: address of an older copy."""
     return _page("error.html.j2", error=error, root=root, kept=kept)
 
 
@@ -131,15 +131,13 @@ def script() -> str:
     return (OWN / "live.js").read_text()
 
 
-# What a person does on the page, by the names of its forms: each is what a command does.
-#
-# acts.ACTS["release"](controller, cluster, {"node": "a2000"})        what came of it, in a sentence
+# Actions by the names of their forms; each does what a command does, and returns a sentence about the result.
 
 Form = Mapping[str, str]
 
 
 def add(controller: Controller, cluster: Cluster, form: Form) -> str:
-    """A host by the keys that the form has fields for, and more as KEY=VALUE words."""
+    """Adds a host, by the form's fields and further KEY=VALUE words."""
     given = {key: form[key].strip() for key in ("host", "gpu", "bandwidth", "note") if form.get(key, "").strip()}
     pairs = {**given, **parse_pairs(_words(form, "more"), "KEY=VALUE")}
     keys = keys_of_new_node(form.get("name", "").strip(), pairs)
@@ -182,7 +180,7 @@ def planned(controller: Controller, cluster: Cluster, form: Form) -> tuple[Launc
 
 
 def _asked(controller: Controller, cluster: Cluster, form: Form) -> Asked:
-    """An experiment, or a script of this machine with its arguments."""
+    """A request for an experiment, or a script of this machine with its arguments."""
     command = _words(form, "script")
     values = {name: _value(name, form.get(key_of(name), "")) for name in ("exp", "settings", "nodes", *PAGE_FIELDS)}
     program = {"script": command[0], "args": command[1:] or None} if command else {}
@@ -207,7 +205,7 @@ def cancel(controller: Controller, cluster: Cluster, form: Form) -> str:
 
 
 def _words(form: Form, field: str) -> tuple[str, ...]:
-    """As a shell would cut what was typed there. Raises UsageError."""
+    """Split as by a shell. Raises UsageError."""
     try:
         return tuple(shlex.split(form.get(field, "")))
     except ValueError as error:
@@ -218,10 +216,10 @@ ACTS: dict[str, Callable[[Controller, Cluster, Form], str]] = {
     act.__name__: act for act in (add, release, restore, remove, master, run, cancel)
 }
 NEEDED: dict[str, str] = {**dict.fromkeys(("release", "restore", "remove", "master"), "node"), "cancel": "job"}
-"""The field without which a form is none."""
+"""The required field of each form."""
 
 
-# What runs, as OpenMetrics: `metrics_of(jobs)` is what a Prometheus reads.
+# OpenMetrics for Prometheus.
 
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 OF_HOST = {
@@ -264,7 +262,6 @@ class JobsCollector(Collector):
             yield family
 
     def _hosts(self) -> Iterator[tuple[list[str], HostNow]]:
-        """Each host of each job, behind its labels."""
         for job in self._jobs:
             for host in job.hosts:
                 yield [job.record.id, job.record.cluster, host.node], host

@@ -1,8 +1,4 @@
-"""The running jobs that somebody looks at on the page: each is heard from the first look on, until nobody looks.
-
-watched = Watched(home)
-watched.now("resnet152-...")        JobNow; the hosts are connected to at the first look, and anew where that failed
-"""
+"""Live figures for the page: a running job's hosts are connected from its first view until it is no longer viewed."""
 
 from __future__ import annotations
 
@@ -17,16 +13,16 @@ from orchestrator.jobs.live_stats import JobNow
 from orchestrator.paths import Home
 
 UNSEEN_S = 15.0
-"""Nobody has looked for so long: the connections to its hosts end."""
+"""Without a view for this long, the connections to a job's hosts are closed."""
 FIRST_S = 3.0
-"""So long the first look waits for the hosts' first words."""
+"""Longest wait of the first view for the hosts' first figures."""
 AGAIN_S = 10.0
-"""Not sooner than so long after it was begun a job is begun anew where hearing it is over, and the job is not."""
+"""Least time between two reconnects to a running job."""
 
 
 @dataclass
-class _Heard:
-    """A job that is looked at. before: what is shown until the first words of one that was begun anew."""
+class _Viewed:
+    """before: shown after a reconnect until the first figures arrive."""
 
     gauged: GaugedJob
     begun_s: float
@@ -42,18 +38,18 @@ class Watched:
     def __init__(self, home: Home) -> None:
         self._home = home
         self._lock = threading.Lock()
-        self._jobs: dict[str, _Heard] = {}
+        self._jobs: dict[str, _Viewed] = {}
         self._seen_s: dict[str, float] = {}
         self._closed = threading.Event()
         threading.Thread(target=self._let_go, daemon=True, name="watched").start()
 
     def now(self, job: str) -> JobNow:
-        """Raises UsageError where there is no such job."""
+        """Raises UsageError for an unknown job."""
         with self._lock:
             self._seen_s[job] = time.monotonic()
             known = self._jobs.get(job)
             if known is None or known.is_due_again:
-                known = self._jobs[job] = _Heard(self._begun(job), time.monotonic(), known.gauged if known else None)
+                known = self._jobs[job] = _Viewed(self._begun(job), time.monotonic(), known.gauged if known else None)
         if known.before and not known.gauged.heard.is_set():
             return known.before.now()
         known.gauged.heard.wait(FIRST_S)
@@ -62,7 +58,7 @@ class Watched:
     def _begun(self, job: str) -> GaugedJob:
         with opened(self._home) as controller:
             gauged = GaugedJob(controller.jobs.find(job))
-        gauged.start()  # over connections of its own
+        gauged.start()  # over its own connections
         return gauged
 
     def _let_go(self) -> None:

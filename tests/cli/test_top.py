@@ -118,4 +118,4 @@ def test_where_nothing_runs_it_says_so(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "orchestrator.cli", "top"]
     done = subprocess.run(words, env=env, capture_output=True, text=True, cwd=Path(__file__).resolve().parents[2])
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: no job is running\n  try: `orch jobs` lists those that have ended\n"
+    assert done.stderr == "error: no job is running\n  try: `orch jobs` lists jobs that have ended\n"

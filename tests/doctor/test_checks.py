@@ -150,7 +150,7 @@ FAULTS = {
         seen(of_facts(gpus=(gpu(),), torch=torch(devices=1, nccl="2.14.3"))),
         "block",
         ("a16",),
-        "says 2 GPUs, the host shows 1",
+        "declares 2 GPUs, the host shows 1",
         "`gpus:`",
     ),
     "P09": (seen(occupied()), "warn", ("a16",), "GPU 1 (Tesla V100-PCIE-16GB) is in use by alice's", "--share"),
@@ -198,7 +198,7 @@ FAULTS = {
         "sudo ufw",
     ),
     "P14 refused": (way(kind="refused", opens="sudo ufw"), "block", ("a2000", "a16"), "is refused", "sudo ufw"),
-    "P14 mute": (way(kind="mute"), "block", ("a2000", "a16"), "who is not that host", "ip neigh"),
+    "P14 mute": (way(kind="mute"), "block", ("a2000", "a16"), "another program or host accepts", "ip neigh"),
     "P15 route": (seen(of_facts(unrouted=("192.168.1.41",))), "block", ("a16",), "no route to a2000", "route"),
     "P15 docker": (
         seen(

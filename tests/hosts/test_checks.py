@@ -24,7 +24,7 @@ BLOCKED = {
     ),
     "declared, none there": (node(), facts(**NO_GPU), "command not found", "device: cpu"),
     "a label promises one": (node(gpus=None), facts(**NO_GPU), "no usable GPU", "device: cpu"),
-    "one of two is lost": (node(gpus=2), facts(), "says 2 GPUs, the host shows 1", "`gpus:` of v100"),
+    "one of two is lost": (node(gpus=2), facts(), "declares 2 GPUs, the host shows 1", "`gpus:` of v100"),
     "cuda without a GPU": (node(gpu=None, gpus=None, device="cuda"), facts(gpus=()), "no GPU found", "nvidia-smi"),
     "CPU build": (node(), facts(torch=CPU_TORCH), "is a CPU build", "CUDA build"),
     "CPU build beside an undeclared GPU": (node(gpu=None, gpus=None), facts(torch=CPU_TORCH), "CPU build", "device"),

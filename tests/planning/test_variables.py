@@ -69,7 +69,7 @@ def test_a_later_file_wins_over_an_earlier_one_and_the_command_line_over_both(tm
         ("A: s3cret\n", "{file}:1: expected NAME=value, only NAME, or a # comment"),
         ("A=s3cret${B}\n", "{file}:1: A: `${{...}}` is not expanded; write the value out, or use single quotes"),
         ("1A=s3cret\n", "{file}:1: '1A' must be a variable's name: "),
-        ("NOT_HERE\n", "{file}:1: 'NOT_HERE' has no value here"),
+        ("NOT_HERE\n", "{file}:1: 'NOT_HERE' is given without a value"),
         ("LONG=" + "x" * 200_000, "{file}:1: 'LONG' is longer than the 127 KiB"),
         ("A='a\nb'\nRANK=1\n", "{file}:3: 'RANK' cannot be given: torchrun sets it, for each rank another"),
     ],
