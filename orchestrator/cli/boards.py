@@ -1,4 +1,4 @@
-"""Progress displays of push, pull and setup: one line per host on a terminal, by rich; otherwise nothing."""
+"""Progress of push, pull and setup on a terminal: one line per host."""
 
 from __future__ import annotations
 

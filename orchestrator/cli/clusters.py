@@ -240,7 +240,7 @@ def reap(yes: bool, cluster: str | None, as_json: bool) -> None:
         if yes:
             controller.jobs.settle_half_starts()
         answers = controller.clusters.reap(controller.store.cluster(cluster), end=yes)
-    found = [one for answer in answers.values() if not isinstance(answer, Exception) for one in answer.found]
+    found = [leftover for answer in answers.values() if not isinstance(answer, Exception) for leftover in answer.found]
 
     def words(answer: Reaped) -> str:
         ended = " — ended" if yes else ""
@@ -248,8 +248,8 @@ def reap(yes: bool, cluster: str | None, as_json: bool) -> None:
         return "; ".join([*map(leftover_words, answer.found), *programs]) or "nothing left"
 
     _show_answers(answers, words, as_json)
-    if not yes and any(one.mine for one in found):
-        console.say("`orch reap --yes` ends " + ("them" if all(one.mine for one in found) else "ours"))
+    if not yes and any(leftover.mine for leftover in found):
+        console.say("`orch reap --yes` ends " + ("them" if all(leftover.mine for leftover in found) else "ours"))
     elif not yes and any(answer.programs for answer in answers.values() if not isinstance(answer, Exception)):
         console.say("`orch reap --yes` ends them")
 
@@ -327,14 +327,13 @@ def _wants_them(lost: Unpulled, out: Path, *, may_ask: bool) -> bool:
 
 
 def _pull_all(controller: Controller, cluster: Cluster, out: Path) -> None:
-    """Ends the cluster's jobs first, since a script may save its work when cancelled."""
     from orchestrator.jobs.job_store import ENDED
     from orchestrator.jobs.pull import unpulled
     from orchestrator.paths import RunFolder
     from orchestrator.views import console
 
     running = [job.id for job in controller.store.jobs() if job.cluster == cluster.name and job.state not in ENDED]
-    for job in running:
+    for job in running:  # first, since a script may save its work when it is cancelled
         with busy(f"ending {job}"), suppress(UsageError):  # jobs of another owner stay
             controller.jobs.find(job).cancel()
     for job, files in unpulled(controller.store, controller.connections, cluster).files.items():
@@ -378,7 +377,6 @@ def _folder_words(removed: Sequence[str]) -> Iterator[str]:
 
 
 def _unpulled_words(lost: Unpulled) -> Iterator[str]:
-    """Files that `down` would delete and that are not here, one line per job."""
     from orchestrator.units import format_bytes
 
     for job, files in list(lost.files.items())[:SHOWN_JOBS]:

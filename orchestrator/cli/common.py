@@ -306,7 +306,7 @@ class Orch(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args and args[0] in REMOVED:
-            raise UsageError(f"`orch {args[0]}` is no command any more", REMOVED[args[0]])
+            raise UsageError(f"`orch {args[0]}` is no longer a command", REMOVED[args[0]])
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -341,7 +341,7 @@ class Orch(click.Group):
         except click.NoSuchOption as error:
             if error.option_name not in REMOVED:
                 raise
-            raise UsageError(f"{error.option_name} is no option any more", REMOVED[error.option_name]) from None
+            raise UsageError(f"{error.option_name} is no longer an option", REMOVED[error.option_name]) from None
 
     def main(self, *words: Any, **more: Any) -> Any:
         try:

@@ -72,7 +72,7 @@ def _fits(option: str, text: str | None, check: Callable[[str], str]) -> None:
 
 def _free(file: Path, force: bool) -> None:
     if file != STDOUT and os.path.lexists(file) and not force:
-        raise UsageError(f"{file} is there already", "choose another name, or --force replaces it")
+        raise UsageError(f"{file} already exists", "choose another name, or --force replaces it")
 
 
 def _read(hostfile: Path | None, ssh_config: str | None, ansible: Path | None) -> tuple[str, Imported | None]:

@@ -143,7 +143,7 @@ class Regex(click.ParamType):  # type: ignore[type-arg]  # generic only since cl
         try:
             return value if isinstance(value, re.Pattern) else re.compile(value)
         except re.error as error:
-            self.fail(f"{value!r} is no regular expression: {error}", param, ctx)
+            self.fail(f"{value!r} is not a regular expression: {error}", param, ctx)
 
 
 class When(click.ParamType):  # type: ignore[type-arg]  # as above

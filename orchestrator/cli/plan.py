@@ -1,4 +1,4 @@
-"""Commands about speed: `plan` predicts ways to run a job, `profile` measures hosts, `sweep` runs a study."""
+"""Commands about speed: `plan`, `profile`, `sweep`."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def sweep(
     from orchestrator.views import console, documents, study_table
 
     if study not in study_names():
-        raise UsageError(f"{study!r} is no study", f"choose one of {', '.join(study_names())}")
+        raise UsageError(f"{study!r} is not a study", f"choose one of {', '.join(study_names())}")
     published = load_study(study)
     only = names_of(rows)
     known = [row.name for row in published.rows]

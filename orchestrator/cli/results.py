@@ -280,7 +280,6 @@ def pull(
 
 
 def _job_and_globs(words: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
-    """The first word is the job if it looks like an id."""
     return (words[0], words[1:]) if words and re.fullmatch(r"[A-Za-z0-9_-]+", words[0]) else (None, words)
 
 

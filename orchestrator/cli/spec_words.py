@@ -46,8 +46,8 @@ class ScriptCommand(click.Command):
             script, option = next((word for word in typed if word.endswith(".py")), None), error.option_name
             if script is None:
                 raise
-            behind = f"options of {script} stand behind it: {ctx.command_path} {script} {option} ..."
-            raise click.UsageError(f"{option} is no option of {ctx.command_path}; {behind}", ctx) from error
+            behind = f"options of {script} go after it: {ctx.command_path} {script} {option} ..."
+            raise click.UsageError(f"{option} is not an option of {ctx.command_path}; {behind}", ctx) from error
         command: tuple[str, ...] = ctx.params.get("command") or ()
         before = typed[: len(typed) - len(command)]
         ctx.meta[_DIVIDED] = bool(command) and before[-1:] == ["--"]
@@ -57,7 +57,6 @@ class ScriptCommand(click.Command):
         return rest
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Options after the script are the script's, which are unknown here."""
         if ctx.params.get("command"):
             return [CompletionItem(incomplete, type="file")]
         return super().shell_complete(ctx, incomplete)
@@ -80,7 +79,7 @@ class RunCommand(ScriptCommand):
         ctx.params.clear()
         rest = super().parse_args(ctx, [*before, *options])
         if stray := ctx.params.get("command"):
-            raise click.UsageError(f"{stray[0]}: words for the script of {command[0]} stand behind `--`", ctx)
+            raise click.UsageError(f"{stray[0]}: words for the script of {command[0]} go after `--`", ctx)
         ctx.params["command"] = (command[0], *added)
         ctx.meta[_DIVIDED] = True
         return rest
@@ -105,7 +104,7 @@ def went_to_script(ctx: click.Context, name: str, words: Sequence[str]) -> Itera
     found = list(dict.fromkeys(option for word in words if (option := word.partition("=")[0]) in own))
     if found:
         goes = "goes" if len(found) == 1 else "go"
-        yield f"{', '.join(found)} {goes} to {name}; orch's own options stand before it: orch run {found[0]} ... {name}"
+        yield f"{', '.join(found)} {goes} to {name}; orch's own options go before it: orch run {found[0]} ... {name}"
 
 
 script_argument = click.argument(

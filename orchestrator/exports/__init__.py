@@ -1,1 +1,1 @@
-"""A collected run as other programs keep runs: TensorBoard, MLflow."""
+"""Exports collected runs to other programs: TensorBoard, MLflow."""

@@ -206,7 +206,7 @@ def _refuse_twice(client: Any, experiment: str, job: str) -> None:
     there = client.search_runs([experiment], f"tags.`{OF_JOB}` = '{_name(job)}'", max_results=1)
     if there:
         run = there[0].info.run_id
-        raise UsageError(f"{job} is there already, as run {run}", "delete that run in MLflow to send it again")
+        raise UsageError(f"{job} was sent before, as run {run}", "delete that run in MLflow to send it again")
 
 
 def _name(text: str) -> str:

@@ -3,8 +3,9 @@
     elect(inventory.nodes, facts).reason
     # "v100: same bandwidth as a2000 (2.5Gbps), more GPU memory (16.0GiB against 12.0GiB)"
 
-A pinned usable node wins; else more bandwidth, largest GPU, more GPUs, lowest address, name. The inventory's bandwidth
-and GPU count precede the probe's. Memory is rounded up to a size that is sold, since drivers report less.
+A pinned usable node wins; else more bandwidth, more memory of the largest GPU, more GPUs, lowest address, name. The
+inventory's bandwidth and GPU count precede the probe's. Memory is rounded up to a size that is sold, since drivers
+report less.
 """
 
 from __future__ import annotations
@@ -53,11 +54,14 @@ def elect(nodes: Sequence[Node], facts: Mapping[str, NodeFacts | HostError]) -> 
     errors = {node.name: error for node in nodes if isinstance(error := _answer(node, facts), HostError)}
     seen = [_candidate(node, _answer(node, facts)) for node in nodes]
     pinned = {node.name for node in nodes if node.master}
-    usable = sorted((one for one in seen if one.usable), key=lambda one: (one.name not in pinned, _rank(one)))
+    usable = sorted(
+        (candidate for candidate in seen if candidate.usable),
+        key=lambda candidate: (candidate.name not in pinned, _rank(candidate)),
+    )
     if not usable:
         raise HostsError(list(errors.values()))
-    ranked = [replace(one, position=position) for position, one in enumerate(usable, 1)]
-    others = sorted((one for one in seen if not one.usable), key=lambda one: one.name)
+    ranked = [replace(candidate, position=position) for position, candidate in enumerate(usable, 1)]
+    others = sorted((candidate for candidate in seen if not candidate.usable), key=lambda candidate: candidate.name)
     return Election(ranked[0].name, _reason(ranked, pinned), (*ranked, *others))
 
 
@@ -78,8 +82,14 @@ def _candidate(node: Node, answer: NodeFacts | HostError) -> Candidate:
     )
 
 
-def _rank(one: Candidate) -> tuple[float, int, int, tuple[int, int], str]:
-    return (-one.bandwidth_bps, -one.gpu_memory_bytes, -one.gpus, _address_order(one.address), one.name)
+def _rank(candidate: Candidate) -> tuple[float, int, int, tuple[int, int], str]:
+    return (
+        -candidate.bandwidth_bps,
+        -candidate.gpu_memory_bytes,
+        -candidate.gpus,
+        _address_order(candidate.address),
+        candidate.name,
+    )
 
 
 # ---- why ------------------------------------------------------------------------------------------------------

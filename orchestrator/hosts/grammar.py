@@ -162,7 +162,7 @@ def address(text: str) -> tuple[str, int | None]:
     except ValueError:
         raise ValueError(f"{show(text)} is not a numeric address; write it like 192.168.1.41 or .../24") from None
     if found.is_unspecified or found.is_multicast:
-        raise ValueError(f"{show(text)} is no single host's address")
+        raise ValueError(f"{show(text)} is not the address of a single host")
     if not slash:
         return str(found), None
     if not re.fullmatch(r"[0-9]{1,3}", length) or int(length) > found.max_prefixlen:

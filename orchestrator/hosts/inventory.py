@@ -38,7 +38,7 @@ def _schema(**keywords: Any) -> WithJsonSchema:
 def _memory(text: str) -> int:
     size = parse_bytes(text)
     if size < 1:
-        raise ValueError(f"{text!r} is no memory; write it like 16GiB")
+        raise ValueError(f"{text!r} is not a memory size; write it like 16GiB")
     return size
 
 

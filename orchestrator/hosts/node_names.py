@@ -64,7 +64,7 @@ def _numbers(word: str, listed: str) -> list[str]:
         match = _RANGE.fullmatch(part.strip())
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(last) < int(first) or (len(last) < len(first)):
-            raise UsageError(f"{word}: {part!r} is no range", "write a range like gpu[01-16] or gpu[1-4,8]")
+            raise UsageError(f"{word}: {part!r} is not a range", "write a range like gpu[01-16] or gpu[1-4,8]")
         if int(last) - int(first) >= MOST_NAMES:
             raise UsageError(f"{word} stands for more than {MOST_NAMES} names", "write a shorter range, or gpu*")
         numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]

@@ -191,7 +191,7 @@ class _Composer:
             if key is None:
                 self._skip(self._next(), where)
             elif key in mapping:
-                message = f"key {key[:60]!r} stands twice, on lines {self.lines[where]} and {_line(event)}; keep one"
+                message = f"key {key[:60]!r} is given twice, on lines {self.lines[where]} and {_line(event)}; keep one"
                 self._mistake(event, message)
                 self._skip(self._next(), where)
             else:

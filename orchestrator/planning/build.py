@@ -38,7 +38,7 @@ def build_plan(draft: Draft) -> LaunchPlan:
         master=master.node.name,
         master_address=master.address,
         rendezvous_port=RENDEZVOUS_PORT,
-        world_size=sum(one.ranks for one in draft.placement.nodes),
+        world_size=sum(placed.ranks for placed in draft.placement.nodes),
         created=draft.created,
         code=draft.code,
         nodes=_node_plans(draft),
@@ -77,55 +77,55 @@ def _node_plans(draft: Draft) -> tuple[NodePlan, ...]:
     nodes = draft.placement.nodes
     # Two nodes of an inventory may be one machine (`transport: local`): they share its cores.
     on_machine = Counter[str]()
-    for one in nodes:
-        on_machine[one.facts.boot_id] += one.ranks
+    for placed in nodes:
+        on_machine[placed.facts.boot_id] += placed.ranks
     of_split = draft.split.settings
-    return tuple(_node_plan(draft, one, on_machine[one.facts.boot_id], of_split) for one in nodes)
+    return tuple(_node_plan(draft, placed, on_machine[placed.facts.boot_id], of_split) for placed in nodes)
 
 
-def _node_plan(draft: Draft, one: PlannedNode, ranks_on_machine: int, of_split: Mapping[str, str]) -> NodePlan:
+def _node_plan(draft: Draft, placed: PlannedNode, ranks_on_machine: int, of_split: Mapping[str, str]) -> NodePlan:
     """of_split: settings for all ranks from the split of the batch."""
-    node, request, nodes = one.node, draft.request, draft.placement.nodes
-    command = trainer_arguments(draft, one.device, of_split) if request.trains else request.command
-    wrappers = 1 if request.starter else one.ranks
+    node, request, nodes = placed.node, draft.request, draft.placement.nodes
+    command = trainer_arguments(draft, placed.device, of_split) if request.trains else request.command
+    wrappers = 1 if request.starter else placed.ranks
     return NodePlan(
         name=node.name,
-        node_rank=one.node_rank,
-        first_rank=one.first_rank,
-        ranks=one.ranks,
-        address=one.address,
-        interface=one.interface,
-        device=one.device,
-        gpu=node.gpu or _trained_on(one),
-        gpu_uuids=tuple(gpu.uuid for gpu in one.gpus),
+        node_rank=placed.node_rank,
+        first_rank=placed.first_rank,
+        ranks=placed.ranks,
+        address=placed.address,
+        interface=placed.interface,
+        device=placed.device,
+        gpu=node.gpu or _trained_on(placed),
+        gpu_uuids=tuple(gpu.uuid for gpu in placed.gpus),
         bandwidth_bps=node.bandwidth_bps,
         paced=_pace_of(node.paced) if node.paced else None,
         python=node.python,
         activate=node.activate,
         workdir=node.workdir,
-        env=_environment(draft, one, ranks_on_machine, of_split),
-        shares=_own_shares(draft.split, one),
-        solo_samples_per_s=_alone(draft.split, one),
-        torchrun=torchrun_arguments(len(nodes), one.node_rank, wrappers, nodes[0].address),
-        command=started_by(request.starter, command, one.ranks) if request.starter else command,
+        env=_environment(draft, placed, ranks_on_machine, of_split),
+        shares=_own_shares(draft.split, placed),
+        solo_samples_per_s=_alone(draft.split, placed),
+        torchrun=torchrun_arguments(len(nodes), placed.node_rank, wrappers, nodes[0].address),
+        command=started_by(request.starter, command, placed.ranks) if request.starter else command,
         starts_ranks=request.starter is not None,
         prepare=node.prepare,
-        system=_system(one.facts),
+        system=_system(placed.facts),
     )
 
 
-def _trained_on(one: PlannedNode) -> str | None:
-    return next((gpu.name for gpu in one.gpus or one.facts.gpus), None) if one.device == "cuda" else None
+def _trained_on(placed: PlannedNode) -> str | None:
+    return next((gpu.name for gpu in placed.gpus or placed.facts.gpus), None) if placed.device == "cuda" else None
 
 
-def _own_shares(split: Split, one: PlannedNode) -> tuple[int, ...]:
-    ranks = ((one.node.name, i) for i in range(one.ranks))
+def _own_shares(split: Split, placed: PlannedNode) -> tuple[int, ...]:
+    ranks = ((placed.node.name, i) for i in range(placed.ranks))
     return tuple(split.shares[rank] for rank in ranks) if split.shares else ()
 
 
-def _alone(split: Split, one: PlannedNode) -> float | None:
+def _alone(split: Split, placed: PlannedNode) -> float | None:
     """samples/s of the host by itself; None if one of its ranks has no profile."""
-    ranks = [(one.node.name, i) for i in range(one.ranks)]
+    ranks = [(placed.node.name, i) for i in range(placed.ranks)]
     return sum(split.alone[rank] for rank in ranks) if all(rank in split.alone for rank in ranks) else None
 
 
@@ -142,37 +142,39 @@ def _system(facts: NodeFacts) -> System:
     )
 
 
-def _environment(draft: Draft, one: PlannedNode, ranks_on_machine: int, of_split: Mapping[str, str]) -> dict[str, str]:
+def _environment(
+    draft: Draft, placed: PlannedNode, ranks_on_machine: int, of_split: Mapping[str, str]
+) -> dict[str, str]:
     """Precedence, lowest first: orch's own variables, the inventory's `env`, the job's.
 
     ranks_on_machine: they share its cores.
     """
-    node, request = one.node, draft.request
+    node, request = placed.node, draft.request
     environment = _for_scripts(draft) if request.kind != "experiment" else {}
     if not request.spec.no_metrics and request.kind != "experiment":
         environment["ORCH_STEP_METRICS"] = "on"
-    environment["OMP_NUM_THREADS"] = str(max(1, one.facts.cores // ranks_on_machine))
-    if one.interface:
+    environment["OMP_NUM_THREADS"] = str(max(1, placed.facts.cores // ranks_on_machine))
+    if placed.interface:
         # NCCL takes names as prefixes unless they begin with "=" (NCCL manual, NCCL_SOCKET_IFNAME). Gloo opens one
         # connection per pair of ranks for each name, and spreads buckets over them: a single connection leaves a slow
         # link idle between two buckets.
-        environment["NCCL_SOCKET_IFNAME"] = f"={one.interface}"
-        environment["GLOO_SOCKET_IFNAME"] = f"{one.interface},{one.interface}"
+        environment["NCCL_SOCKET_IFNAME"] = f"={placed.interface}"
+        environment["GLOO_SOCKET_IFNAME"] = f"{placed.interface},{placed.interface}"
     environment |= {setting.name: setting.value for setting in draft.carrier.settings}
     if request.settings and not request.trains:
-        environment["ORCH_SETTINGS"] = json.dumps(trainer_settings(draft, one.device, of_split))
+        environment["ORCH_SETTINGS"] = json.dumps(trainer_settings(draft, placed.device, of_split))
     if len(keepers := _keep_checkpoints(draft)) > 1:
         environment["ORCH_CHECKPOINT_COPY"] = keepers[1]
     if node.paced:
         environment["ORCH_PACED"] = json.dumps(node.paced.model_dump(mode="json", exclude_defaults=True))
     # The same GPUs as in the inventory's `env`, by UUID.
-    of_gpus = cuda_environment(one.gpus, node.env) if one.gpus else {}
+    of_gpus = cuda_environment(placed.gpus, node.env) if placed.gpus else {}
     return {**environment, **node.env, **of_gpus, **request.env}
 
 
 def _for_scripts(draft: Draft) -> dict[str, str]:
     """Without it, Accelerate's CPU ranks join the process group but train separately (tried with 1.15)."""
-    return {"ACCELERATE_USE_CPU": "true"} if {one.device for one in draft.placement.nodes} == {"cpu"} else {}
+    return {"ACCELERATE_USE_CPU": "true"} if {placed.device for placed in draft.placement.nodes} == {"cpu"} else {}
 
 
 # ---- what a person should know --------------------------------------------------------------------------------------
@@ -201,7 +203,7 @@ def _retried(request: RunRequest) -> tuple[str, ...]:
 
 def _public(nodes: Iterable[PlannedNode]) -> tuple[str, ...]:
     """Anybody who reaches the ports of torch and NCCL, on any address of the host, can use them."""
-    found = {one.node.name: _public_addresses(one.address, one.facts) for one in nodes}
+    found = {placed.node.name: _public_addresses(placed.address, placed.facts) for placed in nodes}
     named = [f"{name} ({', '.join(public)})" for name, public in found.items() if public]
     if not named:
         return ()
@@ -222,7 +224,7 @@ def _pace_of(paced: Paced) -> dict[str, Any]:
 
 
 def _paced(nodes: Iterable[PlannedNode]) -> Iterator[str]:
-    paced = {one.node.name: one.node.paced.like for one in nodes if one.node.paced}
+    paced = {placed.node.name: placed.node.paced.like for placed in nodes if placed.node.paced}
     if blank := ", ".join(name for name, like in paced.items() if not like):
         yield f"{blank}: paced, each rank keeps a declared speed and computes nothing: no loss, no accuracy"
     if learning := {name: like for name, like in paced.items() if like}:

@@ -75,7 +75,7 @@ def _mistake(details: Any, document: Document) -> Mistake:
         return mistake_of(details, document)
     words = f"unknown key {grammar.show(str(path[0]))}; {nearest(str(path[0]), [*map(key_of, JobSpec.model_fields)])}"
     if path[0] in _REMOVED:
-        words = f"`{path[0]}` is no key any more; {_RETRIES}"
+        words = f"`{path[0]}` is no longer a key; {_RETRIES}"
     return Mistake(document.file, document.line(path), words)
 
 
@@ -184,7 +184,7 @@ def write_job(path: Path, spec: JobSpec) -> bool:
         write_atomic(path, text)
         return False
     if not before.startswith(_HEAD.encode()):
-        raise UsageError(f"{path} is there already, and orch did not write it", "choose another name")
+        raise UsageError(f"{path} already exists, and orch did not write it", "choose another name")
     write_atomic(path, text)
     return before != text.encode()
 
@@ -197,7 +197,7 @@ def job_text(spec: JobSpec) -> str:
             values[key] = _verbatim(values[key])
     lines = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 20)
     if re.search(r"\\0|\\u[dD][89a-fA-F]", lines):
-        raise UsageError("a word of this job is no text (a NUL, or not UTF-8)", "change that word")
+        raise UsageError("a word of this job is not text (a NUL, or not UTF-8)", "change that word")
     return f"{_HEAD}{__version__}: `orch run FILE` runs it\n{lines}"
 
 

@@ -17,13 +17,13 @@ _ID_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"
 def job_name(text: str) -> str:
     if not _NAME.fullmatch(text) or text == "latest":
         form = f"letters, digits, `_` and `-`, at most {MAX_NAME}, a letter or digit at both ends, and not `latest`"
-        raise ValueError(f"{text[:60]!r} is no job's name: {form}")
+        raise ValueError(f"{text[:60]!r} is not a job name: {form}")
     return text
 
 
 def job_note(text: str) -> str:
     if not text.strip() or len(text) > MAX_NOTE or one_line(text, MAX_NOTE) != text:
-        raise ValueError(f"{text[:60]!r} is no note: one printable line of at most {MAX_NOTE} characters")
+        raise ValueError(f"{text[:60]!r} is not a note: one printable line of at most {MAX_NOTE} characters")
     return text
 
 
@@ -31,7 +31,7 @@ def kept_folder(text: str) -> str:
     """`./out/` becomes `out`. Raises ValueError."""
     parts = [part for part in text.split("/") if part not in ("", ".")]
     if not parts or text.startswith("/") or ".." in parts or one_line(text, MAX_NOTE) != text:
-        raise ValueError(f"{text[:60]!r} is no folder in the script's working folder, like out/")
+        raise ValueError(f"{text[:60]!r} is not a folder in the script's working folder, like out/")
     return "/".join(parts)
 
 

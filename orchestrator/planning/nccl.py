@@ -75,7 +75,7 @@ def choose_carrier(nodes: Sequence[PlannedNode], request: RunRequest) -> Carrier
 
     Raises UnlikeError if NCCL versions differ; a script, which may not use NCCL, gets a note.
     """
-    hosts = [GpuHost(one.node, one.facts, one.ranks) for one in nodes if one.device == "cuda"]
+    hosts = [GpuHost(placed.node, placed.facts, placed.ranks) for placed in nodes if placed.device == "cuda"]
     without = [host.node.name for host in hosts if host.facts.torch and not host.facts.torch.nccl_available]
     notes: tuple[str, ...] = ()
     if hosts and len(hosts) < len(nodes):
@@ -90,7 +90,7 @@ def choose_carrier(nodes: Sequence[PlannedNode], request: RunRequest) -> Carrier
         if not is_own_script:
             raise wrong
         notes = (_if_it_uses_nccl(wrong),)
-    given = {*request.env, *(name for one in nodes for name in one.node.env)}
+    given = {*request.env, *(name for placed in nodes for name in placed.node.env)}
     return Carrier("nccl", nccl_settings(hosts, given, own_script=is_own_script), notes)
 
 
@@ -134,7 +134,7 @@ def nccl_settings(
     settings += _old_back_end(hosts) if own_script else ()
     if len(hosts) > 1:
         settings += [*_algorithms(hosts), *_network(hosts), *_uneven(hosts)]
-    return tuple(one for one in settings if not {one.name, *SAME_MATTER.get(one.name, ())} & set(given))
+    return tuple(each for each in settings if not {each.name, *SAME_MATTER.get(each.name, ())} & set(given))
 
 
 def _old_back_end(hosts: Sequence[GpuHost]) -> Iterator[NcclSetting]:

@@ -41,7 +41,7 @@ class Placement:
     @property
     def ranks(self) -> list[tuple[str, int]]:
         """(node, local rank) in order of global ranks."""
-        return [(one.node.name, local_rank) for one in self.nodes for local_rank in range(one.ranks)]
+        return [(placed.node.name, local_rank) for placed in self.nodes for local_rank in range(placed.ranks)]
 
 
 def _refuse_several_likes(nodes: Sequence[Node]) -> None:
@@ -78,18 +78,18 @@ def place(nodes: Sequence[Node], facts: Mapping[str, NodeFacts], election: Elect
         )
         first_rank += ranks
     _refuse_other_addresses(planned)
-    rest = [one.node.name for one in planned[1:]]
-    second = next((one.name for one in election.candidates if one.name in rest), None)
+    rest = [placed.node.name for placed in planned[1:]]
+    second = next((placed.name for placed in election.candidates if placed.name in rest), None)
     return Placement(tuple(planned), second)
 
 
 def _refuse_other_addresses(planned: Sequence[PlannedNode]) -> None:
     """Raises UsageError if Gloo would bind another address, which other hosts have, too."""
-    for one in planned:
-        others = [other.facts for other in planned if other is not one]
-        problem, remedy = checks.bound_address(one.node, one.facts, one.address, one.interface, others)
+    for placed in planned:
+        others = [other.facts for other in planned if other is not placed]
+        problem, remedy = checks.bound_address(placed.node, placed.facts, placed.address, placed.interface, others)
         if problem:
-            raise UsageError(f"{one.node.name}: {problem}", remedy)
+            raise UsageError(f"{placed.node.name}: {problem}", remedy)
 
 
 def _device(node: Node, facts: NodeFacts, request: RunRequest) -> Device:

@@ -95,7 +95,7 @@ def _text(file: Path) -> str:
     except UnicodeDecodeError as error:
         raise UsageError(f"{file}: is not UTF-8 text", "--env-file takes a file of NAME=value lines") from error
     if len(content) > MAX_BYTES or "\0" in text:
-        raise UsageError(f"{file}: is no file of variables (a NUL byte, or more than 1 MiB)", "choose another file")
+        raise UsageError(f"{file}: is not a file of variables (a NUL byte, or more than 1 MiB)", "choose another file")
     return text.replace("\r\n", "\n")
 
 

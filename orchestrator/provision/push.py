@@ -34,7 +34,7 @@ class PushProgress:
     here_bytes: int = 0
     """Bytes of the data set on the host."""
     looked_bytes: int = 0
-    """Existing bytes that the host has verified."""
+    """Existing bytes that the host has read."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Manifest:
 def read_manifest(root: Path, progress: Callable[[int, int], None] = lambda *_: None) -> Manifest:
     """progress: called with bytes hashed and in total. Raises UsageError for anything that must not be sent."""
     if not root.is_dir():
-        raise UsageError(f"{root} is no folder here", "name the folder that holds the data set")
+        raise UsageError(f"{root} is not a folder here", "name the folder that holds the data set")
     refuse_home(root, "name the folder that holds the data set, and nothing else")
     names = list(_walk(root, root, (root.resolve(),)))
     if not names:
@@ -213,14 +213,14 @@ def _walk(root: Path, folder: Path, above: tuple[Path, ...]) -> Iterator[str]:
             continue
         real = _resolved(path)
         if not real.is_relative_to(above[0]):
-            raise UsageError(f"{path} leads outside of {root}", "copy what it leads to, or remove the link")
+            raise UsageError(f"{path} is a link out of {root}", "copy what it leads to, or remove the link")
         kind = _kind(path)
         if stat.S_ISREG(kind):
             yield name
         elif stat.S_ISDIR(kind) and real not in above:
             yield from _walk(root, path, (*above, real))
         else:
-            what = "leads to a folder that it is in" if stat.S_ISDIR(kind) else "is neither a file nor a folder"
+            what = "is a link to a folder above it" if stat.S_ISDIR(kind) else "is neither a file nor a folder"
             raise UsageError(f"{path} {what}", "remove it from the data set")
 
 
@@ -230,7 +230,7 @@ def _resolved(path: Path) -> Path:
         path.stat()
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise UsageError(f"{path} leads in a circle", "remove it from the data set") from None
+            raise UsageError(f"{path} is a circular link", "remove it from the data set") from None
     return path.resolve()
 
 

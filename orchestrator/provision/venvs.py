@@ -158,7 +158,7 @@ def choose(torch: str | None, torchvision: str | None, hosts: Sequence[NodeFacts
     """
     for option, version in (("--torch", torch), ("--torchvision", torchvision)):
         if version and not re.fullmatch(_VERSION, version):
-            raise UsageError(f"{option} {version[:40]!r} is no version", "write it like 2.3.1")
+            raise UsageError(f"{option} {version[:40]!r} is not a version", "write it like 2.3.1")
     if torchvision and not torch:
         raise UsageError(f"--torchvision {torchvision} without --torch", "give the --torch that it was built for")
     if torch and numbers(torch) < numbers(OLDEST_TORCH):

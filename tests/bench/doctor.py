@@ -422,7 +422,7 @@ SEEDS: dict[str, Seed] = {
     "P05": Seed(torch("cuda.py", "2, 14, 3", "2, 18, 1"), NAMES, f"2.14.3 on {OTHERS}; 2.18.1 on {SICK}"),
     "P06": Seed(broken_driver, G, "driver is broken"),
     "P07": Seed(torch("cuda.py", "sm_70", "sm_75"), G, "no code for its .*sm_70"),
-    "P08": Seed(gpus(count=1), G, "says 2 GPUs, the host shows 1"),
+    "P08": Seed(gpus(count=1), G, "declares 2 GPUs, the host shows 1"),
     "P09": Seed(gpus(apps=f"GPU-{SICK}-1, 1, 9000, python3"), G, "GPU 1 .* in use by"),
     "P10": Seed(gpus(health=HEALTHY.replace("0x1", "0x40")), G, "GPU 1 is slowed by heat"),
     "P11": Seed(gpus(health=HEALTHY.replace("[N/A]", "In Progress")), G, "NVSwitch fabric is not ready"),

@@ -80,7 +80,7 @@ def refused(answer: tuple[int, str, str], said: str) -> None:
 ONE = "cluster: c\nnodes:\n- {name: a, host: h, %s}\n"
 BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True))
 HOLDS = {
-    "the same key twice": ("cluster: c\ncluster: d\nnodes: [{name: a, host: h}]", ":2: key 'cluster' stands twice"),
+    "the same key twice": ("cluster: c\ncluster: d\nnodes: [{name: a, host: h}]", ":2: key 'cluster' is given twice"),
     "a port in base 60": (ONE % "port: 22:22", ":3: node a: port: must be a whole number, not '22:22'"),
     "an octal port": (ONE % "port: 022", "not '022'"),
     "a hexadecimal count": (ONE % "gpus: 0x1F", "gpus: must be a whole number, not '0x1F'"),

@@ -130,7 +130,7 @@ WRONG = {
     "no pair": (["run", "--exp", "mnist_lenet", "--set", "epochs"], "--set: 'epochs' is not KEY=VALUE"),
     "an unknown setting": (["run", "--exp", "mnist_lenet", "--set", "epoch=1"], "epochs"),
     "an unknown experiment": (["run", "--exp", "mnist_lenett"], "mnist_lenet"),
-    "an option of earlier versions": (["run", "--elastic", "2:3", "--exp", "mnist_lenet"], "no option any more"),
+    "an option of earlier versions": (["run", "--elastic", "2:3", "--exp", "mnist_lenet"], "is no longer an option"),
     "no time": (["run", "--time-limit", "soon", "--", "x.py"], "'soon' is not a time"),
     "no script": (["run", "--", "nowhere.py"], "nowhere.py: no such script"),
     "a question in a document": (["down", "--json"], "add --yes"),
@@ -166,4 +166,4 @@ def test_an_option_of_the_script_that_stands_before_it_is_shown_its_place(comman
     with pytest.raises(SystemExit) as end:
         main([command, "--learning-rate", "0.1", "train.py"], prog_name="orch")
     said = capsys.readouterr().err
-    assert (end.value.code, f"stand behind it: orch {command} train.py --learning-rate ..." in said) == (2, True)
+    assert (end.value.code, f"go after it: orch {command} train.py --learning-rate ..." in said) == (2, True)

@@ -69,7 +69,7 @@ def test_a_file_that_is_there_stays_unless_forced(types):
     for name, target in (("rack.yaml", None), ("dangling", "nowhere")):
         (types.here / name).symlink_to(target) if target else (types.here / name).write_text("mine")
         _, err = types("init", name, code=2)
-        assert f"error: {name} is there already" in err and "--force" in err
+        assert f"error: {name} already exists" in err and "--force" in err
     assert (types.here / "rack.yaml").read_text() == "mine"
     types("init", "--force")
     assert load_inventory(types.here / "rack.yaml").cluster == "rack"
@@ -98,5 +98,5 @@ def test_what_cannot_be_is_refused(words, said, types):
 
 
 def test_a_command_of_earlier_versions_names_what_takes_its_place(types):
-    assert "`orch cp` is no command any more\n  try: `orch ssh-config" in types("cp", "a", "v100:", code=2)[1]
-    assert "no command any more\n  try: `orch ssh-config" in types("inventory", "export", code=2)[1]
+    assert "`orch cp` is no longer a command\n  try: `orch ssh-config" in types("cp", "a", "v100:", code=2)[1]
+    assert "is no longer a command\n  try: `orch ssh-config" in types("inventory", "export", code=2)[1]

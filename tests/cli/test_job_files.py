@@ -79,7 +79,7 @@ def test_options_before_and_behind_the_file_beat_it(place: Place) -> None:
     assert plan["variables"] == ["LR", "B", "A"]  # the file of variables that was named here beats LR, too
     assert place.plan("--", "mine.yaml", "--nodes")["nodes"][0]["command"][-1] == "--nodes"
     wrong = place.types("run", "mine.yaml", "more", code=2)
-    assert "more: words for the script of mine.yaml stand behind `--`" in wrong.stderr
+    assert "more: words for the script of mine.yaml go after `--`" in wrong.stderr
 
 
 def test_settings_on_the_line_are_laid_over_those_of_the_file(place: Place) -> None:
@@ -96,7 +96,7 @@ def test_what_is_there_is_not_written_over_in_silence(place: Place) -> None:
     assert "replaced kept.yaml" in place.types(*words, "kept.yaml", "--set", "epochs=2").stderr
     (place.here / "other.yaml").write_text("lr: 0.1\n")
     refused = place.types(*words, "other.yaml", code=2)
-    assert "other.yaml is there already, and orch did not write it" in refused.stderr
+    assert "other.yaml already exists, and orch did not write it" in refused.stderr
     assert (place.here / "other.yaml").read_text() == "lr: 0.1\n"
     assert "ends in .yaml or .yml" in place.types(*words, "job.txt", code=2).stderr
     assert "'epoch': " not in place.types(*words, "wrong.yaml", "--set", "epoch=2", code=2).stderr

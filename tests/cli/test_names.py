@@ -46,18 +46,18 @@ def test_a_job_found_on_its_hosts_alone_has_them_too(place: Place) -> None:
 
 @pytest.mark.parametrize("name", ["", "-a", "a-", "a.b", "a b", "a/b", "ä", "latest", "a" * 41, "a\n"])
 def test_what_is_no_name_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="is no job's name"):
+    with pytest.raises(ValueError, match="is not a job name"):
         job_name(name)
 
 
 @pytest.mark.parametrize("note", ["", "  ", "a\nb", "a\x1b[2J", "a" * 201])
 def test_what_is_no_note_is_refused(note: str) -> None:
-    with pytest.raises(ValueError, match="is no note: one printable line"):
+    with pytest.raises(ValueError, match="is not a note: one printable line"):
         job_note(note)
 
 
 def test_the_command_line_and_a_job_file_refuse_them_alike(place: Place) -> None:
-    said = "is no job's name: letters, digits, `_` and `-`"
+    said = "is not a job name: letters, digits, `_` and `-`"
     assert said in place.types("run", "--name", "a b", "proj/train.py", code=2).stderr
     (place.here / "bad.yaml").write_text("script: proj/train.py\nname: a b\n")
     refused = place.types("run", "bad.yaml", code=2).stderr

@@ -59,7 +59,7 @@ def test_a_server_has_its_settings_figures_and_curves_once(
     assert run.data.metrics["run/samples_per_s"] == pytest.approx(960, rel=0.01)
     assert len(client.get_metric_history(run_id, "samples_per_s/v100")) == 15
     assert [point.step for point in client.get_metric_history(run_id, "accuracy/test")] == [62]
-    with pytest.raises(UsageError, match=f"is there already, as run {run_id}"):
+    with pytest.raises(UsageError, match=f"was sent before, as run {run_id}"):
         send(summary, server)
 
 

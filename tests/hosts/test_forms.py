@@ -86,12 +86,12 @@ def test_all_mistakes_of_a_hostfile_at_once():
     text = "a slots=0\n^b\nc slots=2 frobs=3\nd 4\n\ne:2 slots=2\nf_\u00e9\nf slots=1\nf slots=1\nme:x slots=2\n"
     assert mistakes(hostfile, text) == [
         "1: slots: '0' must be a whole number from 1 to 256",
-        "2: '^b' is no host; write `host slots=4` or `host:4`",
+        "2: '^b' is not a host; write `host slots=4` or `host:4`",
         "3: unknown option 'frobs'; known are slots, user and max-slots",
         "4: '4' is no `option=value`; write `host slots=4` or `host:4`, one host a line",
-        "6: the number of slots stands twice; keep one",
+        "6: the number of slots is given twice; keep one",
         "7: node f_-: host: 'f_é' must be written in its ASCII form (xn--...)",
-        "9: f stands on line 8 already; write it once, with all its slots",
+        "9: f is already on line 8; write it once, with all its slots",
         "10: node me-x: host: must be only a host name or an IP address, not 'me:x'; the port goes in `port:`",
     ]
 

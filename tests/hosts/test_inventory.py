@@ -272,7 +272,7 @@ def test_a_node_may_come_from_elsewhere_than_a_file() -> None:
         ("bandwidth: 2.5Gbs", "bandwidth: '2.5Gbs' is not a bandwidth; write it like 2.5Gbps or 100Mbps"),
         ("paced: {samples_per_s: 1, memory: 16}", "paced.memory: must be written with its unit, like 16GiB, not 16"),
         ("paced: {samples_per_s: 1, memory: 16G}", "paced.memory: '16G' is not a size; write it like 16GiB or 100MB"),
-        ("paced: {samples_per_s: 1, memory: 0B}", "paced.memory: '0B' is no memory"),
+        ("paced: {samples_per_s: 1, memory: 0B}", "paced.memory: '0B' is not a memory size"),
         # grammars
         ("user: -oProxyCommand=x", "user: '-oProxyCommand=x' must be a login name like ubuntu"),
         ("user: a b", "user: 'a b' must be a login name"),
@@ -302,8 +302,8 @@ def test_a_node_may_come_from_elsewhere_than_a_file() -> None:
         ("address: 10.0.0.1/33", "address: '10.0.0.1/33': the prefix length behind `/` must be from 0 to 32"),
         ("address: 10.0.0.1/", "address: '10.0.0.1/': the prefix length"),
         ("address: 10.0.0.01", "address: '10.0.0.01' is not a numeric address"),
-        ("address: 0.0.0.0", "address: '0.0.0.0' is no single host's address"),
-        ("address: ff02::1", "address: 'ff02::1' is no single host's address"),
+        ("address: 0.0.0.0", "address: '0.0.0.0' is not the address of a single host"),
+        ("address: ff02::1", "address: 'ff02::1' is not the address of a single host"),
         ("address: fe80::1%eth0", "address: 'fe80::1%eth0': zone ids (%eth0) are not supported"),
         ("host_key: ssh-rsa AAAA", "host_key: 'ssh-rsa AAAA' is not a host key; write it like `ssh-ed25519 AAAA...`"),
         (f"host_key: n1 {KEY}", "host_key: 'n1 ssh-ed25519"),
@@ -495,7 +495,7 @@ def test_all_mistakes_are_named_at_once_in_order_of_their_lines(file: Path) -> N
         defaults="{ranks: 0, ranks: 1}",
     )
     assert [re.sub(r"^(\d+: .*?)[;(,].*", r"\1", line) for line in found] == [
-        "2: key 'ranks' stands twice",
+        "2: key 'ranks' is given twice",
         "2: defaults: ranks: must be at least 1",
         "4: node a: port: must be at least 1",
         "4: node a: gpus: must be a whole number",

@@ -67,7 +67,7 @@ def test_all_mistakes_name_the_line_of_the_entry(file):
         "6: node gpu01: unknown key 'usr'; did you mean `user`?",
         "8: host: h[1-3] stands for 3, `name` for 2; give both equally many",
         "10: host: h[1-3] stands for 3, `name` for 1; give both equally many",
-        f"11: name: d[2-1]: '2-1' is no range: {form}",
+        f"11: name: d[2-1]: '2-1' is not a range: {form}",
         f"12: host: d[1-: brackets do not match: {form}",
         "13: nodes e1 (line 13) and e2 have the same host and port",
     ]

@@ -126,8 +126,8 @@ def test_a_file_that_every_user_can_change_is_marked(file: Path, mode: int, writ
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("a: 1\nb: 2\na: 3", "3: key 'a' stands twice, on lines 1 and 3"),
-        ("{x: {a: 1,\n a: 2}}", "2: key 'a' stands twice, on lines 1 and 2"),
+        ("a: 1\nb: 2\na: 3", "3: key 'a' is given twice, on lines 1 and 3"),
+        ("{x: {a: 1,\n a: 2}}", "2: key 'a' is given twice, on lines 1 and 2"),
         (
             "a: 1\nb: !!python/object/apply:os.system [id]",
             "2: tags are not supported ('!!python/object/apply:os.system')",

@@ -92,7 +92,7 @@ def test_the_last_lines_of_each_rank_are_shown(place: Place, job: str) -> None:
 def test_lines_are_chosen_by_a_pattern(place: Place, job: str) -> None:
     shown = place.types("logs", "--grep", r"line 1234\d of|^last", "--rank", "1", "--job", job).stdout.splitlines()
     assert len(shown) == 11 and all(line.startswith(("[b 1] line 1234", "[b 1] last words")) for line in shown)
-    assert "is no regular expression" in place.types("logs", "--grep", "(", code=2).stderr
+    assert "is not a regular expression" in place.types("logs", "--grep", "(", code=2).stderr
 
 
 def test_those_printed_since_then_are_shown_each_with_its_time(tmp_path: Path) -> None:

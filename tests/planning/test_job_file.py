@@ -52,7 +52,7 @@ def test_all_mistakes_are_named_at_once_with_their_lines_and_no_secret(tmp_path:
         (6, "`batch` belongs to a script or module of your own"),
         (5, "time_limit: '5 minutes' is not a time"),
         (6, "batch: must be at least 1, not 0"),
-        (7, "`max_restarts` is no key any more"),
+        (7, "`max_restarts` is no longer a key"),
         (9, "env.HF_TOKEN looks like a secret"),
         (10, "env.RANK cannot be given: torchrun sets it, for each rank another"),
         (11, "nodes: must be a list, one item a line behind `- `, not 3"),
@@ -76,7 +76,7 @@ def test_a_number_of_hosts_needs_no_quotes(tmp_path: Path) -> None:
         ("nodes: [a]\n", "job.yaml: no script, module or experiment given; give one of `exp`, `script` and `module`"),
         ("exp: mnist_lenet\nmodule: a.b\n", "job.yaml:2: `exp` and `module` contradict each other; keep one"),
         ("exp: mnist_lenet\nresume: latest\n", "job.yaml:1: `resume` runs what the job ran"),
-        ("exp: mnist_lenet\nelastic: '2:3'\n", "job.yaml:2: `elastic` is no key any more; `retries: 3`"),
+        ("exp: mnist_lenet\nelastic: '2:3'\n", "job.yaml:2: `elastic` is no longer a key; `retries: 3`"),
         (
             "exp: mnist_lenet\nbatch: 8\n",
             "job.yaml:2: `batch` belongs to a script or module of your own; `settings",
@@ -117,7 +117,7 @@ def test_it_holds_what_was_asked_alone_in_one_order_with_the_version_before_it()
 
 def test_no_file_of_somebody_elses_is_written_over(tmp_path: Path) -> None:
     path = job_file(tmp_path, "cluster: rack\n")
-    with pytest.raises(UsageError, match="is there already, and orch did not write it"):
+    with pytest.raises(UsageError, match="already exists, and orch did not write it"):
         write_job(path, JobSpec(exp="mnist_lenet"))
     assert path.read_text() == "cluster: rack\n"
     path.unlink()

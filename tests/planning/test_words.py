@@ -57,8 +57,8 @@ def test_what_follows_the_script_belongs_to_it(line, runs):
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("train.py --batch 96 --nodes=x", "--batch, --nodes go to train.py; orch's own options stand before it"),
-        ("-m pkg.train --dry-run", "--dry-run goes to pkg.train; orch's own options stand before it"),
+        ("train.py --batch 96 --nodes=x", "--batch, --nodes go to train.py; orch's own options go before it"),
+        ("-m pkg.train --dry-run", "--dry-run goes to pkg.train; orch's own options go before it"),
         ("python train.py --exp x", "--exp goes to train.py"),
         ("-- train.py --batch 96", ""),
         ("train.py -- --batch 96", ""),

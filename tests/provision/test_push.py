@@ -187,11 +187,11 @@ def test_a_broken_link_is_dialled_again_while_the_push_gets_on(here, tmp_path):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda root: (root / "x").symlink_to("/etc/passwd"), "leads outside"),
-        (lambda root: (root / "x").symlink_to("/etc"), "leads outside"),
+        (lambda root: (root / "x").symlink_to("/etc/passwd"), "is a link out of"),
+        (lambda root: (root / "x").symlink_to("/etc"), "is a link out of"),
         (lambda root: (root / "x").symlink_to(root / "gone"), "link to nothing"),
         (lambda root: (root / RAW / "x").symlink_to(root), "folder that it is in"),
-        (lambda root: (root / "x").symlink_to(root / "x"), "leads in a circle"),
+        (lambda root: (root / "x").symlink_to(root / "x"), "is a circular link"),
         (lambda root: os.mkfifo(root / "x"), "neither a file nor a folder"),
     ],
     ids=["link outside", "folder outside", "dead link", "circle", "itself", "fifo"],
@@ -236,7 +236,7 @@ def test_a_link_inside_is_sent_as_what_it_leads_to(here):
 def test_an_empty_folder_and_one_that_is_not_there_are_refused(tmp_path):
     with pytest.raises(UsageError, match="no files"):
         read_manifest(tmp_path)
-    with pytest.raises(UsageError, match="no folder here"):
+    with pytest.raises(UsageError, match="not a folder here"):
         read_manifest(tmp_path / "none")
 
 

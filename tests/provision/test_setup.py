@@ -131,9 +131,9 @@ def test_a_torch_from_before_numpy_2_gets_an_older_numpy():
     [
         ("1.13.1", None, "too old"),
         (None, "9.9.9", "without --torch"),
-        ("2.3.1; rm -rf /", None, "is no version"),
-        ("--pre", None, "is no version"),
-        ("2.3.1", "../x", "is no version"),
+        ("2.3.1; rm -rf /", None, "is not a version"),
+        ("--pre", None, "is not a version"),
+        ("2.3.1", "../x", "is not a version"),
     ],
 )
 def test_what_is_no_pair_is_refused(torch, torchvision, words):

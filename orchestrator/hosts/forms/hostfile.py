@@ -44,7 +44,7 @@ def _host_of(words: Sequence[str], line: int, notes: Notes) -> ImportedHost | No
     first, *options = words
     match = None if first[0] in "^+" else _HOST.fullmatch(_bracketed(first))
     if not match:
-        notes.wrong(line, f"{grammar.show(first)} is no host; {_FORM}")
+        notes.wrong(line, f"{grammar.show(first)} is not a host; {_FORM}")
         return None
     host = match["ipv6"] or match["host"] or ""
     keys = {"host": Given(host, line)}
@@ -82,7 +82,7 @@ def _ranks(keys: dict[str, Given], text: str, line: int, notes: Notes) -> None:
     if not re.fullmatch(r"[0-9]{1,4}", text) or not 1 <= int(text) <= 256:
         notes.wrong(line, f"slots: {grammar.show(text)} must be a whole number from 1 to 256")
     elif "ranks" in keys:
-        notes.wrong(line, "the number of slots stands twice; keep one")
+        notes.wrong(line, "the number of slots is given twice; keep one")
     else:
         keys["ranks"] = Given(int(text), line)
 
@@ -94,7 +94,7 @@ def _add(hosts: dict[str, ImportedHost], host: ImportedHost, notes: Notes) -> No
         return
     counted = known.keys.get("ranks", Given(1, 0))
     if "ranks" in host.keys or counted.line == known.line:
-        notes.wrong(host.line, f"{host.name} stands on line {known.line} already; write it once, with all its slots")
+        notes.wrong(host.line, f"{host.name} is already on line {known.line}; write it once, with all its slots")
     else:
         more = Given(counted.value + 1, host.line)
         hosts[host.name] = ImportedHost(known.name, known.line, {**known.keys, "ranks": more})
