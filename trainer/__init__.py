@@ -1,8 +1,8 @@
-"""The trainer: data-parallel training under torchrun, with a record of where every step's time went.
+"""Data-parallel training under torchrun that records where the time of every step went.
 
     torchrun --standalone --nproc-per-node 2 -m trainer --exp mnist_lenet --epochs 1
 
-A script of one's own takes part with its own network, data, loss and loop:
+A script can join with its own network, data, loss and loop:
 
     run = trainer.join(batch=256, epochs=10).prepare(model, optimizer, train_set)
     for epoch in run.epochs():
@@ -10,9 +10,7 @@ A script of one's own takes part with its own network, data, loss and loop:
             run.step(loss_sum(run.model(inputs), targets))
         run.evaluate(judge, test_set)
 
-It needs the standard library, torch (2.0.1 or newer) and torchvision, and knows nothing of who started it: all it
-learns comes through its arguments (`shared.settings`) and torchrun's environment. Nothing in `shared` imports torch, so
-that a machine without torch can check settings, split batches and read metrics.
+`shared` imports no torch.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ _LIES_IN = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports torch only for who trains."""
+    # Imports torch only when a name needs it.
     if name not in _LIES_IN:
         raise AttributeError(f"module 'trainer' has no attribute {name!r}")
     import importlib

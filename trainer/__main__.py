@@ -1,8 +1,7 @@
-"""The door: `torchrun --standalone --nproc-per-node 2 -m trainer --exp mnist_lenet [--key value]...`
+"""The command line: `torchrun --standalone --nproc-per-node 2 -m trainer --exp mnist_lenet [--key value]...`
 
-Without torchrun: `python -m trainer --spawn 2 --exp mnist_lenet`.
-
-Exit codes: 0 done; 1 it failed; 2 wrong usage; 130 and 143 ended by SIGINT and SIGTERM.
+Without torchrun: `python -m trainer --spawn 2 --exp mnist_lenet`. Exit codes: 0 done; 1 failed; 2 wrong usage; 130 and
+143 ended by SIGINT and SIGTERM.
 """
 
 from __future__ import annotations
@@ -35,21 +34,18 @@ def main(arguments: Sequence[str]) -> int:
     return spawn(ranks, settings)
 
 
-_STARTING = """starting, beside torchrun:
+_STARTING = """starting, besides torchrun:
   --spawn N
-      Starts N ranks on this machine itself; gpu: one for each of its GPUs.
+      Starts N ranks on this machine without torchrun; gpu: one per GPU.
   --local_rank N
-      What torch.distributed.launch adds; the environment's LOCAL_RANK counts.
+      Added by torch.distributed.launch; ignored, LOCAL_RANK in the environment counts.
 
 example: python -m trainer --spawn 2 --exp mnist_lenet --checkpoint_every 500
          python -m trainer --spawn 2 --exp mnist_lenet --checkpoint_every 500 --resume checkpoints"""
 
 
 def starting(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
-    """The ranks to start, None where this is one of them or alone; and what is left for the settings.
-
-    Raises SettingsError.
-    """
+    """Returns the ranks to start (None if this process is a rank), and the other arguments. Raises SettingsError."""
     options: dict[str, str] = {}
     left: list[str] = []
     rest = list(arguments)
@@ -75,10 +71,10 @@ def _how_many(text: str) -> int:
         from trainer.spawn import gpu_count
 
         if not (found := gpu_count()):
-            raise SettingsError(["spawn: torch sees no GPU here; give a number of ranks, and --device cpu"])
+            raise SettingsError(["spawn: torch finds no GPU here; give a number of ranks, and --device cpu"])
         return found
     if not text.isdecimal() or not 1 <= int(text) <= 1024:
-        raise SettingsError([f"spawn: {text!r} is not gpu or a number of ranks from 1"])
+        raise SettingsError([f"spawn: {text!r} is neither gpu nor a number of ranks from 1 to 1024"])
     return int(text)
 
 

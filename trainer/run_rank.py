@@ -1,4 +1,4 @@
-"""One rank's work from its settings to its exit code, whatever goes wrong on the way."""
+"""Runs one rank from its settings to its exit code, and reports every failure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trainer.shared.settings import AnySettings, CollectiveSettings
 
 
 def run(settings: AnySettings, may_complain: Callable[[], bool] = lambda: True) -> int:
-    """Trains or measures; whatever goes wrong is reported on standard error and in the last record.
+    """Reports failures on standard error and in the last record.
 
-    may_complain: whether nobody else has said what goes wrong; of many ranks all but the first suffer from its end.
+    may_complain: whether this rank prints its failure; ranks that fail as a consequence keep silent.
     """
     try:
         info = read_rank_info()
@@ -43,16 +43,16 @@ def run(settings: AnySettings, may_complain: Callable[[], bool] = lambda: True) 
         if may_complain():
             traceback.print_exc()
         ending.leave(1)
-    # Not through the interpreter's own end: a thread of torch's that is still there then may abort a finished run.
+    # Skips the interpreter's shutdown: a torch thread that is still running may abort a finished run.
     return ending.leave(0)
 
 
 def say(line: str) -> None:
-    sys.stderr.write(line + "\n")  # one write a line: torchrun's ranks share this stream
+    sys.stderr.write(line + "\n")  # one write per line: torchrun's ranks share this stream
 
 
 def _work(settings: AnySettings, info: RankInfo, metrics: MetricsWriter) -> None:
-    """Imports torch only here: a usage mistake is answered at once."""
+    # Imports torch only here, so that usage mistakes are answered at once.
     if isinstance(settings, CollectiveSettings):
         from trainer.measure.collectives import measure
 

@@ -1,12 +1,8 @@
-"""All ranks of one machine without torchrun: `python -m trainer --spawn 2 --exp mnist_lenet`.
+"""Starts all ranks of one machine without torchrun: `python -m trainer --spawn 2 --exp mnist_lenet`.
 
-    return spawn(2, settings)               the exit code to end with
-
-One process a rank (torch.multiprocessing), forked from this one, which has imported torch by then: that takes seconds a
-process, and touches no GPU. The first that ends badly ends all, its error is the one a person sees, its exit code that
-of the whole. They meet at a store that this process keeps from the moment its port is chosen, so that nobody else can
-take that port in between.
+Forks after torch is imported, which saves seconds per rank. The first rank that fails ends the others.
 """
+# The store opens as soon as its port is chosen, so no other program can take it.
 
 from __future__ import annotations
 
@@ -31,13 +27,15 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def spawn(count: int, settings: AnySettings) -> int:
-    """Runs so many ranks and waits for them; a SIGINT or SIGTERM is passed on to them."""
+    """Returns the exit code. Forwards SIGINT and SIGTERM to the ranks."""
     processes = multiprocessing.get_context("fork")
     ports, speaker = processes.SimpleQueue(), processes.Lock()
     heard: list[int] = []
     arguments = (count, ports, settings, speaker)
     ranks = multiprocessing.start_processes(_be_rank, arguments, count, join=False, start_method="fork")
-    store = dist.TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)  # its thread would not survive a fork
+    store = dist.TCPStore(
+        _ADDRESS, 0, is_master=True, wait_for_workers=False
+    )  # created after the fork, which its thread would not survive
     for _ in range(count):
         ports.put(store.port)
 
@@ -47,7 +45,7 @@ def spawn(count: int, settings: AnySettings) -> int:
             if process.is_alive():
                 os.kill(process.pid, signum)
 
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it would report whom it ends
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it would report each rank that it ends
     for signum in _SIGNALS:
         signal.signal(signum, pass_on)
     failure = _wait(ranks)
@@ -61,13 +59,13 @@ def spawn(count: int, settings: AnySettings) -> int:
 
 
 def gpu_count() -> int:
-    """A process of its own counts: torch may ask CUDA, and who has asked CUDA can fork no rank that uses a GPU."""
+    """Asks in another process: once torch has asked CUDA, forked ranks cannot use a GPU."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
         return process.submit(torch.cuda.device_count).result()
 
 
 def _wait(ranks: Any) -> multiprocessing.ProcessExitedException | None:
-    """Until all have ended: None, or how the first ended that did so badly; the others it then ends (SIGTERM)."""
+    """Returns the first failure, after which torch ends the other ranks with SIGTERM."""
     try:
         while not ranks.join():
             continue
@@ -78,7 +76,7 @@ def _wait(ranks: Any) -> multiprocessing.ProcessExitedException | None:
 
 def _be_rank(rank: int, count: int, ports: Any, settings: AnySettings, speaker: Any) -> None:
     who = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-    # torch's own words for a store that somebody else keeps: what torchrun's agent gives its workers.
+    # torch's variables for an existing store, as torchrun's agent sets them for its workers.
     store = {"MASTER_ADDR": _ADDRESS, "MASTER_PORT": ports.get(), "TORCHELASTIC_USE_AGENT_STORE": True}
     store |= {"TORCHELASTIC_RUN_ID": "spawn", "TORCHELASTIC_RESTART_COUNT": 0}
     os.environ.update({name: str(value) for name, value in {**who, **store}.items()})

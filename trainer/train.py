@@ -1,9 +1,6 @@
-"""One rank's training run of an experiment: `train(settings, rank_info, metrics)`.
+"""Trains an experiment on one rank, with the loop of a user's own script (`trainer.session`).
 
-It is the loop that a script of one's own would have (`trainer.session`): an experiment's network, data and loss.
-
-Where a rank stands in for a GPU that is not there (`paced`), all ranks keep time and nobody learns: no loss, no
-evaluation.
+If a rank simulates a GPU (`paced`), all ranks only keep time, without loss and evaluation.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from trainer.training.shared_network import shared_network
 
 
 def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
-    """Trains, records, prints. Raises TrainError for what a person can mend."""
+    """Raises TrainError for a failure that a user can fix."""
     session = Session(set_up(settings, info, metrics))
     for epoch in session.epochs():
         train_epoch(session)
@@ -41,7 +38,7 @@ def train_epoch(session: Session) -> None:
 
 def evaluate(session: Session) -> None:
     run, progress = session.run, session.progress
-    if session.loss is None or run.test_batches is None:  # ranks are paced, and no run with one of these evaluates
+    if session.loss is None or run.test_batches is None:  # some ranks are paced, so no rank evaluates
         return
     started_s = time.monotonic()
     with shared_network(run, progress) as network:

@@ -217,15 +217,6 @@ def small_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return room
 
 
-def test_the_table_in_the_docstring_names_every_field_and_no_other() -> None:
-    table: dict[str, set[str]] = {}
-    for line in (records.__doc__ or "").splitlines():
-        cells = [cell.strip() for cell in line.split("|")]
-        if len(cells) == 5 and cells[1] in EVENT_FIELDS:
-            table.setdefault(cells[1], set()).update(name.strip() for name in cells[2].split(","))
-    assert table == {event: set(fields) for event, fields in EVENT_FIELDS.items()}
-
-
 def test_the_marks_of_a_step_of_many_tasks_fit_into_a_line(tmp_path: Path) -> None:
     rows = [[max(TASKS, key=len), 99999, *[12345678.123] * 4]] * MOST_TASKS  # of a step of three hours
     MetricsWriter(tmp_path / "metrics.jsonl").write("tasks", step=10**9, tasks=rows, left_out=10**6)

@@ -1,1 +1,1 @@
-"""Checkpoints: written whole, read back exactly."""
+"""Checkpoints: written atomically, restored exactly."""

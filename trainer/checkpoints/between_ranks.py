@@ -1,4 +1,4 @@
-"""What of a checkpoint goes between the ranks, over Gloo: all bytes to rank 0, and rank 0's to all."""
+"""Exchanges checkpoint bytes between ranks over Gloo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CHUNK = 1 << 26
 
 
 def gather(own: Tensor) -> list[Tensor]:
-    """Every rank's tensor on rank 0, of whatever length; [] on the others."""
+    """Every rank's tensor on rank 0; lengths may differ. [] on other ranks."""
     own = own.cpu()
     lengths = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size())]
     dist.all_gather(lengths, torch.tensor([own.numel()]))
@@ -25,7 +25,6 @@ def gather(own: Tensor) -> list[Tensor]:
 
 
 def broadcast(content: bytes) -> bytes:
-    """Rank 0's bytes, on every rank."""
     length = torch.tensor([len(content)])
     dist.broadcast(length, src=0)
     whole = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
@@ -37,25 +36,24 @@ def broadcast(content: bytes) -> bytes:
 
 
 def flat_bytes(tensors: Iterable[Tensor]) -> Tensor:
-    """Their bytes, one after the other."""
     none = torch.empty(0, dtype=torch.uint8)
     return torch.cat([none, *(tensor.detach().flatten().cpu().view(torch.uint8) for tensor in tensors)])
 
 
 def describe(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Their names, shapes and types, as bytes."""
+    """Names, shapes and types as JSON bytes."""
     rows = [[name, list(tensor.shape), str(tensor.dtype).partition(".")[2]] for name, tensor in tensors.items()]
     return torch.tensor(list(json.dumps(rows).encode()), dtype=torch.uint8)
 
 
 def described_as(words: Tensor) -> dict[str, Tensor]:
-    """Tensors as `describe` has described them, without numbers."""
+    """The inverse of `describe`, on device "meta"."""
     rows = json.loads(bytes(words.tolist()))
     return {name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, shape, dtype in rows}
 
 
 def apart(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `flat_bytes` made of tensors that were like these."""
+    """Splits the bytes of `flat_bytes`."""
     parts = flat.split([tensor.numel() * tensor.element_size() for tensor in like.values()]) if like else ()
     return {
         name: part.clone().view(like[name].dtype).view(like[name].shape) for name, part in zip(like, parts, strict=True)

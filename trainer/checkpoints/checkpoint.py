@@ -1,19 +1,12 @@
-"""Checkpoints: all that a run needs to go on as if nobody had interrupted it, one file each.
+"""Saves and restores everything that a run needs to continue, one file per checkpoint.
 
-    keeper = CheckpointKeeper(run)                 rank 0 writes, the others send it what is their own
-    progress = keeper.resume()                     from `resume`; Progress() where nothing is to go on from
+    keeper = CheckpointKeeper(run)                 rank 0 writes, the other ranks send it their own state
+    progress = keeper.resume()
     keeper.save(progress)                          on every rank, after an update
 
-With the world size, the shares and the settings of before, what follows is what would have followed, bit for bit on a
-CPU: the samples come from the stream's position, the ranks' own buffers and random states come back to them, and, in
-the middle of a round of local updates, their own weights, loss scale, where the round began, and the average that
-travels. (ddp over three ranks or more sums its first update in another order.) Other ranks, or other shares, go on with
-the same samples, from the mean of the weights, in the same round; BatchNorm then begins with the mean of the ranks'
-statistics, each counted by its samples, and all other buffers (masks, queues) are rank 0's. Another way to synchronise
-finds what it has in common with the one before, and begins the rest from scratch.
-
-`model` is what an evaluation sees: the mean of the weights, and the statistics that belong to it. To write a checkpoint
-changes nothing of the run.
+With the same world size, shares and settings, a resumed run on CPUs is bit-identical to an uninterrupted run. (ddp over
+three or more ranks sums its first update in another order.) Otherwise the samples stay the same and training continues
+from the mean weights and BatchNorm statistics, and rank 0's other buffers.
 """
 
 from __future__ import annotations
@@ -76,7 +69,7 @@ _SAME = names_of(lambda each: each.resumes_same)
 
 
 class CheckpointKeeper:
-    """The checkpoints of one run. Raises TrainError where this kind of run can have none."""
+    """Raises TrainError if this kind of run cannot have checkpoints."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -90,15 +83,13 @@ class CheckpointKeeper:
         self.kept = Kept()
 
     def is_due(self, updates: int) -> bool:
-        """updates: of the whole run so far."""
+        """updates: since the beginning of the run."""
         return self.every > 0 and (updates % self.every == 0 or updates == self.run.last_step)
 
     # ---- writing ----------------------------------------------------------------------------------------------
 
     def save(self, progress: Progress) -> None:
-        """On every rank, which all leave it together. What it costs is recorded, and counts into no step; the copy
-        on a second host is made while training goes on, and the next checkpoint waits for it.
-        """
+        """A collective call; its time counts into no step. The copy on a second host is made during later updates."""
         began_s, written = time.perf_counter(), None
         self.copies.settle()
         content = self._collect(progress)
@@ -111,7 +102,7 @@ class CheckpointKeeper:
                     size = write_file(path, content)
                     written = path
                     forget_older(self.folder)
-            except (OSError, RuntimeError) as error:  # torch wraps the disk's own word
+            except (OSError, RuntimeError) as error:  # torch wraps errors of the disk
                 failure = reason(error)
             if failure:
                 sys.stderr.write(f"cannot write checkpoint {path}: {failure}; training goes on\n")
@@ -122,7 +113,7 @@ class CheckpointKeeper:
         dist.barrier()
 
     def _not_finite(self, content: Checkpoint) -> str | None:
-        """Why this is no checkpoint to resume from; it would take the place of a good one."""
+        """Why this checkpoint is not written, or None."""
         network = kept_state.skeleton(self.run) if self.run.strategy.parts else self.run.model
         for name in (_plain(name) for name, _ in network.named_parameters()):
             if not content.model[name].isfinite().all():
@@ -130,7 +121,7 @@ class CheckpointKeeper:
         return None
 
     def _collect(self, progress: Progress) -> Checkpoint | None:
-        """The whole content on rank 0, None on the others."""
+        """The content on rank 0, None elsewhere."""
         run = self.run
         names = gather_lines(_name(run))
         sums = gather(torch.tensor([progress.loss_sum, progress.samples, progress.recent], dtype=torch.float64))
@@ -168,14 +159,13 @@ class CheckpointKeeper:
         )
 
     def _state(self) -> dict[str, list[Tensor | None]]:
-        """What the optimiser remembers."""
         assert isinstance(self.run.optimizer, torch.optim.Optimizer)  # noqa: S101 - `check_kind` has seen to it
         return state_of(self.run.optimizer, self.run.model)
 
     def _whole(
         self, network: nn.Module, state: State
     ) -> tuple[dict[str, Tensor], Mapping[str, Sequence[Tensor | None]]]:
-        """The whole network's state and its optimiser's, on rank 0, which alone holds it all, while this takes."""
+        """State of the whole network and its optimiser on rank 0."""
         of_ranks = self.run.strategy.parts
         if of_ranks is None:
             seen = network.state_dict() if self.run.info.rank == 0 else {}
@@ -189,21 +179,19 @@ class CheckpointKeeper:
         return {_plain(name): tensor for name, tensor in model.items()}, remembered
 
     def _gathered(self, own: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Every rank's tensors on rank 0, which may differ in name and shape; [] on the others."""
+        """Every rank's tensors on rank 0. [] elsewhere."""
         described = gather(describe(own))
         flats = gather(flat_bytes(own.values()))
         return [apart(flat, described_as(words)) for flat, words in zip(flats, described, strict=True)]
 
     def _own_tensors(self) -> dict[str, Tensor]:
-        """What each rank has for itself, by name (KIND or KIND.WHICH): BatchNorm's statistics; what its strategy keeps;
-        what its optimiser remembers, where weights alone are averaged.
-        """
+        """State that differs between ranks, by name: KIND or KIND.WHICH. (Optimiser: if weights are averaged.)"""
         run = self.run
         own = run.strategy.own_state()
         if not run.strategy.parts:
-            # Ranks that share a part begin again with the mean of their BatchNorm statistics, which `model` has.
-            # Training does not look at these, and an evaluation at their mean alone, which moves from update to update
-            # by the mean of what the ranks see, whatever each began with.
+            # Ranks that share a part of the network resume with the mean of their BatchNorm statistics, which `model`
+            # holds. Training does not read them, and evaluation uses only their mean, which does not depend on each
+            # rank's start.
             own |= numbered("statistics", running_statistics(run.model))
         own |= run.precision.own_scale()
         if run.settings.strategy == "parameter_average" or run.settings.fidelity == "local":
@@ -212,7 +200,7 @@ class CheckpointKeeper:
         return {name: tensor for name, tensor in own.items() if tensor.numel()}
 
     def _own_buffers(self) -> dict[str, Tensor]:
-        """Buffers that are never averaged (queues, codebooks, counters, masks): each rank has its own."""
+        """Buffers that are never averaged (queues, codebooks, counters, masks)."""
         run = self.run
         averaged = set(map(id, running_statistics(run.model)))
         state = run.model.state_dict(keep_vars=True)
@@ -223,9 +211,7 @@ class CheckpointKeeper:
         }
 
     def _buffers_unlike_those_kept(self) -> dict[str, Tensor]:
-        """Those of this rank that `model` in the checkpoint, which has rank 0's or those of a part's first rank, does
-        not have: most are constants, and the same everywhere.
-        """
+        """Buffers that differ from `model` in the checkpoint. Most are constant and equal on all ranks."""
         run, own = self.run, self._own_buffers()
         digests = {name: hashlib.sha256(flat_bytes([one]).numpy().tobytes()).hexdigest() for name, one in own.items()}
         kept: dict[str, str] = json.loads(broadcast(json.dumps(digests).encode() if run.info.rank == 0 else b""))
@@ -238,7 +224,7 @@ class CheckpointKeeper:
     # ---- going on ---------------------------------------------------------------------------------------------
 
     def resume(self) -> Progress:
-        """Rank 0 reads it and broadcasts what it read. Raises TrainError, on every rank the same."""
+        """Rank 0 reads and broadcasts. Raises the same TrainError on every rank."""
         info, source, saved, content = self.run.info, None, None, b""
         passed_over: dict[Path, str] = {}
         with together(info.node):
@@ -261,12 +247,12 @@ class CheckpointKeeper:
             return self._restore(saved, source)
 
     def _take_shares(self, saved: Checkpoint) -> None:
-        """Those that the run had come to by itself (`shares=auto`), whatever a new one of these ranks begins with."""
+        """Restores the shares that the earlier run had measured (`shares=auto`)."""
         run, before = self.run, self.run.stream.shares
         if not run.rebalancer or saved.settings.get("shares") != "auto" or saved.shares == list(before):
             return
         if sum(saved.shares) != run.stream.batch or min(saved.shares) < 0:
-            return  # not what a trainer writes
+            return  # not written by this trainer
         run.rebalancer.take(saved.shares)
         updates = self._updates(saved)
         run.metrics.write("rebalance", step=updates, shares=saved.shares, before=list(before), spread=0.0)
@@ -290,10 +276,10 @@ class CheckpointKeeper:
         same_parts = same and saved.settings.get("stages", "") == run.settings.stages
         own = saved.own[rank] if same_parts else for_other_ranks(saved, run.info.world_size)
         if of_ranks and not same_parts:
-            own = {}  # of a whole network, or of other parts of one
+            own = {}  # state of a whole network, or of other parts
         run.strategy.expect(own)
         tensors = self._own_tensors() | self._own_buffers()
-        if not saved.kept:  # an older file, which has all buffers of floating point among the statistics
+        if not saved.kept:  # an older file counts all floating-point buffers as statistics
             tensors |= numbered("statistics", [buffer for buffer in run.model.buffers() if buffer.is_floating_point()])
         change = fill(tensors, own)
         run.precision.take_scale(own)
@@ -308,18 +294,18 @@ class CheckpointKeeper:
             loss_sum, samples, recent = saved.sums[rank]
             random = RandomState(saved.random[rank], others)
             return Progress(saved.epoch, saved.step, loss_sum, int(samples), recent, random)
-        # All ranks have the same statistics now, so that there is nothing to average yet.
+        # All ranks have the same statistics now: there is nothing to average yet.
         loss_sum, samples = (sum(of_rank[part] for of_rank in saved.sums) if rank == 0 else 0.0 for part in (0, 1))
         return Progress(saved.epoch, saved.step, loss_sum, int(samples))
 
     def _check(self, saved: Checkpoint) -> None:
-        """On rank 0. Raises TrainError."""
+        """Rank 0 only. Raises TrainError."""
         now = dataclasses.asdict(self.run.settings)
         other = [name for name in _SAME if saved.settings.get(name) != now[name]]
         if other:
             changed = ", ".join(f"{name}={saved.settings.get(name)} (now {now[name]})" for name in other)
             raise TrainError(
-                f"the checkpoint is of a run with {changed}: resume with the same, or start again without it"
+                f"the checkpoint is of a run with {changed}: resume with the same settings, or start again without it"
             )
         if (saved.data, saved.train_samples) != (self.data, self.run.material.train_samples):
             raise TrainError(
@@ -338,14 +324,13 @@ class CheckpointKeeper:
         shapes = [parameter.shape for parameter in network.parameters()]
         assert isinstance(self.run.optimizer, torch.optim.Optimizer)  # noqa: S101 - as above
         if mistake := mistake_of(self.run.optimizer, saved.optimizer, shapes):
-            raise TrainError(f"what the checkpoint's optimiser remembers {mistake}: start again without it")
+            raise TrainError(f"the optimiser state in the checkpoint {mistake}: start again without it")
 
     def _updates(self, of: Progress | Checkpoint) -> int:
         return of.epoch * self.run.stream.steps + of.step
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Parts of a run's state
 
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
@@ -353,7 +338,7 @@ def _shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 
 
 def _plain(name: str) -> str:
-    """Of a weight, whether or not torch.compile has wrapped the network, or a part of it."""
+    """The name of a weight without torch.compile's prefix."""
     return name.replace("_orig_mod.", "")
 
 
@@ -363,26 +348,23 @@ def _named_as(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def _name(run: Run) -> str:
-    """This rank's name, which distinguishes it from all others in whatever order they come."""
+    """Identifies this rank in any order of ranks."""
     return f"{run.info.node}:{run.info.local_rank}"
 
 
 def _scaler(run: Run) -> Any:
-    """torch's gradient scaler, None where nothing is scaled."""
+    """torch's gradient scaler, or None if there is no loss scale."""
     return getattr(run.precision, "scaler", None)
 
 
-# Where checkpoints are, and whether there may be any.
-
-
 def folder_of(settings: Settings) -> Path:
-    """The person's word, else the job's own folder, else one beside the person."""
+    """The setting, otherwise the job's folder, otherwise `./checkpoints`."""
     named = settings.checkpoint_dir or os.environ.get("ORCH_CHECKPOINTS") or "checkpoints"
     return Path(named).expanduser().absolute()
 
 
 def source_of(settings: Settings) -> Path | None:
-    """What to go on from: what the person names, and after a restart by torchrun the newest of this very job."""
+    """The setting, or after a torchrun restart this job's newest checkpoint."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts.isdecimal() and int(restarts) > 0 and settings.checkpoint_every and newest(folder_of(settings)):
         return folder_of(settings)
@@ -390,13 +372,13 @@ def source_of(settings: Settings) -> Path | None:
 
 
 def check_kind(run: Run) -> None:
-    """Raises TrainError where this kind of run can have no checkpoints."""
+    """Raises TrainError if this kind of run can have no checkpoints."""
     if run.settings.strategy == "fsdp":
         raise TrainError("checkpoint_every, resume: fsdp keeps the optimiser in pieces; use another strategy for these")
     if not run.learns or run.info.pace:
-        raise TrainError("checkpoint_every, resume: a run with paced ranks learns nothing that could be kept")
+        raise TrainError("checkpoint_every, resume: a run with paced ranks trains no weights that could be kept")
     if kinds_of(run.optimizer) is None:
         raise TrainError(
-            "checkpoint_every, resume: they keep what SGD, Adam and AdamW remember, and would lose that of "
-            f"{type(run.optimizer).__name__}; leave them out, or use one of these three"
+            "checkpoint_every, resume: checkpoints keep the state of SGD, Adam and AdamW only, not that of "
+            f"{type(run.optimizer).__name__}; leave these settings out, or use one of these three"
         )

@@ -1,9 +1,6 @@
-"""The file of a checkpoint and the folder of them: written whole or not at all, read without trust.
+"""The checkpoint file and its folder: atomic writes, safe reads, copies on a second host.
 
-    size = write_file(folder / name_of(120), checkpoint)        the newest two stay
-    found = read_file(folder)                                   the newest there that is whole: found.checkpoint
-
-What torch.save writes, of plain containers and tensors: `torch.load(path, weights_only=True)` reads it.
+A file holds only containers and tensors (`torch.load(path, weights_only=True)`).
 """
 
 from __future__ import annotations
@@ -38,9 +35,9 @@ if TYPE_CHECKING:
 
 SCHEMA = 3
 KEPT = 2
-"""The newest so many stay: should the disk damage one, there is another."""
+"""Checkpoints per folder, in case the disk damages the newest."""
 BUFFERS = "buffers."
-"""How names of a rank's own buffers begin: those that are not as in `model`, which may be of any type."""
+"""The prefix of buffers that differ from `model`; they may have any type."""
 _SET_ASIDE = ".damaged"
 _NAME = re.compile(r"step-(\d{9})\.pt")
 _ZIP = b"PK\x03\x04"
@@ -50,36 +47,33 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The file's content."""
-
     schema: int
     settings: dict[str, Any]
     data: str
-    """A word that differs for different data."""
+    """Identifies the data set."""
     train_samples: int
-    """How many samples an epoch has."""
     world_size: int
     names: list[str]
-    """Each rank's name; `shares`, `sums`, `own` and `random` are by rank, too."""
+    """By rank, like `shares`, `sums`, `own`, `random` and `kept`."""
     shares: list[int]
     epoch: int
     step: int
     model: dict[str, Tensor]
     optimizer: dict[str, list[Tensor | None]]
-    """As in `kept_state`, of the whole network."""
+    """State of the whole network, as in `kept_state`."""
     scaler: dict[str, Any]
     sums: list[list[float]]
-    """As in `Progress`."""
+    """loss_sum, samples and recent of `Progress`."""
     own: list[dict[str, Tensor]]
     random: list[Tensor]
     ema: dict[str, Tensor] = field(default_factory=dict)
-    """As `model`, of the weights' moving average; empty where there is none."""
+    """The weights' moving average, named as in `model`; empty without one."""
     kept: list[Tensor] = field(default_factory=list)
-    """By rank, the bytes of what its script keeps and of its other generators (`kept_state`); [] in older files."""
+    """The script's state and other random generators (`kept_state`); [] in older files."""
 
 
 def write_file(path: Path, checkpoint: Checkpoint) -> int:
-    """Returns its size in bytes. Raises OSError or RuntimeError."""
+    """Returns bytes. Raises OSError or RuntimeError."""
     with whole(path) as file:
         torch.save(vars(checkpoint), file)
         return file.tell()
@@ -87,9 +81,9 @@ def write_file(path: Path, checkpoint: Checkpoint) -> int:
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[IO[bytes]]:
-    """Beside its place first, synced, renamed: who reads meets a whole checkpoint or none. Raises OSError."""
+    """Makes a file appear complete and synced, or not at all. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")  # one writer a folder: what a killed one left is written over
+    temporary = path.with_name(f".{path.name}.part")  # a folder has one writer, so leftovers are overwritten
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
             yield file
@@ -107,21 +101,18 @@ def whole(path: Path) -> Iterator[IO[bytes]]:
 
 
 class DamagedError(TrainError):
-    """What was a checkpoint once, perhaps."""
+    """Damaged, or never a checkpoint."""
 
 
 class FoundCheckpoint(NamedTuple):
-    """A checkpoint that can be read."""
-
     checkpoint: Checkpoint
     content: bytes
-    """The file's bytes."""
     passed_over: dict[Path, str]
-    """Damaged files of the same folder that would have come first, with the line that says so."""
+    """Newer damaged files and their messages."""
 
 
 def read_file(source: Path) -> FoundCheckpoint:
-    """A checkpoint, or of a folder the newest that is not damaged. Raises TrainError."""
+    """source: a file, or a folder for its newest undamaged one. Raises TrainError."""
     damaged: dict[Path, str] = {}
     try:
         paths = sorted(_checkpoints(source), reverse=True) if source.is_dir() else [source]
@@ -143,42 +134,41 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        problem = f"resume: cannot read {path} ({error.strerror}): name a checkpoint or their folder"
+        problem = f"resume: cannot read {path} ({error.strerror}): name a checkpoint or a folder of checkpoints"
         raise DamagedError(problem) from error
 
 
 def read_plain(content: bytes, name: str) -> Any:
-    """Containers, numbers and tensors that torch.save wrote. Raises DamagedError.
-
-    Before 2.6 torch reads a tar in the old way whatever `weights_only` says (CVE-2025-32434), and a zip may have
-    anything before it. So torch is shown only what begins as a zip and has the parts of torch.save, each once.
-    """
+    """Raises DamagedError unless torch.save wrote exactly these containers, numbers and tensors."""
+    # Before 2.6 torch reads tar files in the old, unsafe way despite `weights_only` (CVE-2025-32434), and a zip may
+    # have anything in front of it. So torch only gets files that begin as a zip and have exactly the parts of
+    # torch.save.
     if not content.startswith(_ZIP):
         raise DamagedError(f"resume: {name} is damaged, or no checkpoint (it does not begin as a zip)")
     try:
-        # The sums of each part: torch itself would take a flipped bit for a weight.
+        # Compares checksums: torch itself would accept a flipped bit in a weight.
         with zipfile.ZipFile(io.BytesIO(content)) as parts:
             _check_parts(parts.namelist())
             damaged = parts.testzip()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch 2.0 about itself
+            warnings.simplefilter("ignore")  # a warning of torch 2.0 about itself
             raw = {} if damaged else torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # zipfile and torch raise of many kinds for what is not theirs
+    except Exception as error:  # zipfile and torch raise many types of errors for foreign files
         raise DamagedError(f"resume: {name} is damaged, or no checkpoint ({reason(error)})") from error
     if damaged:
-        raise DamagedError(f"resume: {name} is damaged: {damaged} in it is not as it was written")
+        raise DamagedError(f"resume: {name} is damaged: the checksum of {damaged} in it is wrong")
     return raw
 
 
 def parse(content: bytes, name: str) -> Checkpoint:
-    """Raises TrainError for what is damaged, newer or no checkpoint of ours. Nothing in it is executed."""
+    """Raises TrainError if the content is damaged, newer or foreign. Never executes any of it."""
     raw = read_plain(content, name)
     if isinstance(raw, dict) and raw.get("schema") == 2:
         raw = _of_sgd_alone(raw)
     schema = raw.get("schema") if isinstance(raw, dict) else None
     if isinstance(schema, int) and schema != SCHEMA:
         age, remedy = ("a newer", "update") if schema > SCHEMA else ("an older", "start again without it")
-        raise TrainError(f"resume: {name} is of {age} version ({schema}, this one knows {SCHEMA}): {remedy}")
+        raise TrainError(f"resume: {name} is of {age} version ({schema}, this trainer reads {SCHEMA}): {remedy}")
     try:
         checkpoint = Checkpoint(**raw)
         _check_form(checkpoint)
@@ -188,23 +178,23 @@ def parse(content: bytes, name: str) -> Checkpoint:
 
 
 def _of_sgd_alone(raw: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint of before there were other optimisers."""
+    """Converts schema 2, which had only SGD's state."""
     moved = raw.pop("momentum", None)
     has_moved = isinstance(moved, list) and any(one is not None for one in moved)
     return {**raw, "schema": SCHEMA, "optimizer": {"momentum_buffer": moved} if has_moved else {}}
 
 
 def _check_parts(names: list[str]) -> None:
-    """Raises ValueError where they are not those of torch.save: one folder with a pickle, numbers and nothing else."""
+    """Raises ValueError unless the zip has exactly the parts of torch.save."""
     tops = {name.partition("/")[0] for name in names}
     parts = [name.partition("/")[2] for name in names]
     strange = next((part for part in parts if not _PART.fullmatch(part)), None)
     if len(tops) != 1 or strange is not None or "data.pkl" not in parts or len(set(parts)) != len(parts):
-        raise ValueError("it is not of the parts that torch.save writes")
+        raise ValueError("it does not have the parts that torch.save writes")
 
 
 def _check_form(saved: Checkpoint) -> None:
-    """Raises TypeError or ValueError where a part is not what its name says."""
+    """Raises TypeError or ValueError."""
     size = saved.world_size
     if not all(
         isinstance(number, int) and number >= 0 for number in (saved.train_samples, size, saved.epoch, saved.step)
@@ -233,8 +223,10 @@ def _check_form(saved: Checkpoint) -> None:
         raise ValueError("the ranks' own states differ in name or shape")
     if not all(isinstance(tensor, Tensor) for tensor in [*saved.model.values(), *saved.ema.values()]):
         raise TypeError("a weight is not a tensor")
-    if not all(one is None or isinstance(one, Tensor) for of_kind in saved.optimizer.values() for one in of_kind):
-        raise TypeError("what the optimiser remembers is not a tensor")
+    if not all(
+        tensor is None or isinstance(tensor, Tensor) for of_kind in saved.optimizer.values() for tensor in of_kind
+    ):
+        raise TypeError("a part of the optimiser's state is not a tensor")
     if not isinstance(saved.settings, dict) or not isinstance(saved.scaler, dict) or not isinstance(saved.data, str):
         raise TypeError("the settings, the scaler or the name of the data have another type")
 
@@ -244,14 +236,12 @@ def _shapes(tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
 
 
 def reason(error: BaseException) -> str:
-    """One line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The folder
 
 
 def name_of(updates: int) -> str:
@@ -259,7 +249,6 @@ def name_of(updates: int) -> str:
 
 
 def updates_of(path: Path) -> int:
-    """After how many it was written. path: of a checkpoint."""
     return int(path.stem.removeprefix("step-"))
 
 
@@ -268,11 +257,8 @@ def newest(folder: Path) -> Path | None:
 
 
 def open_folder(folder: Path, updates: int, damaged: Iterable[Path] = ()) -> None:
-    """For a run that begins after so many updates; what it passed over is set aside under another name.
-
-    Raises TrainError where the folder cannot be made, or holds another run's checkpoints, which would pass for this
-    one's.
-    """
+    """Renames `damaged` files. Raises TrainError if the folder cannot be made or holds checkpoints beyond `updates`."""
+    # Another run's newer checkpoints would be taken for this run's.
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in damaged:
@@ -281,7 +267,7 @@ def open_folder(folder: Path, updates: int, damaged: Iterable[Path] = ()) -> Non
         found = newest(folder)
     except OSError as error:
         if error.errno in _NO_ROOM:
-            return  # said when the first one cannot be written
+            return  # reported when the first checkpoint cannot be written
         raise TrainError(f"checkpoint_dir: cannot use {folder} ({error.strerror}): name another") from error
     if found and updates_of(found) > updates:
         raise TrainError(
@@ -299,24 +285,15 @@ def _checkpoints(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
 
 
-# A checkpoint's copy on a second host, made while training goes on: so that the loss of one host loses none.
-#
-#     copies = Copies(run)            on every rank
-#     copies.begin(path)              on every rank, once rank 0 has written it; None where it could not
-#     copies.settle()                 it has arrived, or cannot
-#
-# Rank 0 sends the file's bytes over a group of its own to one rank of another host, which the plan names
-# (ORCH_CHECKPOINT_COPY). That one writes them beside its place, compares their SHA-256 with the sender's, and gives the
-# file its name. It always lies in the job's own folder there (ORCH_CHECKPOINTS), wherever rank 0 keeps its checkpoints:
-# `checkpoint_dir` may be on a disk that all hosts share.
-
 _PIECE = 1 << 22
-"""Bytes of one message: between two of them the others that want this rank's interpreter get it."""
+"""Per message. Other threads get the interpreter in between."""
 _DIGEST = hashlib.sha256().digest_size
 
 
 class Copies:
-    """Those of one run; none where no other host is to keep any."""
+    """Copies each checkpoint to a second host (ORCH_CHECKPOINT_COPY) while training continues."""
+
+    # The copy goes to the job's own folder (ORCH_CHECKPOINTS): `checkpoint_dir` may be on a disk that all hosts share.
 
     def __init__(self, run: Run) -> None:
         self._run, self._folder = run, Path(os.environ.get("ORCH_CHECKPOINTS", "checkpoints"))
@@ -331,14 +308,14 @@ class Copies:
             self._group = cast("dist.ProcessGroup", made)
 
     def begin(self, path: Path | None) -> None:
-        """path: of the checkpoint on rank 0; the others do not look at it."""
+        """A collective call. path: rank 0's file, None if writing failed."""
         if self._run.info.rank == 0 and self._keeper is not None:
             self._start(lambda: self._send(path))
         elif self._run.info.rank == self._keeper:
             self._start(self._receive)
 
     def settle(self) -> None:
-        """Waits for what is on its way."""
+        """Waits for the current copy."""
         if self._thread:
             self._thread.join()
             self._thread = None
@@ -347,7 +324,7 @@ class Copies:
         def done() -> None:
             try:
                 work()
-            except (OSError, RuntimeError, ValueError) as error:  # torch's own are RuntimeErrors
+            except (OSError, RuntimeError, ValueError) as error:  # torch raises RuntimeError
                 sys.stderr.write(f"cannot copy a checkpoint to its second host: {reason(error)}; training goes on\n")
 
         self._thread = threading.Thread(target=done, name="checkpoint's copy", daemon=True)
@@ -384,7 +361,7 @@ class Copies:
             failure = reason(error)
             sys.stderr.write(f"cannot keep a copy of checkpoint {name}: {failure}; training goes on\n")
         with contextlib.suppress(OSError):
-            for _ in pieces:  # what this disk does not take: rank 0 waits until it is off the line
+            for _ in pieces:  # read the rest, so that rank 0 can finish sending
                 pass
         copy_ms = round((time.perf_counter() - began_s) * 1000, 3)
         fields = {"step": updates - 1, "name": name, "bytes": 0 if failure else size, "copy_ms": copy_ms}
@@ -392,14 +369,14 @@ class Copies:
             self._run.metrics.write("copy", **fields, failure=failure)
 
     def _pieces(self, size: int) -> Iterator[bytes]:
-        """All that rank 0 sends. Raises OSError at the end where that is not what it read."""
+        """Raises OSError at the end if the checksum is wrong."""
         digest = hashlib.sha256()
         for begin in range(0, size, _PIECE):
             piece = self._get(min(_PIECE, size - begin), torch.uint8).numpy().tobytes()
             digest.update(piece)
             yield piece
         if self._get(_DIGEST, torch.uint8).numpy().tobytes() != digest.digest():
-            raise OSError("its bytes are not as they were sent")
+            raise OSError("the checksum of the received bytes is wrong")
 
     def _get(self, count: int, kind: torch.dtype) -> torch.Tensor:
         tensor = torch.empty(count, dtype=kind)
@@ -408,8 +385,6 @@ class Copies:
 
 
 def keeper_of(nodes: list[str], wanted: str) -> int | None:
-    """The first rank of the host that is wanted; where that one is gone or is rank 0's own, of any other than rank
-    0's. nodes: each rank's host.
-    """
+    """The first rank on host `wanted`, otherwise the first outside rank 0's host. nodes: of each rank."""
     others = [rank for rank, node in enumerate(nodes) if node != nodes[0]]
     return next((rank for rank in others if nodes[rank] == wanted), others[0] if others else None)

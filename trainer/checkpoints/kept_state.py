@@ -1,10 +1,4 @@
-"""What a script asks its checkpoints to keep: schedulers, averages, counters, and the generators beside torch's.
-
-kept = Kept()
-kept.add(scheduler=scheduler, ema=ema)      restores them at once if the run was resumed
-packed = kept.packed(generators)            each rank's own, as bytes
-generators = kept.unpack(packed)
-"""
+"""The parts of a run's state in a checkpoint: the script's objects, per-rank state, sliced networks, the optimiser."""
 
 from __future__ import annotations
 
@@ -30,15 +24,18 @@ class Stateful(Protocol):
 
 
 class Kept:
-    """By the names that the script gives them."""
+    """A script's objects in its checkpoints.
+
+    kept.add(scheduler=scheduler, ema=ema)      restores them at once if the run was resumed
+    """
 
     def __init__(self) -> None:
         self._things: dict[str, Stateful] = {}
         self._resumed: dict[str, Any] | None = None
-        """States of the checkpoint that the run was resumed from; None if it began from scratch."""
+        """From the resumed checkpoint; None without one."""
 
     def add(self, things: Mapping[str, Stateful]) -> list[str]:
-        """Returns the names that the checkpoint does not have. Raises TrainError."""
+        """Returns the names missing in the checkpoint. Raises TrainError."""
         missing = []
         for name, thing in things.items():
             if not callable(getattr(thing, "state_dict", None)) or not callable(
@@ -48,7 +45,9 @@ class Kept:
                     f"run.keep({name}=...): {type(thing).__name__} has no state_dict or no load_state_dict: add them"
                 )
             if name in self._things:
-                raise TrainError(f"run.keep({name}=...): something else is kept by this name already")
+                raise TrainError(
+                    f"run.keep({name}=...): another object is kept under this name already; choose another name"
+                )
             self._things[name] = thing
             _check(name, thing)
             if self._resumed is not None and name in self._resumed:
@@ -62,11 +61,11 @@ class Kept:
         return _packed({"things": states, "generators": dict(generators)})
 
     def unpack(self, packed: Tensor | None) -> dict[str, Any]:
-        """The generators; `add` takes the rest. packed: None of an older checkpoint. Raises TrainError."""
+        """Returns the generators. packed: None for an older checkpoint. Raises TrainError."""
         if packed is None:
             self._resumed = {}
             return {}
-        content = read_plain(packed.numpy().tobytes(), "what the script keeps in the checkpoint")
+        content = read_plain(packed.numpy().tobytes(), "the script's state in the checkpoint")
         self._resumed = content["things"]
         generators: dict[str, Any] = content["generators"]
         return generators
@@ -79,10 +78,10 @@ def _packed(content: Any) -> Tensor:
 
 
 def _check(name: str, thing: Stateful) -> None:
-    """Before the first update, rather than at the first checkpoint."""
+    """Fails before the first update instead of at the first checkpoint."""
     try:
         read_plain(_packed(_state_of(thing)).numpy().tobytes(), "")
-    except Exception as error:  # pickle, torch and the script's own code raise of many kinds
+    except Exception as error:  # pickle, torch and the script's own code raise many types of errors
         raise TrainError(
             f"run.keep({name}=...): the state_dict of {type(thing).__name__} cannot be stored ({reason(error)}): only "
             "numbers, text, tensors, and lists and dicts of them can"
@@ -90,7 +89,7 @@ def _check(name: str, thing: Stateful) -> None:
 
 
 def _state_of(thing: Stateful) -> tuple[Any, list[dict[str, Any]]]:
-    """Its state, and of a scheduler the values that it has set in its optimiser, which its next step begins with."""
+    """The state, and a scheduler's values in its optimiser, which its next step uses."""
     groups = getattr(getattr(thing, "optimizer", None), "param_groups", ())
     return thing.state_dict(), [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
@@ -105,10 +104,8 @@ def _restore(name: str, thing: Stateful, state: Any) -> None:
         raise TrainError(f"run.keep({name}=...): the checkpoint's state does not fit it ({reason(error)})") from error
 
 
-# What each rank has for itself, beside the weights that all share, and what of it other ranks can begin with.
-
 _IN_THE_MEAN = {"statistics", "optimizer", "weights", "round", "travelling", "scale", "buffers"}
-"""What ranks have for themselves: other ranks begin with the mean of it, or with rank 0's loss scale and buffers."""
+"""Per-rank state from which other ranks can begin."""
 
 
 def by_others(saved: Checkpoint) -> str:
@@ -125,7 +122,7 @@ def numbered(kind: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def fill(tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> str:
-    """Copies what has the same name and shape. Returns the words for what was not there, and for what was not used."""
+    """Copies tensors of the same name and shape. Returns a message about the others."""
     fits = {name for name, tensor in tensors.items() if name in kept and kept[name].shape == tensor.shape}
     for name in fits:
         tensors[name].copy_(kept[name])
@@ -135,42 +132,36 @@ def fill(tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> str:
 
 
 def for_other_ranks(saved: Checkpoint, world_size: int) -> dict[str, Tensor]:
-    """What each of so many ranks begins with: of BatchNorm's statistics the mean by samples, of what compressing still
-    owes an equal part of the sum, of all else the mean; the mean of the weights stands in `model`.
-    """
+    """The state with which each of `world_size` other ranks begins. The mean of the weights is in `model`."""
     if saved.settings.get("stages"):
-        return {}  # what each rank had belongs to a part of the network
+        return {}  # each rank's state belongs to a part of the network
     samples = torch.tensor([of_rank[2] for of_rank in saved.sums], dtype=torch.float64)
     parts = samples / samples.sum() if samples.sum() > 0 else torch.eye(saved.world_size)[0]
     found = {}
-    for name in [name for name in saved.own[0] if not name.startswith(BUFFERS)]:  # they begin with those in `model`
+    for name in [
+        name for name in saved.own[0] if not name.startswith(BUFFERS)
+    ]:  # those ranks begin with the buffers in `model`
         of_ranks = torch.stack([own[name] for own in saved.own])
         kind = name.partition(".")[0]
-        if kind in ("round", "travelling"):  # the same on all, or of no use to others
+        if kind in ("round", "travelling"):  # equal on all ranks, or useless to others
             found[name] = of_ranks[0]
-        elif kind == "scale":  # the one with which none of them overflowed
+        elif kind == "scale":  # the scale at which no rank overflowed
             found[name] = of_ranks.amin(0)
         elif kind == "statistics":
-            counted = parts > 0  # not 0 times what others have: that may be infinite
+            counted = parts > 0  # skips 0 * x, since x may be infinite
             found[name] = torch.tensordot(parts[counted].to(of_ranks.dtype), of_ranks[counted], dims=1)
         elif kind != "weights":
             found[name] = of_ranks.sum(0) / (world_size if kind == "memory" else saved.world_size)
     return found
 
 
-# A whole network's state out of what ranks hold of it, and the other way round: checkpoints know nothing else.
-
-
 def skeleton(run: Run) -> nn.Module:
-    """The whole network without numbers."""
     skeleton: nn.Module = run.material.skeleton()
     return skeleton
 
 
 def to_be_kept(run: Run, network: nn.Module, parts: Parts, whole: nn.Module, state: State) -> dict[str, Tensor]:
-    """This rank's part of the network, and of what the optimiser remembers, less what a lower rank has as well.
-    network: what all that hold this part share of it.
-    """
+    """This rank's part, without what a lower rank also has. network: the state shared by all ranks with this part."""
     wanted = parts.kept(run.info.rank, whole.state_dict(), whole)
     names, own = [name for name, _ in run.model.named_parameters()], network.state_dict()
     found = {name: own[name] for name in wanted}
@@ -183,7 +174,7 @@ def to_be_kept(run: Run, network: nn.Module, parts: Parts, whole: nn.Module, sta
 def joined(
     of_ranks: Sequence[Mapping[str, Tensor]], parts: Parts, whole: nn.Module
 ) -> tuple[dict[str, Tensor], dict[str, list[Tensor | None]]]:
-    """The whole network's state and its optimiser's. of_ranks: what each has kept."""
+    """The whole state and optimiser state. of_ranks: from `to_be_kept`."""
     like = whole.state_dict()
     weights = [name for name, _ in whole.named_parameters()]
     kinds = dict.fromkeys(name.partition(" ")[0] for kept in of_ranks for name in kept if " " in name)
@@ -198,7 +189,7 @@ def joined(
 def _assembled(
     of_ranks: Sequence[Mapping[str, Tensor]], parts: Parts, whole: nn.Module, called: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """called: what stands in `of_ranks` for each weight or buffer of the network, by its name."""
+    """called: weight or buffer -> key in `of_ranks`."""
     of_whole, found = whole.state_dict(), dict[str, Tensor]()
     for name, key in called.items():
         one = next((kept[key] for kept in of_ranks if key in kept), None)
@@ -211,18 +202,20 @@ def _assembled(
 
 
 def remembered(kind: str, name: str) -> str:
-    """What an optimiser remembers of the weight of this name, among other tensors."""
+    """The key of optimiser state."""
     return f"{kind} {name}"
 
 
 def take(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """state: what a rank holds, or more of it."""
-    for name, tensor in model.state_dict().items():  # load_state_dict would miss what a stage has taken away
+    for (
+        name,
+        tensor,
+    ) in model.state_dict().items():  # load_state_dict would miss entries that a pipeline stage has removed
         tensor.copy_(state[name])
 
 
 def own_state(run: Run, parts: Parts, state: State) -> dict[str, list[Tensor | None]]:
-    """Of what a whole network's optimiser remembers that of this rank's weights."""
+    """This rank's part of the optimiser state."""
     whole = skeleton(run)
     names, own = [name for name, _ in whole.named_parameters()], [name for name, _ in run.model.named_parameters()]
     found: dict[str, list[Tensor | None]] = {}
@@ -233,32 +226,28 @@ def own_state(run: Run, parts: Parts, state: State) -> dict[str, list[Tensor | N
     return found
 
 
-# What an optimiser remembers of each weight: `state = state_of(optimizer, model)`, `restore(optimizer, model, state)`.
-#
-# A state is by kind, as torch names them: `momentum_buffer` of SGD; `exp_avg`, `exp_avg_sq` and `step` of Adam and
-# AdamW.
-# Each has a tensor for every weight of the network, in the network's order; None where there is nothing to remember.
+# Optimiser state by torch's names (SGD: `momentum_buffer`; Adam and AdamW: `exp_avg`, `exp_avg_sq`, `step`). Each kind
+# has a tensor for every weight in the network's order, or None.
 
 State = Mapping[str, Sequence[Tensor | None]]
 
 STEP = "step"
-"""How many updates a weight has seen: a single number, of all kinds the one that is not of its weight's form."""
+"""A weight's number of updates: the only kind without the weight's shape."""
 _ADAM = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", STEP})
 _KINDS: dict[type[torch.optim.Optimizer], frozenset[str]] = {
     torch.optim.SGD: frozenset({"momentum_buffer"}),
     torch.optim.Adam: _ADAM,
     torch.optim.AdamW: _ADAM,
 }
-"""Of optimisers whose whole state this is."""
 
 
 def kinds_of(optimizer: object) -> frozenset[str] | None:
-    """What it may remember; None where that is not known."""
+    """None for an unknown optimiser."""
     return next((kinds for known, kinds in _KINDS.items() if isinstance(optimizer, known)), None)
 
 
 def state_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, list[Tensor | None]]:
-    """Its own tensors, no copies; without kinds that no weight has yet."""
+    """References. Kinds that no weight has are missing."""
     weights = list(model.parameters())
     of_weights = [optimizer.state.get(weight, {}) for weight in weights]
     found = {
@@ -268,7 +257,7 @@ def state_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, li
 
 
 def restore(optimizer: torch.optim.Optimizer, model: nn.Module, state: State) -> None:
-    """Not by load_state_dict: that would bring the old learning rate back, and a person may have set another."""
+    """Keeps the learning rate, unlike load_state_dict: a user may have set a new one."""
     on_device = {weight for group in optimizer.param_groups for weight in group["params"] if _counts_on_device(group)}
     for kind, tensors in state.items():
         for weight, kept in zip(model.parameters(), tensors, strict=True):
@@ -277,17 +266,17 @@ def restore(optimizer: torch.optim.Optimizer, model: nn.Module, state: State) ->
             if kind == STEP:
                 own = torch.empty_like(kept, device=weight.device if weight in on_device else "cpu")
             else:
-                own = torch.empty_like(weight, requires_grad=False)  # in the weight's order in memory
+                own = torch.empty_like(weight, requires_grad=False)  # the memory format of the weight
             optimizer.state[weight][kind] = own.copy_(kept)
 
 
 def _counts_on_device(group: Mapping[str, object]) -> bool:
-    """torch's own rule (Optimizer.load_state_dict)."""
+    """The rule of torch's Optimizer.load_state_dict."""
     return bool(group.get("capturable") or group.get("fused"))
 
 
 def mistake_of(optimizer: torch.optim.Optimizer, state: State, shapes: Sequence[torch.Size]) -> str:
-    """Why this optimiser of a network with such weights cannot go on with the state; empty where it can."""
+    """Why this optimiser cannot use the state, or "". shapes: of the weights."""
     if foreign := sorted(set(state) - (kinds_of(optimizer) or frozenset())):
         return f"is of another optimiser than {type(optimizer).__name__} (it has {', '.join(foreign)})"
     for kind, tensors in state.items():

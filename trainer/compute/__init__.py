@@ -1,4 +1,4 @@
-"""What one rank computes: the network, its arithmetic and precision, CUDA graphs."""
+"""Networks, arithmetic, precision and CUDA graphs of one rank."""
 
 from trainer.compute.compiler import keep_out
 

@@ -1,9 +1,6 @@
-"""BatchNorm over the whole batch of all ranks by torch's own kernels for it: on GPUs, in a third of the launches.
+"""BatchNorm over all ranks' samples with torch's own kernels: a third of the launches on GPUs.
 
-    normalised = normalise(norm, images)            norm: a SynchronisedBatchNorm; moves its running statistics
-
-The kernels are those of torch.nn.SyncBatchNorm. Its own way around them waits for the GPU in every layer, to see which
-ranks had no samples; here such a rank sends NOTHING as its count, which needs no look.
+torch.nn.SyncBatchNorm waits for the GPU in every layer to learn which ranks had no samples; here they send NOTHING.
 """
 
 from __future__ import annotations
@@ -20,12 +17,11 @@ from trainer.compute.buffers import flatten, unflatten
 from trainer.compute.models import batch_norms, running_statistics
 
 NOTHING = 1e-20
-"""The count of a rank without samples: the kernel divides by the first ranks' sum of counts, which may not be 0, and
-this vanishes beside any other."""
+"""A rank's count without samples: negligible, but the kernel may divide by it."""
 
 
 def normalise(norm: Any, images: Tensor) -> Tensor:
-    """images: contiguous or channels_last, of one rank, maybe none."""
+    """norm: a SynchronisedBatchNorm, whose running statistics move. images: maybe none."""
     images = _dense(images)
     counted = images.detach() if norm.counts else images.detach()[:0]
     of_ranks = _gathered(_own_statistics(counted, norm.eps), norm.group)
@@ -43,7 +39,7 @@ def normalise(norm: Any, images: Tensor) -> Tensor:
 
 
 def _own_statistics(images: Tensor, eps: float) -> Tensor:
-    """The mean and 1 / sqrt(variance + eps) of each channel, and the number of values that they come from."""
+    """Mean and 1 / sqrt(variance + eps) per channel, and the number of values."""
     channels = images.shape[1]
     values = images.numel() // channels
     if not values:
@@ -56,7 +52,7 @@ def _own_statistics(images: Tensor, eps: float) -> Tensor:
 
 
 def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """A row of each rank."""
+    """A row per rank."""
     if dist.get_backend(group) == "nccl":
         found = own.new_empty(group.size(), len(own))
         dist.all_gather_into_tensor(found, own, group=group)
@@ -71,7 +67,7 @@ def _running(norm: Any) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _part(norm: Any) -> float:
-    """How far the running statistics move at an update."""
+    """The weight of this update in the running statistics."""
     if not norm.track_running_stats:
         return 0.0
     norm.num_batches_tracked += 1
@@ -79,7 +75,7 @@ def _part(norm: Any) -> float:
 
 
 class _Normalise(torch.autograd.Function):
-    """The gradients of weight and bias are this rank's own sums: the strategy adds them up with all others."""
+    """Gradients of weight and bias are this rank's sums."""
 
     @staticmethod
     def forward(
@@ -123,32 +119,19 @@ def _dense(images: Tensor) -> Tensor:
     return images if is_channels_last else images.contiguous()
 
 
-# BatchNorm's running statistics of a network that all ranks share: averaged over them, or estimated again.
-#
-#     average_running_statistics(network, group, samples)     where each rank's have followed the shared weights
-#
-#     >>> network = nn.BatchNorm1d(2)
-#     >>> estimate_running_statistics(network, [torch.ones(4, 2), torch.zeros(4, 2)])     # they have followed others
-#     8
-#     >>> network.running_mean                                                            # then average these
-#     tensor([0.5000, 0.5000])
-#
-# An average of weights that have gone apart, or an outer step, is a network that no rank has trained: its activations
-# have means and variances of their own, which some forward passes find (Izmailov et al. 2018, section 3.2).
+# Running statistics of averaged weights. No rank has trained an average of diverged weights, or the result of an outer
+# step, so the activations have other means and variances; a few forward passes find them (Izmailov et al. 2018, section
+# 3.2).
 
 REMEMBERED = 0.9
-"""What torch's BatchNorm keeps of its running statistics at an update by default."""
+"""torch's default weight of old statistics."""
 BATCHES = 50
-"""Updates whose samples decide what is estimated again."""
+"""Updates whose samples are used."""
 
 
 def average_running_statistics(model: nn.Module, group: dist.ProcessGroup, samples: float) -> None:
-    """Leaves on every rank of the group the mean of all its ranks' BatchNorm statistics, each counted by its samples.
-
-    samples: of this rank, that its statistics come from; where no rank has any, all stay as they are. The spread
-    between the ranks' means is left out of the variance: with shuffled samples it is small, and in the batches' own,
-    which are those of a population, already.
-    """
+    """Sets the statistics of all ranks to their mean by samples. If all have 0 samples, nothing changes."""
+    # The variance leaves out the spread between the ranks' means: it is small with shuffled samples.
     statistics = running_statistics(model)
     if not statistics:
         return
@@ -163,17 +146,15 @@ def average_running_statistics(model: nn.Module, group: dist.ProcessGroup, sampl
 
 @torch.no_grad()
 def estimate_running_statistics(model: nn.Module, batches: Iterable[Tensor]) -> int:
-    """Makes them the means over these images, each counted alike, and gives their number; leaves the counts of updates
-    as they are. batches: of the size that BatchNorm sees in training, none of them empty.
-    """
-    with estimating(model) as seen:
+    """Replaces the statistics by their mean over these images; returns their number. batches: not empty."""
+    with estimating(model) as estimator:
         for images in batches:
-            seen(images)
-    return seen.samples
+            estimator(images)
+    return estimator.samples
 
 
-class Seen:
-    """Calls a network whose statistics are being estimated. samples: so far."""
+class Estimator:
+    """Calls a network whose statistics are being estimated; counts samples."""
 
     def __init__(self, model: nn.Module, norms: Sequence[Any]) -> None:
         self.model, self.norms, self.samples = model, norms, 0
@@ -187,17 +168,17 @@ class Seen:
 
 
 @contextlib.contextmanager
-def estimating(model: nn.Module) -> Iterator[Seen]:
-    """The same for whoever passes the batches on by himself. Statistics of modules in eval mode stay as they are."""
+def estimating(model: nn.Module) -> Iterator[Estimator]:
+    """For callers with another loop. Modules in eval mode keep their statistics."""
     norms = [norm for norm in batch_norms(model) if norm.training]
     kept = [
         (norm, norm.momentum, tracked, tracked.clone())
         for norm in norms
-        if (tracked := getattr(norm, "num_batches_tracked", None)) is not None  # which other stages' have not
+        if (tracked := getattr(norm, "num_batches_tracked", None)) is not None  # absent in modules of other stages
     ]
     for norm, *_ in kept:
         norm.reset_running_stats()
-    yield Seen(model, [norm for norm, *_ in kept])
+    yield Estimator(model, [norm for norm, *_ in kept])
     for norm, momentum, tracked, updates in kept:
         norm.momentum = momentum
         tracked.copy_(updates)

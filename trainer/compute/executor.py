@@ -1,4 +1,4 @@
-"""Who does a strategy's work on numbers: this device, or nobody, where a rank stands in for a GPU. Imports no torch."""
+"""Runs a strategy's arithmetic, or only takes its time if a rank simulates a GPU. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from trainer.shared.gpu_work import Work
 
 
 class Executor:
-    """Does it. What it would take a GPU is for those alone who keep that time instead (`standin.StandInExecutor`)."""
+    """`standin.StandInExecutor` waits for the predicted time of `work` instead."""
 
     def __call__(self, work: Work, arithmetic: Callable[[], object]) -> None:
         arithmetic()
 
     def beside(self) -> Executor:
-        """Another one, whose work runs beside this one's: each thread has its own."""
         return self
 
 

@@ -1,22 +1,13 @@
-"""CUDA graphs: forward and backward of a network queued with a few calls, instead of one call a kernel.
+"""CUDA graphs: queues a network's forward and backward with a few calls instead of one per kernel.
 
-    graphs = replayable(model, say, gave_up)    in place; from the third training pass with one size of batch on,
-                                                `model` replays what it recorded for it
+    graphs = replayable(model, say, gave_up)    in place; records each batch size at its third training pass
 
-ResNet-152 takes 1,350 launches a step, whatever the batch: some 24 ms of the host's time, in which a fast GPU with a
-small batch has long been done. Recorded are forward and backward alone, in pieces: as a piece's backward ends, autograd
-hands its gradients on as ever, so that DDP's hooks, and what travels beside backward, stay what they are. Loss,
-exchange and optimiser are called as before. The kernels and their order are those of a plain pass; before a recording
-counts, it is compared with one over the same images.
-
-A recording reads and writes fixed places: it holds a pass's activations for good, next to what plain passes (of other
-sizes, say) need. It is made only where memory has room for both. Gradients lie in places of its own, too, which the
-next backward writes over: whoever adds up several micro-batches has to switch it off (`enabled`).
-
-torch.cuda.make_graphed_callables does the same but for what matters here: it runs the network to warm up, which moves
-BatchNorm's statistics, takes the parameters themselves, whose gradients DDP's hooks have bound to another stream, and
-copies what passes from one piece to the next.
+ResNet-152 has 1,350 launches per step, 24 ms of host time. Recordings are cut into pieces, so that gradients are handed
+on during backward as usual. They use memory of their own, and the next backward overwrites their gradients:
+accumulating micro-batches needs `enabled = False`.
 """
+# torch.cuda.make_graphed_callables does not fit: its warm-up moves BatchNorm's statistics, it uses the parameters
+# themselves, whose gradients DDP's hooks have bound to another stream, and it copies between pieces.
 
 from __future__ import annotations
 
@@ -34,35 +25,30 @@ from trainer.compute.models import gradient_bytes, stages_of, trainable
 from trainer.shared.strategy_table import why_not_replayed
 
 WARM = 2
-"""Plain passes of a size before it is recorded: cuDNN chooses its algorithms, lazily loaded kernels are there."""
+"""Then cuDNN has chosen its algorithms and lazy kernels are loaded."""
 MOST = 2
-"""Sizes recorded at once: a share that cannot be cut evenly has two."""
+"""Recorded sizes: an uneven share has two."""
 PIECE_BYTES = 1 << 24
-"""Gradients that are handed on together: of the order of DDP's buckets, which so lose little of their head start."""
+"""About one DDP bucket, so overlap is kept."""
 ROOM = 0.9
-"""The part of what is free that a recording, and a plain pass beside it, may take."""
+"""The part of free memory that may be used."""
 DIFFERENT, NOISE = 1e-3, 4
-"""A recording whose outputs, gradients or statistics are farther from a plain pass's (as a part of these) than this
-and so many times what two plain passes lie apart, is thrown away. The same kernels give the same bits, but for those
-that add up in whatever order their threads come.
-"""
+"""A recording is dropped if its distance to a plain pass exceeds DIFFERENT + NOISE * (distance of two plain passes)."""
 
 
 def why_not(device: torch.device, settings: Any, model: nn.Module) -> str:
-    """Why nothing can be recorded; empty where it can."""
+    """Empty if recording is possible."""
     if device.type != "cuda":
         return "the rank computes on the CPU"
     if "capture_error_mode" not in inspect.signature(torch.cuda.graph).parameters:
         return f"torch {torch.__version__} is older than 2.1"
     if why := why_not_replayed(settings.strategy, settings.sync_bn, settings.accumulate):
         return why
-    return "" if stages_of(model) else f"how {settings.model} is cut into pieces is not known"
+    return "" if stages_of(model) else f"{settings.model} cannot be cut into pieces"
 
 
 class Graphs:
-    """The recordings of one network, by the shape of its images. say: to people. gave_up: called with the reason when
-    this rank stops recording and replaying. enabled: may the next pass be recorded or replayed?
-    """
+    """A network's recordings by image shape. gave_up: called with the reason when this rank stops."""
 
     def __init__(self, say: Callable[[str], None], gave_up: Callable[[str], None]) -> None:
         self.say, self.gave_up, self.enabled, self.given_up = say, gave_up, True, False
@@ -70,21 +56,21 @@ class Graphs:
         self.recorded: dict[torch.Size, Recording] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
-        """The graphs of a copied network, whose weights lie elsewhere: it replays nothing."""
+        # A copied network has other weights: it never replays.
         copied = Graphs(self.say, self.gave_up)
         copied.given_up = True
         return copied
 
     def of(self, model: nn.Module, images: Tensor) -> Recording | None:
-        """What to replay for these images; None for a plain pass."""
+        """None for a plain pass."""
         learns = model.training and torch.is_grad_enabled() and len(images) > 0
         if self.given_up or not self.enabled or not learns:
             return None
         if recording := self.recorded.pop(images.shape, None):
-            self.recorded[images.shape] = recording  # at the end: the one used last
+            self.recorded[images.shape] = recording  # most recently used last
             return recording
         if images.numel() > max((shape.numel() for shape in self.passes), default=0):
-            self.recorded.clear()  # larger than any before: all room is for its plain passes
+            self.recorded.clear()  # the largest size so far needs all memory for plain passes
         self.passes[images.shape] = self.passes.get(images.shape, 0) + 1
         return self._record(model, images) if self.passes[images.shape] > WARM else None
 
@@ -92,7 +78,7 @@ class Graphs:
         torch.cuda.synchronize()
         while len(self.recorded) >= MOST:
             self.recorded.pop(next(iter(self.recorded)))
-        gc.collect()  # what it would free while a stream is recorded could not be freed
+        gc.collect()  # nothing can be freed during a capture
         torch.cuda.empty_cache()
         if lacking := _lacking(model, images.device):
             self._give_up(lacking)
@@ -102,7 +88,7 @@ class Graphs:
             found = Recording(model, images)
             gib = (free - torch.cuda.mem_get_info(images.device)[0]) / 2**30
             far, apart = distances(model, found, images)
-        except RuntimeError as error:  # torch's word for whatever CUDA refuses
+        except RuntimeError as error:  # torch's error for anything that CUDA refuses
             self._give_up(str(error).partition("\n")[0][:200])
             return None
         if not far <= DIFFERENT + NOISE * apart:
@@ -121,9 +107,7 @@ class Graphs:
 
 
 def replayable(model: nn.Module, say: Callable[[str], None], gave_up: Callable[[str], None]) -> Graphs:
-    """The model's class becomes one whose forward pass asks the graphs first: parameters, hooks and names stay what and
-    where they are.
-    """
+    """Changes the model's class. Parameters, hooks and names stay."""
     plain, graphs = type(model), Graphs(say, gave_up)
 
     def forward(self: Any, images: Tensor) -> Tensor:
@@ -137,28 +121,25 @@ def replayable(model: nn.Module, say: Callable[[str], None], gave_up: Callable[[
 
 
 def _lacking(model: nn.Module, device: torch.device) -> str:
-    """Why memory is too small, empty where it is not: by the largest pass so far."""
+    """Judged by the largest pass so far; empty if memory suffices."""
     held = torch.cuda.memory_allocated(device)
     taken = torch.cuda.max_memory_allocated(device) - held
     needed = 2 * taken + 3 * gradient_bytes(model)
     free = ROOM * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - held)
     if needed <= free:
         return ""
-    return f"a recording beside a plain pass takes {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
+    return f"a recording and a plain pass take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One size
 
 
 class Recording:
-    """Forward and backward of a network for images of one shape. All its memory comes from one pool, which the order of
-    replaying keeps right: forward from the first piece to the last, and back.
-    """
+    # All pieces share a memory pool, so they must replay in order: forward, then backward from the last piece.
 
     def __init__(self, model: nn.Module, images: Tensor) -> None:
         caches = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # a weight cast before would be read where it lay then
+        torch.set_autocast_cache_enabled(False)  # a cached cast of a weight would be read at its old address
         try:
             self.images = images.detach().clone()
             self.pieces = _record(stages_of(model), self.images)
@@ -185,11 +166,11 @@ def _record(stages: Sequence[nn.Module], images: Tensor) -> list[Piece]:
 
 
 class Piece:
-    """Some stages that follow each other. output, gradients: the places that a replay writes to."""
+    """output, gradients: memory that a replay writes to."""
 
     def __init__(self, stages: nn.Sequential, images: Tensor, pool: Any, stream: Any) -> None:
         self.weights = trainable(stages)
-        # Not the parameters themselves: their gradients are bound to the stream in which DDP has hooked them.
+        # Aliases, because DDP's hooks bind the parameters' gradients to another stream.
         own = {name: weight.detach().requires_grad_() for name, weight in stages.named_parameters()}
         self.aliases = list(own.values())
         self.images = images.detach().requires_grad_(images.requires_grad)
@@ -198,20 +179,20 @@ class Piece:
             self.output = functional_call(stages, own, (self.images,))
 
     def record_backward(self, gradient: Tensor, pool: Any, stream: Any) -> Tensor:
-        """gradient: the place of the output's. Gives the place of the images' gradient, where they have one."""
+        """gradient: memory of the output's gradient. Returns that of the images'."""
         self.output_gradient = gradient
         wanted = [*([self.images] if self.images.requires_grad else []), *self.aliases]
         with recorded(self.backward, pool, stream):
             gradients = torch.autograd.grad(self.output, wanted, gradient)
         self.gradients = gradients[len(wanted) - len(self.aliases) :]
         self.images_gradient = gradients[0] if self.images.requires_grad else None
-        self.output = self.output.detach()  # without what led to it, whose memory the pool may use again
+        self.output = self.output.detach()  # drops the autograd graph, so that the pool can reuse its memory
         return gradient if self.images_gradient is None else self.images_gradient
 
 
 @contextlib.contextmanager
 def recorded(graph: Any, pool: Any, stream: Any) -> Iterator[None]:
-    """Other threads (loaders, NCCL's watchdog) may ask CUDA for what they like meanwhile."""
+    # Other threads (loaders, NCCL's watchdog) may use CUDA during the capture.
     with torch.cuda.stream(stream):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
@@ -235,13 +216,12 @@ class _Replay(torch.autograd.Function):
         if gradient.data_ptr() != piece.output_gradient.data_ptr():
             piece.output_gradient.copy_(gradient)
         piece.backward.replay()
-        # New names for the places, so that autograd takes them over instead of copying.
+        # New tensors on the same memory: autograd takes them without a copy.
         images_gradient = None if piece.images_gradient is None else piece.images_gradient.detach()
         return None, images_gradient, *(found.detach() for found in piece.gradients)
 
 
 def pieces_of(stages: Sequence[nn.Module]) -> Iterator[nn.Sequential]:
-    """Neighbours together until they have PIECE_BYTES of gradients."""
     piece: list[nn.Module] = []
     for stage in stages:
         piece.append(stage)
@@ -251,9 +231,7 @@ def pieces_of(stages: Sequence[nn.Module]) -> Iterator[nn.Sequential]:
 
 
 def distances(model: Any, recording: Recording, images: Tensor) -> tuple[float, float]:
-    """How far a replay lies from a plain pass over the same images, and a second plain pass from the first: the worst
-    of outputs, gradients and running statistics, as a part of these. Leaves the statistics as they were.
-    """
+    """Relative distances of a replay, and of a second plain pass, to a plain pass."""
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
 
     def one(forward: Callable[[Tensor], Tensor]) -> tuple[Sequence[Tensor], ...]:
@@ -270,7 +248,7 @@ def distances(model: Any, recording: Recording, images: Tensor) -> tuple[float, 
 
 
 def _some_gradient(output: Tensor) -> Tensor:
-    """The same for the same shape, and not alike in any two places."""
+    """Depends only on the shape; all values differ."""
     count = torch.arange(output.numel(), device=output.device)
     return (torch.sin(1.0 + count) / len(output)).view_as(output).to(output.dtype)
 

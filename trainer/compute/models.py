@@ -1,4 +1,4 @@
-"""The networks: `build_model("lenet", (1, 28, 28), classes=10)`."""
+"""Networks: built by name, cut into blocks, and analysed without computing."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from trainer.shared.errors import TrainError
 
 
 class LeNet(nn.Module):
-    """LeNet-5 (LeCun et al. 1998) with ReLU and max pooling. It sees 32x32; smaller images get a border of zeros.
-
-    61,706 parameters for 1x28x28 and 1x32x32, 62,006 for 3x32x32.
-    """
+    """LeNet-5 (LeCun et al. 1998) with ReLU and max pooling for 32x32; 61,706 parameters for one channel."""
 
     def __init__(self, channels: int, size: int, classes: int) -> None:
         super().__init__()
@@ -39,10 +36,7 @@ class LeNet(nn.Module):
 
 
 def build_model(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """A model with fresh random weights for images of `shape` (channels, height, width).
-
-    Raises TrainError where this torchvision has none of that name, or it cannot take such images.
-    """
+    """shape: (channels, height, width). Raises TrainError."""
     if name == "lenet":
         return LeNet(shape[0], shape[1], classes)
     if name == "small_resnet":
@@ -51,10 +45,10 @@ def build_model(name: str, shape: tuple[int, int, int], classes: int) -> nn.Modu
 
     further: dict[str, Any] = {"image_size": shape[1]} if name.startswith("vit_") else {}
     if name == "googlenet":
-        further = {"aux_logits": False, "init_weights": True}  # its side outputs would have losses of their own
+        further = {"aux_logits": False, "init_weights": True}  # side outputs would need their own losses
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torchvision's about its own ways to begin
+            warnings.simplefilter("ignore")  # torchvision's warning about its initialisation
             model: nn.Module = getattr(models, name)(weights=None, num_classes=classes, **further)
     except AttributeError as error:
         raise TrainError(f"model: torchvision {__version__} has no {name}; a newer one may") from error
@@ -64,24 +58,21 @@ def build_model(name: str, shape: tuple[int, int, int], classes: int) -> nn.Modu
 
 
 def skeleton_of(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """The same without numbers."""
     return without_numbers(lambda: build_model(name, shape, classes))
 
 
 def without_numbers(build: Callable[[], nn.Module]) -> nn.Module:
-    """A network on torch's meta device: names and shapes. Draws nothing from torch's generator."""
+    """A network on torch's meta device. Keeps torch's random generator as it is."""
     try:
         with torch.device("meta"):
             return build()
-    except NotImplementedError:  # RegNets compute their widths by tensors
+    except NotImplementedError:  # RegNets compute their widths with tensors
         with torch.random.fork_rng(devices=[]):
             return build().to("meta")
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy on torch's meta device, in which weights that share memory still share it: `to("meta")` separates them.
-    Raises RuntimeError as copy.deepcopy does.
-    """
+    """On torch's meta device; keeps shared memory shared, unlike `to("meta")`. Raises RuntimeError."""
     memo: dict[int, Any] = {}
     places: dict[tuple[int, torch.dtype], Tensor] = {}
     for module in model.modules():
@@ -92,7 +83,6 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 def _without_numbers(tensor: Tensor, places: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
-    """places: what takes the place of each storage so far."""
     key = storage_of(tensor), tensor.dtype
     if key not in places:
         numbers = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -102,31 +92,28 @@ def _without_numbers(tensor: Tensor, places: dict[tuple[int, torch.dtype], Tenso
 
 
 def stages_of(model: nn.Module) -> list[nn.Module]:
-    """Modules whose chain is the model's forward pass, no two of which share a weight; [] if `why_whole` has a reason
-    against it.
-    """
+    """Modules whose chain is the forward pass and which share no weights; [] if there is no such chain."""
     return [] if why_whole(model) else _untied(_chain_of(model))
 
 
 def why_whole(model: nn.Module) -> str:
-    """Why the model cannot be taken apart, to follow its name; empty if it can."""
+    """Why the model cannot be cut, to follow its name; empty if it can."""
     known = _known(model)
     if known is None:
-        return "is no chain of blocks that could be cut"
+        return "is not a known chain of blocks"
     for name in ("forward", "_forward_impl", "__call__"):
         if hasattr(known, name) and _method(model, name) is not getattr(known, name):
-            return "has a forward pass of its own, which its blocks alone would not make"
+            return "has its own forward pass, which is not a chain of its blocks"
     if has_hooks(model):
-        return "has hooks of its own, which no block would call"
+        return "has hooks, which its blocks would not call"
     held = {id(tensor) for block in _chain_of(model) for tensor in (*block.parameters(), *block.buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in held:
-            return f"cannot be cut: {name} is of no block"
+            return f"cannot be cut: {name} belongs to no block"
     return ""
 
 
 def _known(model: nn.Module) -> type[nn.Module] | None:
-    """The class whose forward pass is known to be a chain."""
     if isinstance(model, (LeNet, nn.Sequential)):
         return LeNet if isinstance(model, LeNet) else nn.Sequential
     from torchvision.models import ResNet
@@ -135,20 +122,18 @@ def _known(model: nn.Module) -> type[nn.Module] | None:
 
 
 def _method(model: nn.Module, name: str) -> Any:
-    """The function that the model calls by this name."""
-    if name == "forward" and "plain_forward" in vars(model):  # that of a network which replays CUDA graphs
+    # the original forward of a network that replays CUDA graphs
+    if name == "forward" and "plain_forward" in vars(model):
         return model.plain_forward
     return vars(model).get(name, getattr(type(model), name, None))
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Is anything called before or after the module's own forward or backward pass?"""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, kind, None) for kind in kinds)
 
 
 def _chain_of(model: Any) -> list[nn.Module]:
-    """The blocks of a network that is known."""
     if isinstance(model, LeNet):
         return [model.features, model.classifier]
     if isinstance(model, nn.Sequential):
@@ -159,7 +144,7 @@ def _chain_of(model: Any) -> list[nn.Module]:
 
 
 def _opened(module: nn.Module) -> list[nn.Module]:
-    """The modules of a plain nn.Sequential; any other stays whole, with its hooks and its forward pass."""
+    """Children of a plain nn.Sequential, otherwise the module."""
     is_plain = type(module) is nn.Sequential and "forward" not in vars(module) and not has_hooks(module)
     return list(cast(nn.Sequential, module)) if is_plain else [module]
 
@@ -169,12 +154,12 @@ def _flat(module: nn.Module) -> Iterator[nn.Module]:
     if inner == [module]:
         yield module
     else:
-        for one in inner:
-            yield from _flat(one)
+        for child in inner:
+            yield from _flat(child)
 
 
 def _untied(blocks: list[nn.Module]) -> list[nn.Module]:
-    """With all from a weight's first block to its last in a single one: its gradients then add up on one rank."""
+    """Joins blocks that share a weight, so that its gradients add up on one rank."""
     last = {key: number for number, block in enumerate(blocks) for key, _ in _weights_of(block)}
     groups: list[list[nn.Module]] = []
     reach = -1
@@ -190,9 +175,8 @@ def _untied(blocks: list[nn.Module]) -> list[nn.Module]:
 
 
 def _weights_of(module: nn.Module) -> Iterator[tuple[int, str]]:
-    """What belongs to one rank only, by its place in memory, and its name: weights, and the modules that have buffers.
-    A buffer that two modules share is not among them: most are constants, such as masks.
-    """
+    """Weights by memory, and modules with buffers: they can belong to one rank only."""
+    # Buffers that modules share are left out: most are constants, like masks.
     for prefix, one in module.named_modules(remove_duplicate=False):
         before = f"{prefix}." if prefix else ""
         for name, weight in one.named_parameters(recurse=False):
@@ -202,24 +186,26 @@ def _weights_of(module: nn.Module) -> Iterator[tuple[int, str]]:
 
 
 def ties_of(model: nn.Module) -> str:
-    """Names a weight that blocks had to be joined for; empty if there is none."""
+    """Names a shared weight; empty without one."""
     first: dict[int, str] = {}
     if len(chain := _chain_of(model)) == len(_untied(chain)):
         return ""
     for key, name in _weights_of(model):
         if first.setdefault(key, name) != name:
             again = name.rpartition(".")[0]
-            return f"{first[key]} is used again in {again}, and all from its first use to its last is one block"
+            return (
+                f"{first[key]} is used again in {again}, and one block holds everything from its first use to its last"
+            )
     return ""
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The same for tensors that share memory."""
+    """Equal for tensors that share memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _joined(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """What has weights begins a block; others (activations, which may change their input) go with what is before."""
+    # Each module with weights begins a block. Others join the block before: activations may work in place.
     blocks: list[list[nn.Module]] = []
     for module in modules:
         if not blocks or (any(True for _ in module.parameters()) and _has_weights(blocks[-1])):
@@ -233,17 +219,14 @@ def _has_weights(modules: list[nn.Module]) -> bool:
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    """Bytes that one whole gradient has, before any compression."""
     return sum(parameter.numel() * parameter.element_size() for parameter in trainable(model))
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:
-    """The gradients of all trained parameters, in their order, when backward has given each its own."""
     return [cast(Tensor, parameter.grad) for parameter in trainable(model)]
 
 
 def fill_gradients(model: nn.Module) -> None:
-    """Gives zeros to each trained parameter that no backward has reached."""
     for parameter in trainable(model):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -262,26 +245,23 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def needs_pairs_of_samples(model: nn.Module) -> bool:
-    """Does any BatchNorm normalise by its batch? Not in eval mode, as in fine-tuning, if it has running statistics."""
+    """Whether some BatchNorm normalises by its batch. In eval mode it may not."""
     return any(norm.training or norm._buffers.get("running_mean") is None for norm in batch_norms(model))
 
 
 def moves_statistics(model: nn.Module) -> bool:
-    """Does any BatchNorm follow what it sees in training?"""
+    """Whether training moves the statistics of some BatchNorm."""
     return any(norm.training and norm._buffers.get("running_mean") is not None for norm in batch_norms(model))
 
 
 def running_statistics(model: nn.Module) -> list[torch.Tensor]:
-    """The buffers that training moves by averaging: BatchNorm's means and variances. Of other modules' buffers (masks,
-    queues, codebooks) nothing is known: they stay each rank's own.
-    """
+    """BatchNorm's means and variances. Other buffers (masks, queues, codebooks) cannot be averaged."""
     found = [norm._buffers.get(name) for norm in batch_norms(model) for name in ("running_mean", "running_var")]
     return [statistic for statistic in found if statistic is not None]
 
 
 @contextlib.contextmanager
 def evaluated(model: nn.Module) -> Iterator[None]:
-    """In eval mode; afterwards each module is in the mode that it was in."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -291,19 +271,16 @@ def evaluated(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-# A residual network with BatchNorm that a CPU core trains at some thousand images of 28 x 28 pixels a second.
-#
-# It is torchvision's ResNet in the form that He et al. (2016) have for small images (section 4.2: three groups of
-# blocks,
-# the mean over all positions at the end), with one block a group, 8, 16 and 32 channels, and a first convolution that
-# takes every other position. 19,810 parameters for one channel and ten classes.
+# A residual network that a CPU core trains at some thousand 28x28 images per second: torchvision's ResNet in the form
+# of He et al. (2016) for small images (section 4.2), with one block per group and a first convolution of stride 2.
+# 19,810 parameters for one channel and ten classes.
 
 WIDTHS = (8, 16, 32)
 
 
 class SmallResNet(ResNet):  # type: ignore[misc]  # torchvision is untyped
     def __init__(self, channels: int, classes: int) -> None:
-        nn.Module.__init__(self)  # torchvision's own begins with 64 channels
+        nn.Module.__init__(self)  # torchvision's begins with 64 channels
         self._norm_layer, self.inplanes, self.dilation = nn.BatchNorm2d, WIDTHS[0], 1
         self.groups, self.base_width = 1, 64
         self.conv1 = nn.Conv2d(channels, WIDTHS[0], 3, stride=2, padding=1, bias=False)
@@ -318,26 +295,16 @@ class SmallResNet(ResNet):  # type: ignore[misc]  # torchvision is untyped
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
-# What a forward pass takes, without computing it.
-#
-# >>> with torch.device("meta"):                      # which knows shapes and no numbers
-# ...     network, images = nn.Sequential(nn.Linear(8, 4), nn.ReLU()), torch.zeros(2, 8)
-# >>> taken = meta_pass(network, images)
-# >>> taken.visits[0].work                            # multiplications of the first layer, for all inputs
-# 64.0
-# >>> sum(tensor.untyped_storage().nbytes() for tensor in taken.kept.values())
-# 96
-
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True)
 class Visit:
-    """A layer with weights, each time that the pass comes to it."""
+    """One pass through a layer with weights."""
 
     parameters: tuple[nn.Parameter, ...]
     work: float
-    """Its weights times the positions at which they are applied: its multiplications."""
+    """Multiplications: weights times positions."""
 
 
 @dataclass(frozen=True)
@@ -345,11 +312,11 @@ class Taken:
     output: Any
     visits: tuple[Visit, ...]
     kept: Mapping[int, Tensor]
-    """What is held until backward, by its storage."""
+    """Tensors kept for backward, by storage."""
 
 
 def meta_pass(module: nn.Module, inputs: Tensor, held: Collection[int] = ()) -> Taken:
-    """held: storages that somebody else holds, which are not counted; nor are weights and buffers."""
+    """Records a pass on the meta device. held: storages not to count."""
     visits: list[Visit] = []
     kept: dict[int, Tensor] = {}
     elsewhere = {storage_of(tensor) for tensor in [*module.parameters(), *module.buffers()]}.union(held)
@@ -359,7 +326,7 @@ def meta_pass(module: nn.Module, inputs: Tensor, held: Collection[int] = ()) -> 
 
     def keep(tensor: Tensor) -> Tensor:
         if storage_of(tensor) not in elsewhere:
-            kept[storage_of(tensor)] = tensor  # the tensor itself, so that no later storage takes the same address
+            kept[storage_of(tensor)] = tensor  # holds the tensor, so that no later storage reuses its address
         return tensor
 
     layers = [one for one in module.modules() if next(one.parameters(recurse=False), None) is not None]
@@ -372,13 +339,13 @@ def meta_pass(module: nn.Module, inputs: Tensor, held: Collection[int] = ()) -> 
 
 
 def how_it_failed(error: Exception) -> str:
-    """Of a network that cannot be called on the meta device, to follow its name."""
+    """Why a network fails on the meta device, to follow its name."""
     first = (str(error).splitlines() or [""])[0][:200]
-    return f"fails without numbers, on torch's meta device ({type(error).__name__}: {first})"
+    return f"fails on torch's meta device ({type(error).__name__}: {first})"
 
 
 def numbers(values: Any) -> int:
-    """In the first tensor of all: recurrent layers and attention give several."""
+    """Elements of the first tensor: recurrent layers and attention return several."""
     if isinstance(values, Tensor):
         return values.numel()
     parts = values.values() if isinstance(values, Mapping) else values if isinstance(values, (tuple, list)) else ()
@@ -386,10 +353,7 @@ def numbers(values: Any) -> int:
 
 
 def work_of(layer: nn.Module, inputs: int, outputs: int) -> float:
-    """Multiplications forward: its largest weight, times the positions at which it is applied.
-
-    inputs, outputs: how many numbers go in and come out.
-    """
+    """Multiplications of a forward pass. inputs, outputs: numbers of elements."""
     weight = max(layer.parameters(recurse=False), key=torch.numel)
     if weight.dim() < 2 or isinstance(layer, (nn.Embedding, nn.LayerNorm)):
         return float(outputs)

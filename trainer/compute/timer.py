@@ -1,9 +1,6 @@
-"""Marks on a device's own time line, and the milliseconds between them.
+"""Time stamps on the device, and an injected delay (`slow`).
 
-A GPU runs behind the program that feeds it: the host's clock, read after a call, says when the work was queued. So on
-CUDA a mark is an event in the stream that computes, stamped by the GPU when it gets there, and the host waits for a
-step's last mark when it has queued the next step. Waiting for the whole device at every mark would be wrong as well as
-slow: it would wait for the gradients that DDP is sending at that moment in a stream of their own.
+A GPU runs behind the program, so on CUDA a mark is an event in the computing stream.
 """
 
 from __future__ import annotations
@@ -17,18 +14,18 @@ import torch
 from trainer.shared.pace import Slow
 
 Mark = Any
-"""A moment on a device's time line: seconds of the host's clock, or an event of the GPU's."""
+"""Host seconds, or a CUDA event."""
 
 
 class CpuTimer:
-    """behind: steps that the device may lag behind the program."""
+    """behind: steps by which the device may lag."""
 
     behind = 0
 
     mark = mark_computing = staticmethod(time.perf_counter)
 
     def wait(self) -> None:
-        """Nothing to wait for: on a CPU work is done when the call returns."""
+        """On a CPU the work is done already."""
 
     def wait_for(self, mark: Mark) -> None:
         pass
@@ -49,17 +46,17 @@ class CudaTimer:
         return event
 
     def mark_computing(self) -> Mark:
-        """In the stream that computes, from wherever another one is the current one."""
+        """In the computing stream, even if another is current."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.default_stream())
         return event
 
     def wait(self) -> None:
-        """Until the stream that computes has nothing left, so that its marks may be read."""
+        # Not for the whole device, whose other streams may still be sending gradients.
         torch.cuda.current_stream().synchronize()
 
     def wait_for(self, mark: Mark) -> None:
-        """Until the device has come to it; what was queued behind it goes on."""
+        """Waits for this mark only."""
         mark.synchronize()
 
     def is_over(self, mark: Mark) -> bool:
@@ -73,7 +70,7 @@ Timer = CpuTimer | CudaTimer
 
 
 def covered_ms(timer: Timer, begin: Mark, spans: Sequence[tuple[Mark, Mark]]) -> float:
-    """Milliseconds that lie in at least one span, in whatever order they come. begin: a mark before all of them."""
+    """Milliseconds covered by at least one span. begin: before all of them."""
     if not spans:
         return 0.0
     covered, reached = 0.0, 0.0
@@ -87,13 +84,8 @@ def timer_for(device: torch.device) -> Timer:
     return CudaTimer() if device.type == "cuda" else CpuTimer()
 
 
-# The brake that holds a rank up where the setting `slow` says so.
-
-
 class Brake:
-    """Holds this rank up where the setting `slow` says so, and nowhere without it. postpone: called with the seconds by
-    which a stand-in's deadlines are due later; otherwise it would make up for the pause.
-    """
+    """Delays this rank as `slow` asks. postpone: moves a stand-in's deadlines, or it would catch up."""
 
     def __init__(
         self,
@@ -107,11 +99,11 @@ class Brake:
         self.postpone = postpone
 
     def pause(self, where: str) -> float:
-        """The seconds for which this held the rank up; 0 where it should not."""
+        """Returns seconds."""
         if not self.slow or self.slow.at != where:
             return 0.0
         if self.timer:
-            self.timer.wait()  # a GPU that still has work queued would not notice
+            self.timer.wait()  # a GPU with queued work would not notice the pause
         time.sleep(self.slow.ms / 1000)
         self.postpone(self.slow.ms / 1000)
         return self.slow.ms / 1000

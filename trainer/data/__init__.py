@@ -1,3 +1,3 @@
-"""From a data set's name to batches on the device."""
+"""Training data: from a name to batches on the device."""
 
 import trainer.compute  # noqa: F401 - before torchvision, for what it keeps out

@@ -1,8 +1,4 @@
-"""Getting the files of a data set, once a host: as they lie there, unpacked, or downloaded and verified.
-
-prepare(settings)                              raises TrainError where the data cannot be had
-open_files(settings, train=True)               torchvision's own MNIST or CIFAR10
-"""
+"""Gets a data set's files, once per host: unpacked already, from archives, or downloaded and verified."""
 
 from __future__ import annotations
 
@@ -43,10 +39,7 @@ def folder(settings: Settings) -> Path:
 
 
 def prepare(settings: Settings) -> None:
-    """Leaves the data set unpacked in its folder: as it was, from archives that lie there, or downloaded and verified.
-
-    Raises TrainError where the data cannot be had.
-    """
+    """Raises TrainError if the data cannot be had."""
     if settings.data not in _SETS:
         return
     where = folder(settings)
@@ -65,7 +58,7 @@ def prepare(settings: Settings) -> None:
 
 
 def _unpack_mnist(raw: Path) -> None:
-    """torchvision knows only the md5 of the archives as once published; many copies were repacked."""
+    """torchvision has only the md5 of the original archives; many copies were repacked."""
     for name, md5 in _MNIST_MD5.items():
         packed, unpacked = raw / f"{name}.gz", raw / name
         if unpacked.exists() or not packed.exists():
@@ -79,7 +72,7 @@ def _unpack_mnist(raw: Path) -> None:
 
 
 def _check_mnist(raw: Path) -> None:
-    """Raises TrainError for a file that is shorter than it says itself: torchvision would call it absent."""
+    """Raises TrainError for a truncated file, which torchvision would report as absent."""
     for path in (raw / name for name in _MNIST_MD5):
         if not path.exists():
             continue
@@ -105,7 +98,6 @@ def _is_unpacked(settings: Settings) -> bool:
 
 
 def _fetch(settings: Settings) -> None:
-    """Lets torchvision download what is missing, compare it with its known md5, and unpack it."""
     where = folder(settings)
     has_archive = settings.data == "cifar10" and check_integrity(str(where / CIFAR10.filename), CIFAR10.tgz_md5)
     if not has_archive and not _reachable(_addresses(settings)):
@@ -129,10 +121,8 @@ def _addresses(settings: Settings) -> list[str]:
 
 
 def _reachable(addresses: Sequence[str]) -> bool:
-    """Whether one of the addresses answers in NETWORK_TIMEOUT_S.
-
-    Asked in threads, since looking up a name where no name server answers heeds no time limit.
-    """
+    """Whether an address answers within NETWORK_TIMEOUT_S."""
+    # In threads: name look-ups without a name server ignore the timeout.
     answered = threading.Event()
 
     def ask(address: str) -> None:
@@ -150,7 +140,7 @@ def _reachable(addresses: Sequence[str]) -> bool:
 
 @contextlib.contextmanager
 def _short_network_timeout() -> Iterator[None]:
-    """torchvision sets no time limit of its own: a download that stalls would hang."""
+    """torchvision sets no timeout, so a stalled download would hang."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(NETWORK_TIMEOUT_S)
     try:
@@ -161,7 +151,7 @@ def _short_network_timeout() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alone_in(where: Path) -> Iterator[None]:
-    """One process at a time unpacks into a folder: hosts often share homes. A read-only one needs no lock."""
+    """A lock for unpacking, because hosts often share homes. Read-only folders need none."""
     try:
         lock = os.open(where / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
     except OSError:

@@ -1,11 +1,4 @@
-"""How batches reach the model, and both loaders opened: `resident` where the set fits, else `workers`.
-
-    facts = agree_on_facts(settings, info)                        the data's, the same on all ranks
-    settings = choose_loader(settings, facts, info, device)       loader and num_workers as they turn out here
-    opened = open_batches(settings, facts, order, info, device)    to train and to test with
-
-What a model sees is the same to the last bit whichever is chosen, so that ranks may choose differently.
-"""
+"""Opens the batches: `resident` if the data set fits into memory, otherwise `workers`, bit-identical."""
 
 from __future__ import annotations
 
@@ -42,25 +35,20 @@ Batches = Iterable[Batch]
 
 
 class Opened(NamedTuple):
-    """A rank's batches."""
-
     train: Batches
-    """The batches of the epoch that the order is set to."""
+    """The current epoch's."""
     test: Callable[[], Batches] | None
-    """Opens its part of the test data, for each evaluation again; None where the rank is paced."""
+    """For each evaluation; None if paced."""
     again: Callable[[RankBatches], Batches]
-    """Opens the batches of another order, without disturbing `train`."""
+    """Batches of another order, independent of `train`."""
 
 
 _PART_OF_MEMORY = 0.25
-"""The part of free memory that resident sets may take: the rest is for the model and for what else the host does."""
 
 
 def agree_on_facts(settings: Settings, info: RankInfo) -> DataSet:
-    """Counted on every host where the data are a folder. Raises TrainError where two hosts' folders differ.
-
-    A paced rank has no data: it takes the others' word, and where all are paced that of the experiment's own data set.
-    """
+    """A collective call. Raises TrainError if folders differ between hosts."""
+    # A paced rank has no data: it takes the others' counts.
     own = ""
     with together(info.node):
         if info.learns:
@@ -81,7 +69,7 @@ def agree_on_facts(settings: Settings, info: RankInfo) -> DataSet:
 
 
 def choose_loader(settings: Settings, facts: DataSet, info: RankInfo, device: torch.device) -> Settings:
-    """`loader` and `num_workers` as they turn out on this host. Raises TrainError for a set that cannot be resident."""
+    """Sets `loader` and `num_workers` for this host. Raises TrainError if the set cannot be resident."""
     if not info.learns:
         return settings
     loader = settings.loader
@@ -98,17 +86,16 @@ def choose_loader(settings: Settings, facts: DataSet, info: RankInfo, device: to
 
 
 def resident_bytes(facts: DataSet) -> int:
-    """One rank's copy of the training and test images."""
     return (facts.train_samples + facts.test_samples) * (math.prod(facts.shape) + 8)
 
 
 def ranks_on(device: torch.device, info: RankInfo) -> int:
-    """How many ranks hold a copy in the same memory."""
+    """How many ranks hold a copy there."""
     return info.local_world_size if device.type == "cpu" else -(-info.local_world_size // torch.cuda.device_count())
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free bytes: of a GPU as its driver says; of a host what it gives without swapping, within our cgroup's limit."""
+    """Without swapping and within the cgroup's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with contextlib.suppress(OSError, StopIteration, ValueError):
@@ -119,7 +106,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _cgroup_bytes() -> float:
-    """Left of this process's cgroup (version 2); without a limit, infinite."""
+    """Version 2; infinite without a limit."""
     with contextlib.suppress(OSError, IndexError, ValueError):
         name = Path("/proc/self/cgroup").read_text(encoding="utf-8").strip().split("::")[1]
         group = Path("/sys/fs/cgroup", name.lstrip("/"))
@@ -129,7 +116,7 @@ def _cgroup_bytes() -> float:
 
 
 def loader_processes(wanted: int, info: RankInfo, device: torch.device) -> int:
-    """On the CPU none by itself: they would only take the cores that ranks compute on. More than 4 rarely help."""
+    # On a CPU ranks need the cores; more than 4 rarely help.
     if wanted >= 0:
         return wanted
     return 0 if device.type == "cpu" else min(4, len(os.sched_getaffinity(0)) // info.local_world_size)
@@ -138,8 +125,8 @@ def loader_processes(wanted: int, info: RankInfo, device: torch.device) -> int:
 def open_batches(
     settings: Settings, facts: DataSet, order: RankBatches, info: RankInfo, device: torch.device
 ) -> Opened:
-    """All ranks of all hosts take part: one that fails, fails them all. A paced rank has blank batches."""
-    with together(info.node):  # one rank of each host fetches and unpacks
+    """A collective call. Raises TrainError on all ranks if one fails. Paced ranks have blank batches."""
+    with together(info.node):  # one rank per host fetches and unpacks
         if info.local_rank == 0 and info.learns:
             prepare(settings)
     with together(info.node):
@@ -151,9 +138,7 @@ def open_batches(
 
 
 def prepare_ahead(info: RankInfo, device: torch.device) -> resident.Ahead:
-    """On the CPU in a thread only where the rank's host has a core that no rank computes on: else it would take turns
-    with the thread that it is to relieve.
-    """
+    # On a CPU a thread only helps if a core is left over for it.
     if device.type == "cuda":
         return resident.in_stream
     cores = len(os.sched_getaffinity(0)) // info.local_world_size
@@ -191,29 +176,22 @@ def _workers(settings: Settings, facts: DataSet, order: RankBatches, device: tor
 
 
 def own_part(samples: int, order: RankBatches) -> range:
-    """This rank's part of so many test samples, in the proportion of the shares of now: who is fast in training is fast
-    here, and nobody waits long for the others.
-    """
+    """In proportion to this rank's share of training."""
     parts = scale_shares(order.stream.shares, samples)
     first = sum(parts[: order.rank])
     return range(first, first + parts[order.rank])
 
 
 def evaluated_at_once(facts: DataSet, order: RankBatches) -> int:
-    """Test samples of one batch: 1 MiB of pixels, or the rank's share of a training batch, which fits as well."""
+    """1 MiB of pixels, or the rank's training share if larger."""
     return max(order.stream.shares[order.rank], (1 << 20) // math.prod(facts.shape))
 
 
-# The `workers` loader: sample by sample with PIL, in the rank or in processes beside it (torch's DataLoader).
-#
-#     samples = Samples(pictures, facts, augment, seed)
-#     for images, labels in train_batches(samples, order, facts.shape, num_workers, device): ...
-#
-# Gives the same numbers as `resident`; for sets that do not fit on the device, and to compare.
+# The `workers` loader: images one by one with PIL, in torch's DataLoader.
 
 
 class Samples(Dataset[tuple[Tensor, int]]):
-    """Normalised images and labels; `vary`: as they are trained on, named by (epoch, index)."""
+    """By (epoch, index), normalised, and varied if `augment` is set."""
 
     def __init__(self, pictures: Any, facts: DataSet, augment: Augmentation | None = None, seed: int = 0) -> None:
         self.pictures, self.augment, self.seed, self.size = pictures, augment, seed, facts.shape[1:]
@@ -223,7 +201,7 @@ class Samples(Dataset[tuple[Tensor, int]]):
         return self.__getitems__([name])[0]
 
     def __getitems__(self, names: Sequence[tuple[int, int]]) -> list[tuple[Tensor, int]]:
-        """A whole batch, which torch's DataLoader asks for where it can: its parameters are drawn at once."""
+        # torch's DataLoader asks for a whole batch, so parameters are drawn at once.
         loaded = [self.pictures[index] for _, index in names]
         if self.augment and names:
             indices = torch.tensor([index for _, index in names])
@@ -235,9 +213,7 @@ class Samples(Dataset[tuple[Tensor, int]]):
 
 
 class WorkerBatches:
-    """A DataLoader; a TrainError of a loading process, which arrives with its traceback, is raised as one line. A batch
-    for a GPU is copied there while it computes with the one before.
-    """
+    """Shortens a worker's TrainError, which has a traceback, to one line. Copies batches to a GPU ahead."""
 
     def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
         self.loader, self.device = loader, device
@@ -248,7 +224,7 @@ class WorkerBatches:
 
 
 def _copied(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """From pinned memory, in a stream beside the one that computes."""
+    """Copies from pinned memory in another stream."""
 
     def copy(batch: Batch) -> list[Batch]:
         images, labels = batch
@@ -269,7 +245,7 @@ def _in_one_line(batches: Iterator[Batch]) -> Iterator[Batch]:
 def train_batches(
     samples: Samples, order: RankBatches, shape: tuple[int, ...], num_workers: int, device: torch.device
 ) -> WorkerBatches:
-    """This rank's batches of an epoch, as (images, labels); no images where its share is 0."""
+    """Empty tensors if the share is 0."""
     return WorkerBatches(
         DataLoader(
             samples,
@@ -285,7 +261,6 @@ def train_batches(
 
 
 def test_batches(samples: Samples, indices: range, batch: int, num_workers: int) -> WorkerBatches:
-    """The samples as they are, `batch` at a time."""
     names = [[(0, index) for index in indices[begin : begin + batch]] for begin in range(0, len(indices), batch)]
     started: dict[str, Any] = {"num_workers": num_workers, "multiprocessing_context": start_of(num_workers)}
     return WorkerBatches(DataLoader(samples, batch_sampler=names, **started), torch.device("cpu"))
@@ -298,11 +273,8 @@ def collate(samples: Sequence[tuple[Tensor, int]], shape: tuple[int, ...]) -> Ba
     return torch.stack(images), torch.tensor(labels)
 
 
-# Batches without content, for ranks that compute nothing.
-
-
 class BlankBatches:
-    """As many images as the rank's share and nothing in them: a paced rank has no use for data."""
+    """Zeros, for paced ranks."""
 
     def __init__(self, order: RankBatches, shape: tuple[int, int, int]) -> None:
         self.order, self.shape = order, shape

@@ -1,8 +1,4 @@
-"""A script's own data set as a run draws it: `OwnBatches(dataset, order, ...)`.
-
-Any map-style data set (`__len__`, `__getitem__`) will do. What it draws by chance for a sample (torch, `random`, numpy)
-follows from the seed, the epoch and the sample's number alone, so that a run sees the same whichever rank draws it.
-"""
+"""Batches of a script's own map-style data set. Random numbers depend only on (seed, epoch, sample)."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Named(Dataset[Any]):
-    """Its samples by (epoch, index)."""
+    """The samples by (epoch, index)."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
@@ -33,7 +29,6 @@ class Named(Dataset[Any]):
         return self.__getitems__([name])[0]
 
     def __getitems__(self, names: Sequence[tuple[int, int]]) -> list[Any]:
-        """A whole batch, which torch's DataLoader asks for where it can."""
         loaded = []
         with undisturbed() as seed:
             for epoch, index in names:
@@ -44,7 +39,7 @@ class Named(Dataset[Any]):
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[Callable[[int], None]]:
-    """Gives a call that seeds all generators; afterwards they are where they were."""
+    """Yields a function that seeds all generators; restores their states."""
     numpy = sys.modules.get("numpy")
     states = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
 
@@ -64,7 +59,7 @@ def undisturbed() -> Iterator[Callable[[int], None]]:
 
 
 def collate_or_none(samples: list[Any], collate: Collate, example: Any) -> Any:
-    """example: a batch, of which no sample is taken if there are none; None of a batch that cannot be cut."""
+    """example: cut to length 0 if there are no samples. Returns None if that fails."""
     if samples:
         return collate(samples)
     with contextlib.suppress(TrainError):
@@ -73,7 +68,7 @@ def collate_or_none(samples: list[Any], collate: Collate, example: Any) -> Any:
 
 
 class OwnBatches:
-    """This rank's batches of an epoch, in the form that `collate` gives them; without samples where its share is 0."""
+    """Empty if the rank's share is 0."""
 
     def __init__(
         self, dataset: Any, order: RankBatches, seed: int, collate: Collate, processes: int, device: torch.device
@@ -84,7 +79,7 @@ class OwnBatches:
             Named(dataset, seed),
             batch_sampler=order,
             num_workers=processes,
-            # Those that stay have the data set as it was when they began.
+            # Persistent workers would keep the data set of their start.
             persistent_workers=processes > 0 and not hasattr(dataset, "set_epoch"),
             multiprocessing_context=start_of(processes),
             collate_fn=partial(collate_or_none, collate=collate, example=example),
@@ -96,7 +91,6 @@ class OwnBatches:
 
 
 def judged_batches(dataset: Any, indices: range, batch: int, collate: Collate, processes: int) -> Iterator[Any]:
-    """Samples as they are, so many at a time."""
     names = [list(indices[begin : begin + batch]) for begin in range(0, len(indices), batch)]
     started: dict[str, Any] = {"num_workers": processes, "multiprocessing_context": start_of(processes)}
     return iter(DataLoader(dataset, batch_sampler=names, collate_fn=collate, **started))

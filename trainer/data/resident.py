@@ -1,14 +1,7 @@
-"""The `resident` loader: a whole data set on the device, a batch varied and normalised at once.
+"""The `resident` loader: keeps the whole data set on the device and varies a batch at once.
 
-    data = ResidentSet(pixels, labels, facts, device)               uint8, (samples, channels, height, width)
-    for images, labels in ResidentBatches(data, order, AUGMENTATIONS["affine"], seed=0, ahead=in_thread): ...
-
-An image is turned, moved, cut or flipped by one gather of bytes: for each output pixel the place of its input pixel, in
-the 16.16 fixed point that PIL's nearest neighbour uses, so that both give the same bytes. (grid_sample interpolates
-floats, which takes several times as long and breaks ties otherwise.)
-
-While the model takes its update, the next batch is prepared: in a thread of its own on CPUs that have a core to spare,
-in a stream of its own on a GPU. Each rank holds a copy of the set: 54 MB for MNIST, 173 MB for CIFAR-10.
+Augmentation gathers bytes at positions in the 16.16 fixed point of PIL's nearest neighbour, so both loaders give equal
+bytes. (grid_sample takes several times as long and breaks ties differently.)
 """
 
 from __future__ import annotations
@@ -27,15 +20,14 @@ from trainer.shared.experiments import DataSet
 Batch = tuple[Tensor, Tensor]
 Job = Callable[[], list[Batch]]
 Ahead = Callable[[Iterable[Job]], Iterator[list[Batch]]]
-"""Does one job after the other and gives what they return, in their order."""
+"""Runs jobs in order and yields their results."""
 
 _PREPARED_BYTES = {"cpu": 1 << 18, "cuda": 1 << 25}
-"""Steps are prepared together up to so many bytes of images: what a core's cache holds; on a GPU, enough for few calls
-of many small batches."""
+"""Images prepared together: a core's cache, or few calls on a GPU."""
 
 
 class ResidentSet:
-    """pixels: kept with a margin of one black pixel, onto which whatever lies outside an image is mapped."""
+    """pixels: uint8 (samples, channels, height, width). Kept with a black margin, for everything outside."""
 
     def __init__(self, pixels: Tensor, labels: Tensor, facts: DataSet, device: torch.device) -> None:
         self.pixels = pad(pixels, (1, 1, 1, 1)).to(device)
@@ -43,24 +35,23 @@ class ResidentSet:
         self.mean, self.std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (facts.mean, facts.std))
 
     def images(self, indices: Tensor, maps: Tensor | None = None) -> Tensor:
-        """Normalised float images; maps: of each one, from `fixed_point`."""
+        """maps: from `fixed_point`."""
         pixels = self.pixels.index_select(0, indices)
         pixels = pixels[:, :, 1:-1, 1:-1] if maps is None else gather(pixels, maps)
-        # The operations of ToTensor and Normalize in their order, so that both loaders give the same floats.
+        # The operations of ToTensor and Normalize in their order, so that both loaders give equal floats.
         return pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(255).sub_(self.mean).div_(self.std)
 
 
 def fixed_point(maps: Tensor) -> Tensor:
-    """Affine maps (samples, 6) as PIL computes with them: from the middle of the first pixel, in 1/65536 of one."""
+    """Affine maps (samples, 6) from the centre of the first pixel, in 1/65536."""
     maps = maps.view(-1, 2, 3)
     start = maps[:, :, 2] + 0.5 * maps[:, :, 0] + 0.5 * maps[:, :, 1]
     return (torch.stack([maps[:, :, 0], maps[:, :, 1], start], dim=2) * 65536 + 0.5).floor().to(torch.int32)
 
 
 def gather(pixels: Tensor, maps: Tensor) -> Tensor:
-    """pixels: uint8 (batch, channels, height, width) with a margin of one black pixel, which the result has no more.
-
-    maps: int32 (batch, 2, 3); output pixel (x, y) shows the input at the maps' (m0 x + m1 y + m2) / 65536.
+    """pixels: uint8 (batch, channels, height, width) with margin. maps: int32 (batch, 2, 3); output pixel (x, y) shows
+    the input at (m0 x + m1 y + m2) / 65536.
     """
     batch, channels, rows, columns = pixels.shape
     height, width = rows - 2, columns - 2
@@ -73,7 +64,7 @@ def gather(pixels: Tensor, maps: Tensor) -> Tensor:
 
 
 def _inputs(maps: Tensor, height: int, width: int, size: int) -> Tensor:
-    """The input's column (or row) of each output pixel (batch, height, width); -1 or `size` where it lies outside."""
+    """The input column (or row) of each output pixel, -1 or `size` outside."""
     steps = torch.arange(max(height, width), dtype=torch.int32, device=maps.device)
     along_row = maps[:, 0:1] * steps[:width]
     down = maps[:, 1:2] * steps[:height] + maps[:, 2:3]
@@ -81,8 +72,6 @@ def _inputs(maps: Tensor, height: int, width: int, size: int) -> Tensor:
 
 
 class ResidentBatches:
-    """A rank's batches of the epoch that `order` is set to, on the set's device."""
-
     def __init__(
         self, data: ResidentSet, order: RankBatches, augment: Augmentation | None, seed: int, ahead: Ahead
     ) -> None:
@@ -107,7 +96,7 @@ class ResidentBatches:
         return fixed_point(self.augment.maps(self.augment.draw(self.seed, self.order.epoch, chosen, *size), *size))
 
     def _jobs(self, sizes: list[int], chosen: Tensor, maps: Tensor | None) -> Iterator[Job]:
-        """The steps in groups that are worth preparing together."""
+        """Groups of steps prepared together."""
         limit = _PREPARED_BYTES[self.data.labels.device.type] // (4 * self.data.pixels[0].numel())
         begin, group = 0, []
         for number, size in enumerate(sizes):
@@ -126,14 +115,12 @@ class ResidentBatches:
 
 
 def test_batches(data: ResidentSet, indices: range, batch: int) -> Iterator[Batch]:
-    """The samples as they are, `batch` at a time."""
     for begin in range(0, len(indices), batch):
         chosen = torch.tensor(indices[begin : begin + batch], device=data.labels.device)
         yield data.images(chosen), data.labels.index_select(0, chosen)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Preparing ahead
 
 
 def in_turn(jobs: Iterable[Job]) -> Iterator[list[Batch]]:
@@ -142,7 +129,7 @@ def in_turn(jobs: Iterable[Job]) -> Iterator[list[Batch]]:
 
 
 def in_thread(jobs: Iterable[Job]) -> Iterator[list[Batch]]:
-    """One job ahead, in a thread that ends with the last job, or when nobody wants more; raises what a job raises."""
+    """One job ahead in a thread, which ends with the iteration."""
     with ThreadPoolExecutor(1, "next-batch") as thread:
         coming = None
         for job in jobs:
@@ -154,7 +141,7 @@ def in_thread(jobs: Iterable[Job]) -> Iterator[list[Batch]]:
 
 
 def in_stream(jobs: Iterable[Job]) -> Iterator[list[Batch]]:
-    """One job ahead, in a CUDA stream beside the one that computes."""
+    """One job ahead in another CUDA stream."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     coming: tuple[list[Batch], torch.cuda.Event] | None = None
@@ -166,12 +153,12 @@ def in_stream(jobs: Iterable[Job]) -> Iterator[list[Batch]]:
                 yield _take_over(*done)
         if coming:
             yield _take_over(*coming)
-    finally:  # what a job still reads must not be overwritten when nobody wants more
+    finally:  # memory that a job still reads must not be overwritten
         torch.cuda.current_stream().wait_stream(side)
 
 
 def _take_over(batches: list[Batch], prepared: torch.cuda.Event) -> list[Batch]:
-    """Lets the stream that computes wait for them, and the allocator know that it reads them."""
+    # The computing stream waits for the batches, and the allocator keeps them for it.
     computing = torch.cuda.current_stream()
     computing.wait_event(prepared)
     for batch in batches:

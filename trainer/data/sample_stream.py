@@ -1,13 +1,10 @@
-"""The sample stream: which samples make up each update, and which of them are a rank's own.
+"""The sample stream: which samples each update uses, and which of them belong to a rank.
 
     >>> stream = SampleStream(size=60_000, batch=64, shares=(40, 24), seed=0)
-    >>> len(stream.indices(epoch=0, step=937, rank=1))      # rank 1's part of the short last batch, of 32
+    >>> len(stream.indices(epoch=0, step=937, rank=1))      # of the last batch, which has 32
     12
 
-There is one permutation of all samples for each (seed, epoch), whatever the number of ranks. Step s owns positions
-[s*batch, (s+1)*batch) of it, cut among the ranks by the running sum of their shares. So the samples of an update do
-not depend on how it is split, and a run on any cluster can be compared with one process (which, where the network has
-BatchNorm, takes the ranks' parts one after the other). Nothing is padded or repeated.
+An update's samples do not depend on the number of ranks. Nothing is padded or repeated.
 """
 
 from __future__ import annotations
@@ -25,15 +22,15 @@ from trainer.shared.shares import PROBED, scale_shares, with_samples, without_si
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed for each combination of parts. 32 bits, since torch's CPU generator ignores all higher ones."""
+    """32 bits: torch's CPU generator ignores higher bits."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "little")
 
 
 @dataclass(frozen=True)
 class Probes:
-    """These ranks, which have no share, take PROBED samples in one of `every` updates, from whoever has most. Every
-    rank knows which update that is before it prepares its batch.
-    """
+    """Ranks without a share take PROBED samples in one of `every` updates."""
+
+    # Scheduled by number, so that every rank can prepare its batch in advance.
 
     ranks: tuple[int, ...]
     every: int
@@ -44,24 +41,22 @@ NO_PROBES = Probes((), 1)
 
 @dataclass(frozen=True)
 class SampleStream:
-    """How the samples of an epoch go to the ranks."""
-
     size: int
     batch: int
     shares: Sequence[int]
-    """Samples of a full batch for each rank; they add up to `batch`."""
+    """They sum to `batch`."""
     seed: int
     pairs: bool = False
-    """Whether no rank may get a single sample, not even of a short batch."""
+    """No rank may get a single sample."""
     probes: Probes = NO_PROBES
 
     @cached_property
     def steps(self) -> int:
-        """Updates of one epoch."""
+        """Updates per epoch."""
         return -(-self.size // self.batch)
 
     def batch_at(self, step: int) -> int:
-        """Samples of an epoch's step over all ranks: `batch`, or what is left for the last one."""
+        """Over all ranks; the last step may be short."""
         return min(self.batch, self.size - step * self.batch)
 
     def is_probe(self, update: int) -> bool:
@@ -79,7 +74,6 @@ class SampleStream:
 
     @cached_property
     def _of_full_batch(self) -> tuple[int, ...]:
-        """Known from the first one on: each step asks for it."""
         return self._of_batch(self.batch)
 
     def _of_batch(self, samples: int) -> tuple[int, ...]:
@@ -94,7 +88,7 @@ class SampleStream:
         return self._cut(self.permutation(epoch), epoch, step, rank)
 
     def epoch_of_rank(self, epoch: int, rank: int, first_step: int = 0) -> Iterator[list[int]]:
-        """The rank's samples of each step of an epoch; an empty list where its share is 0."""
+        """[] if the rank's share is 0."""
         order = self.permutation(epoch)
         for step in range(first_step, self.steps):
             yield self._cut(order, epoch, step, rank)
@@ -106,10 +100,9 @@ class SampleStream:
 
 
 class RankBatches(Sampler[list[tuple[int, int]]]):
-    """A batch sampler for DataLoader: the rank's own (epoch, index) pairs of each step. Set `epoch` before, and
-    `first_step` for an epoch that was interrupted.
+    """This rank's (epoch, index) pairs of each step. Set `epoch` before each epoch, and `first_step` to continue one.
 
-    steps: the first so many alone; None: to the epoch's end.
+    steps: None for all.
     """
 
     def __init__(self, stream: SampleStream, rank: int, steps: int | None = None) -> None:
@@ -128,19 +121,18 @@ class RankBatches(Sampler[list[tuple[int, int]]]):
 
     @property
     def share(self) -> int:
-        """The rank's, of a full batch."""
+        """This rank's share of a full batch."""
         return self.stream.shares[self.rank]
 
     def reshare(self, shares: Sequence[int], probes: Probes = NO_PROBES) -> None:
-        """From the next time on that batches are drawn from the beginning, or from a `first_step`."""
+        """Takes effect when iteration next begins."""
         self.stream = replace(self.stream, shares=tuple(shares), probes=probes)
 
     def indices(self) -> Iterator[list[int]]:
-        """The same without the epoch."""
         return itertools.islice(self.stream.epoch_of_rank(self.epoch, self.rank, self.first_step), len(self))
 
     def first(self, steps: int) -> RankBatches:
-        """The same epoch's first steps by themselves, as it is cut now, however far this one has been drawn."""
+        """An independent sampler of the epoch's first steps."""
         batches = RankBatches(self.stream, self.rank, steps)
         batches.epoch = self.epoch
         return batches

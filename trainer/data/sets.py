@@ -1,9 +1,4 @@
-"""The data sets: torchvision's MNIST and CIFAR-10, a folder of images, and images made up from a seed.
-
-train, test = open_data(settings, facts)
-image, label = train[7]                                  a PIL image as it is stored, and the number of its class
-pixels, labels = whole(train, facts.train_samples)       the first so many as one uint8 tensor
-"""
+"""The data sets: MNIST, CIFAR-10, a folder of images, and synthetic images."""
 
 from __future__ import annotations
 
@@ -33,12 +28,12 @@ from trainer.shared.experiments import IN_FOLDERS, DataSet
 from trainer.shared.settings import Settings
 
 Pictures = Dataset[tuple[Any, int]]
-"""PIL images as they are stored, each with the number of its class."""
+"""PIL images with their classes."""
 _MADE_AT_ONCE = 4096
 
 
 class Synthetic(Pictures):
-    """Each class is a fixed coarse picture, each sample that picture under noise: made up, but possible to learn."""
+    """Noisy copies of one coarse picture per class: learnable."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int, size: int, seed: int, split: str) -> None:
         self.shape, self.classes, self.size = shape, classes, size
@@ -53,7 +48,7 @@ class Synthetic(Pictures):
         return functional.to_pil_image(self.pixels(torch.tensor([index]))[0]), index % self.classes
 
     def pixels(self, indices: Tensor) -> Tensor:
-        """(samples, channels, height, width), uint8."""
+        """uint8 (samples, channels, height, width)."""
         numbers = math.prod(self.shape)
         words = -(-numbers // 8)
         noise = random_words(self.key, indices[:, None] * words + torch.arange(words)).view(torch.uint8)
@@ -62,15 +57,12 @@ class Synthetic(Pictures):
 
 
 def known_facts(settings: Settings) -> DataSet:
-    """Without a look at the data; of as many training samples as the settings ask for."""
+    """Without reading the data; at most `samples` of the settings."""
     return _limited(settings.data_set, settings.samples)
 
 
 def find_facts(settings: Settings) -> tuple[DataSet, str]:
-    """The facts of the data that this run trains on, and a word that differs for different data.
-
-    A folder's classes and images are counted. Raises TrainError where it is not as it should be.
-    """
+    """The data's facts, and a string that differs for different data. Raises TrainError for a faulty folder."""
     if settings.data not in IN_FOLDERS:
         return known_facts(settings), settings.data
     listing = list_folder(folder(settings))
@@ -88,7 +80,7 @@ def _limited(facts: DataSet, samples: int) -> DataSet:
 
 
 def open_data(settings: Settings, facts: DataSet) -> tuple[Pictures, Pictures]:
-    """The training and the test images. Raises TrainError where the files are absent or do not load."""
+    """Training and test images. Raises TrainError if the files are absent or do not load."""
     if settings.data == "synthetic":
         kind, seed = (facts.shape, facts.classes), settings.seed
         return (
@@ -109,7 +101,7 @@ def open_data(settings: Settings, facts: DataSet) -> tuple[Pictures, Pictures]:
 
 
 def whole(pictures: Any, samples: int) -> tuple[Tensor, Tensor]:
-    """The first so many images, uint8 (samples, channels, height, width), and their labels, int64."""
+    """The first images, uint8 (samples, channels, height, width), and labels, int64."""
     if isinstance(pictures, MNIST):
         return pictures.data[:samples].unsqueeze(1), pictures.targets[:samples]
     if isinstance(pictures, CIFAR10):
@@ -122,35 +114,28 @@ def whole(pictures: Any, samples: int) -> tuple[Tensor, Tensor]:
     return torch.stack([functional.pil_to_tensor(image) for image in images]), torch.tensor(labels)
 
 
-# `data=folder`: a person's own images, DATA_DIR/train/CLASS/* and DATA_DIR/val/CLASS/*.
-#
-#     listing = list_folder(Path("/data/flowers"))
-#     listing.classes, len(listing.train)                     ("daisy", "rose"), 3200
-#     image, label = FolderImages(Path("/data/flowers"), listing.train, (3, 32, 32))[0]
-#
-# The classes are the names of train's folders, in the order of the alphabet; images may lie deeper within them.
+# `data=folder`: DATA_DIR/train/CLASS/* and DATA_DIR/val/CLASS/*. The classes are train's folders in alphabetical order;
+# images may lie deeper.
 
 _LAYOUT = "images are read from DATA_DIR/train/CLASS/* and DATA_DIR/val/CLASS/*"
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The images of a folder."""
-
     root: Path
     classes: tuple[str, ...]
     train: tuple[tuple[str, int], ...]
-    """Each image's path below `root` and the number of its class, as in `val`."""
+    """(path below `root`, class) of each image; also `val`."""
     val: tuple[tuple[str, int], ...]
 
     @property
     def digest(self) -> str:
-        """The same where classes and names of all images are."""
+        """Depends on the classes and names of all images."""
         return hashlib.sha256(repr((self.classes, self.train, self.val)).encode()).hexdigest()[:16]
 
 
 def list_folder(root: Path) -> Listing:
-    """Raises TrainError, naming the place, for a folder that is missing or empty and a class that only val has."""
+    """Raises TrainError for missing or empty folders, and classes that only val has."""
     classes = _folders(root / "train")
     unknown = [name for name in _folders(root / "val") if name not in classes]
     if unknown:
@@ -158,14 +143,14 @@ def list_folder(root: Path) -> Listing:
     found = {part: tuple(_images(root, part, classes)) for part in ("train", "val")}
     for number, name in enumerate(classes):
         if not any(label == number for _, label in found["train"]):
-            raise TrainError(f"{root / 'train' / name} holds no image; known are {_some(IMG_EXTENSIONS)}")
+            raise TrainError(f"{root / 'train' / name} holds no image of a known type: {_some(IMG_EXTENSIONS)}")
     if not found["val"]:
-        raise TrainError(f"{root / 'val'} holds no image; known are {_some(IMG_EXTENSIONS)}")
+        raise TrainError(f"{root / 'val'} holds no image of a known type: {_some(IMG_EXTENSIONS)}")
     return Listing(root, classes, found["train"], found["val"])
 
 
 class FolderImages(Dataset[tuple[Any, int]]):
-    """PIL images cut to `shape` (channels, height, width): the shorter side scaled to fit, the middle cut out."""
+    """PIL images in `shape` (channels, height, width): scaled to cover it, then centre-cropped."""
 
     def __init__(self, root: Path, files: Sequence[tuple[str, int]], shape: tuple[int, int, int]) -> None:
         self.root, self.files, self.shape = root, files, shape
@@ -174,14 +159,14 @@ class FolderImages(Dataset[tuple[Any, int]]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        """Raises TrainError naming a file that is no image or is cut short."""
+        """Raises TrainError for a file that is no image or is truncated."""
         name, label = self.files[index]
         channels, height, width = self.shape
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # PIL's, on metadata that play no part here
+                warnings.simplefilter("ignore")  # PIL's, about unused metadata
                 image = default_loader(str(self.root / name)).convert("L" if channels == 1 else "RGB")
-        except (OSError, SyntaxError, ValueError, EOFError) as error:  # PIL raises each of them for damaged files
+        except (OSError, SyntaxError, ValueError, EOFError) as error:  # PIL raises any of these for damaged files
             raise TrainError(f"{self.root / name} cannot be read as an image: replace or remove it") from error
         scale = max(height / image.height, width / image.width)
         size = [max(height, round(image.height * scale)), max(width, round(image.width * scale))]
@@ -196,7 +181,7 @@ def _folders(parent: Path) -> tuple[str, ...]:
             f"{parent} cannot be listed ({error.strerror}): {_LAYOUT}; give DATA_DIR with --data_dir"
         ) from error
     if not names:
-        raise TrainError(f"{parent} has no folder of a class in it: {_LAYOUT}")
+        raise TrainError(f"{parent} holds no folder of a class: {_LAYOUT}")
     return tuple(names)
 
 

@@ -1,14 +1,7 @@
-"""For Accelerate: a tracker, which takes what the script logs.
+"""A tracker for Accelerate, which records logged values.
 
-    from trainer.integrations.accelerate import OrchTracker
-    accelerator = Accelerator(log_with=OrchTracker())
-    accelerator.init_trackers("mine")
-    accelerator.log({"train_loss": accelerator.reduce(loss, "mean"), "epoch": epoch})     # after optimizer.step()
-    accelerator.log({"eval_accuracy": correct / total, "eval_loss": mean})
-
-A loss that is logged is that of the update before it. Accelerate logs on its main process alone, so the loss of all
-ranks is what the script has put together there. Samples are those that each rank's DataLoader gave: Accelerate knows no
-others.
+accelerator = Accelerator(log_with=OrchTracker())
+accelerator.log({"train_loss": accelerator.reduce(loss, "mean"), "epoch": epoch})     # after optimizer.step()
 """
 
 from __future__ import annotations
@@ -23,9 +16,7 @@ from trainer.integrations.records import Records, finite
 
 
 class OrchTracker(GeneralTracker):
-    """accuracy, eval_loss, loss: the names under which the script logs the evaluation's and the training's, where they
-    are others than the usual ones.
-    """
+    """accuracy, eval_loss, loss: unusual names of the logged values."""
 
     name = "orch"
     requires_logging_directory = False
@@ -43,7 +34,7 @@ class OrchTracker(GeneralTracker):
         self._records.begin(0, None, counts_samples=False)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **named: Any) -> None:
-        """step is not used: scripts count from 0 or from 1, and the newest update is known."""
+        """step is ignored: scripts count from 0 or 1."""
         if not self._records.is_on:
             return
         number = finite(values.get("epoch"))

@@ -1,11 +1,6 @@
-"""For Hugging Face's Trainer.
+"""A callback for Hugging Face's Trainer: `Trainer(..., callbacks=[OrchCallback()])`.
 
-    from trainer.integrations.huggingface import OrchCallback
-    Trainer(..., callbacks=[OrchCallback()])
-
-Each update has its epoch and its samples: those that the network was called with. The loss is the one that the Trainer
-logs, the mean over all ranks and over the updates since it was logged last: `logging_steps` says how often. Each
-evaluation has its loss, and its accuracy where `compute_metrics` gives one (`accuracy`, or as the argument says).
+The loss is the value that the Trainer logs every `logging_steps` updates.
 """
 
 from __future__ import annotations
@@ -21,14 +16,14 @@ from trainer.integrations.records import Records
 
 
 class OrchCallback(TrainerCallback):
-    """accuracy: its name among the evaluation's metrics, where it is another than `eval_accuracy`."""
+    """accuracy: its name in the metrics, if not `eval_accuracy`."""
 
     def __init__(self, accuracy: str | None = None) -> None:
         self._accuracy = accuracy
         self._records = Records()
         self._epoch = 0
         self._samples = 0
-        """That the network has been called with since the last update."""
+        """Since the last update."""
         self._hook: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:

@@ -1,12 +1,4 @@
-"""For Lightning.
-
-    from trainer.integrations.lightning import OrchCallback
-    Trainer(callbacks=[OrchCallback()])
-
-Each update has its epoch, samples and loss; each validation has its accuracy and loss, by the names that the module
-logs them with (`val_acc` and `val_loss`, or as the arguments say). An update of several batches' gradients has the
-samples and the mean loss of all of them.
-"""
+"""A callback for Lightning: `Trainer(callbacks=[OrchCallback()])`. Validations log `val_acc` and `val_loss`."""
 
 from __future__ import annotations
 
@@ -22,14 +14,14 @@ try:
     from lightning.pytorch import Callback
     from lightning.pytorch.utilities.data import extract_batch_size
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
-except ModuleNotFoundError:  # the same under its older name
+except ModuleNotFoundError:  # under its older name
     from pytorch_lightning import Callback
     from pytorch_lightning.utilities.data import extract_batch_size
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 
 def samples_in(batch: Any) -> int | None:
-    """As Lightning counts them; None where the batch holds no tensor."""
+    """Lightning's count; None without tensors."""
     try:
         return int(extract_batch_size(batch))
     except MisconfigurationException:
@@ -37,9 +29,7 @@ def samples_in(batch: Any) -> int | None:
 
 
 class OrchCallback(Callback):
-    """accuracy, loss: the names of the validation's, where they are others than the usual ones. samples: gives how many
-    lie in a batch, where Lightning cannot see it from the tensors.
-    """
+    """accuracy, loss: unusual names in validations. samples: counts a batch that Lightning cannot count."""
 
     def __init__(
         self,

@@ -1,14 +1,4 @@
-"""The records of this rank's steps, for a framework's callback to add to.
-
-    records = Records()
-    records.begin(first=0, steps=938, counts_samples=True)
-    if records.has_untold:
-        records.tell(epoch=0, samples=32, loss=tensor)
-    records.evaluated(epoch=0, accuracy=0.97, loss=None, seconds=1.2)
-
-The records are written by the watch that `orch run` loads into a script's process; `orchestrator/remote/step_watch.py`
-has it. Where there is none, every call does nothing.
-"""
+"""Adds a framework's facts to the records of `orch run`'s watch (`orchestrator/remote/step_watch.py`)."""
 
 from __future__ import annotations
 
@@ -20,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 WATCH = "orch_remote.step_watch"
-"""The module whose `current` is the watch of this process."""
+"""Its `current` is this process's watch."""
 
 
 class Records:
@@ -36,26 +26,21 @@ class Records:
 
     @property
     def is_on(self) -> bool:
-        """Are this rank's steps measured?"""
+        """Whether this rank's steps are measured."""
         return self._watch is not None
 
     @property
     def has_untold(self) -> bool:
-        """Has an optimiser taken a step that nothing was told of?"""
         watch = self._watch
         return watch is not None and watch.has_untold
 
     def begin(self, first: int, steps: int | None, *, counts_samples: bool) -> None:
-        """Before the first step. first: the number of updates that were made before, where a run is resumed; steps: of
-        the whole run; counts_samples: whether those of each step will be told.
-        """
+        """first: updates before a resumed run. counts_samples: `tell` will have them."""
         if watch := self._watch:
             watch.expects(first, steps, counts_samples)
 
     def tell(self, *, epoch: int | None = None, samples: int | None = None, loss: Any = None) -> None:
-        """Of the newest step. samples: this rank's; loss: the mean over them, a number or a tensor of one. What is None
-        is not known, and stays as it is.
-        """
+        """Facts of the newest step; None: unknown. loss: the mean."""
         watch = self._watch
         given = {"epoch": epoch, "samples": samples, "loss": single(loss) if watch else None}
         facts = {name: fact for name, fact in given.items() if fact is not None}
@@ -64,7 +49,7 @@ class Records:
             watch.tells(facts)
 
     def evaluated(self, epoch: int | None, accuracy: Any, loss: Any, seconds: float | None) -> None:
-        """After the newest step. accuracy: 0..1; loss: the mean over the test data. Without both it is not recorded."""
+        """accuracy: 0..1. Recorded if one value is known."""
         self._paused_s += seconds or 0.0
         if (watch := self._watch) is None:
             return
@@ -76,23 +61,21 @@ class Records:
         self._epoch_began_s, self._paused_s, self._updates = time.monotonic(), 0.0, 0
 
     def end_epoch(self, epoch: int) -> None:
-        """Its time is that of its updates, evaluations left out."""
+        """Without the time of evaluations."""
         if (watch := self._watch) and self._epoch_began_s is not None and watch.last_step() is not None:
             spent_s = time.monotonic() - self._epoch_began_s - self._paused_s
             watch.writes("epoch", {"epoch": epoch, "steps": self._updates, "epoch_s": max(0.0, spent_s)})
 
 
 def single(value: Any) -> Any:
-    """A float, or of a tensor on a GPU the copy that is under way to the host: nobody waits for the device here.
-    None for what is no single number.
-    """
+    """A float, or on a GPU a copy in transfer to the host, or None."""
     if getattr(value, "is_cuda", False) and value.numel() == 1:
         return value.detach().to("cpu", non_blocking=True)
     return _number(value)
 
 
 def finite(value: Any) -> float | None:
-    """Waits for the device. None for what is no single finite number."""
+    """Waits for the device. None unless a finite number."""
     number = _number(value)
     return number if number is not None and math.isfinite(number) else None
 
@@ -104,53 +87,40 @@ def _number(value: Any) -> float | None:
         return None
 
 
-# The batches that one update is made of: their samples, and the mean loss over all of them. Pure.
-#
-# batches = Batches()
-# batches.add(16, 0.7); batches.add(8, 0.4)
-# batches.samples, batches.loss      24, 0.6
-
-
 class Batches:
     def __init__(self) -> None:
         self._batches: list[tuple[int | None, Any]] = []
 
     def add(self, samples: int | None, loss: Any) -> None:
-        """loss: the mean over the samples, a number or a tensor; None each where it is not known."""
+        """loss: the mean; None: unknown."""
         self._batches.append((samples, loss))
 
     @property
     def samples(self) -> int | None:
-        """None where those of one batch are not known."""
         counts = [samples for samples, _ in self._batches if samples is not None]
         return sum(counts) if 0 < len(self._batches) == len(counts) else None
 
     @property
     def loss(self) -> Any:
-        """None where that of one batch is not known. Batches count alike where their samples are not known."""
+        """By samples if known. None if unknown for a batch."""
         losses = [loss for _, loss in self._batches]
         if not losses or any(loss is None for loss in losses):
             return None
         if len(losses) == 1:
-            return losses[0]  # on a GPU as it is: arithmetic would cost it a kernel
+            return losses[0]  # unchanged: arithmetic would cost a GPU kernel
         weights = [samples or 0 for samples, _ in self._batches] if self.samples else [1] * len(losses)
         return sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / sum(weights)
 
 
-# Which of the values that a script logs is its accuracy, which its loss, by the names that people give them. Pure.
-#
-# found({"val_loss": 0.3, "val_acc": 0.9}, None, ACCURACY)      0.9
-# found({"val_loss": 0.3, "val/f1": 0.8}, "val/f1", ACCURACY)   0.8
-
 _EVALUATED = r"(?:val|valid|validation|eval|evaluation|test)[/_.]"
 ACCURACY = re.compile(rf"{_EVALUATED}(?:accuracy|acc)")
 LOSS = re.compile(rf"{_EVALUATED}loss")
-"""Both of an evaluation: without its prefix, an accuracy may be that of a batch that was trained on."""
+"""The prefix distinguishes evaluations from training batches."""
 TRAINING_LOSS = re.compile(r"(?:(?:train|training)[/_.])?loss")
 
 
 def found(values: Mapping[str, Any], name: str | None, pattern: re.Pattern[str]) -> Any:
-    """The value of this name; without one, the first whose name is of the pattern. None where there is none."""
+    """The value of this name, or the first whose name matches."""
     if name is not None:
         return values.get(name)
     return next((value for key, value in values.items() if pattern.fullmatch(str(key).lower())), None)

@@ -1,1 +1,1 @@
-"""Runs that measure instead of training: a host alone, the network, its links."""
+"""Runs that measure a rank alone, collectives and links, instead of training."""

@@ -1,14 +1,9 @@
-"""How long each block of a network takes, for micro-batches of several sizes. Pure: passes come from elsewhere.
+"""Times each block of a network for several micro-batch sizes, and counts its work. Pure: passes come from elsewhere.
 
-    >>> micro_batches({2: 9.0, 4: 11.0, 8: 15.0, 16: 23.0}, batch=64, budget_s=3)     # from the times of whole steps
+    >>> micro_batches({2: 9.0, 4: 11.0, 8: 15.0, 16: 23.0}, batch=64, budget_s=3)     # from times of whole steps
     (8, 16)
 
-    times = time_blocks(take, blocks, sizes, noise_ms=0.005, budget_s=3)
-    times.forward[3]                       (fixed_ms, sample_ms) of block 3
-
-A stage of a pipeline computes forward, backward for what went in, and backward for its weights, each of which has a
-line of its own: fixed_ms a micro-batch and sample_ms for each of its samples. Where a block takes no more than the
-clock can tell, it is timed in one stretch with its neighbours, whose line is divided by their work.
+Blocks too short for the clock are timed together (a stretch), whose line is divided by their work.
 """
 
 from __future__ import annotations
@@ -33,26 +28,26 @@ from trainer.shared.alpha_beta import fit
 from trainer.shared.metrics import LINE_LIMIT
 
 SMALLEST = 8
-"""Samples of the smallest micro-batch that is measured, where there are sizes enough: plans make none smaller."""
+"""Plans use no smaller micro-batches."""
 FEWEST_PARTS = 4
-"""The largest micro-batch that is measured is this part of the batch: with fewer parts a pipeline mostly waits."""
+"""Largest micro-batch as a part of the batch."""
 MOST_SIZES = 3
 CLEAR = 10
-"""Times the clock's noise that each task of a stretch takes at least."""
+"""Least time of a stretch's tasks by the clock's noise."""
 
 TaskTime = tuple[float, float]
-"""fixed_ms a micro-batch, sample_ms for each of its samples."""
+"""fixed_ms, sample_ms."""
 
 
 @dataclass(frozen=True)
 class Lap:
-    """Milliseconds of one stretch in one pass, or their medians over several."""
+    """A stretch in one pass, or medians."""
 
     forward_ms: float
     backward_ms: float
-    """For what went in."""
+    """For inputs."""
     weights_ms: float
-    """Backward for the weights."""
+    """For weights."""
 
     @property
     def all_ms(self) -> float:
@@ -70,9 +65,7 @@ class Lap:
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """samples: the sizes measured. forward, backward, weights: of each block. stretches: as many as were timed by
-    themselves, all blocks where each was.
-    """
+    """forward, backward, weights: per block. stretches: number."""
 
     samples: tuple[int, ...]
     forward: tuple[TaskTime, ...]
@@ -80,10 +73,10 @@ class BlockTimes:
     weights: tuple[TaskTime, ...]
     stretches: int
     largest_ms: float
-    """What all blocks took together at the largest size."""
+    """All blocks at the largest size."""
 
     def record(self, samples: int, whole_ms: float) -> dict[str, Any]:
-        """whole_ms: what the whole network takes forward and backward with so many samples."""
+        """whole_ms: without the optimiser."""
         fields = asdict(self)
         for task in ("forward", "backward", "weights"):
             fields[task] = [[round(fixed_ms, 6), round(sample_ms, 8)] for fixed_ms, sample_ms in fields[task]]
@@ -94,13 +87,11 @@ class BlockTimes:
 Cut = tuple[int, ...]
 """The first block of each stretch."""
 Take = Callable[[int, Cut], Sequence[Lap]]
-"""Passes so many samples through the blocks: a lap for each stretch. Raises NoMemory."""
+"""Passes samples through the blocks. Raises NoMemory."""
 
 
 def micro_batches(step_ms: dict[int, float], batch: int, budget_s: float) -> tuple[int, ...]:
-    """Two or three sizes, as far apart as time allows; the two smallest where it allows no others. step_ms: of the
-    sizes whose updates were timed, ascending.
-    """
+    """Two or three sizes, far apart. step_ms: by size, ascending."""
     useful = [size for size in step_ms if SMALLEST <= size <= batch // FEWEST_PARTS]
     smallest = list(step_ms)[:MOST_SIZES]
     for sizes in (useful, smallest):
@@ -112,7 +103,7 @@ def micro_batches(step_ms: dict[int, float], batch: int, budget_s: float) -> tup
 
 
 def _cost_s(sizes: Sequence[int], step_ms: dict[int, float]) -> float:
-    """With the whole network's updates of the largest size."""
+    """With the whole network's updates."""
     return (1 + FEWEST) * sum(step_ms[size] for size in (*sizes, sizes[-1])) / 1000
 
 
@@ -124,7 +115,7 @@ def time_blocks(
     budget_s: float,
     now: Callable[[], float] = time.monotonic,
 ) -> BlockTimes | None:
-    """None where memory holds fewer than two of the sizes. noise_ms: between two marks with nothing between them."""
+    """None if fewer than two sizes fit. noise_ms: between adjacent marks."""
     cut = tuple(range(len(blocks)))
     laps: dict[int, list[Lap]] = {}
     for size in sizes:
@@ -140,7 +131,7 @@ def time_blocks(
 
 
 def stretches(laps: Sequence[Lap], least_ms: float) -> Cut:
-    """As many as there can be of which each task takes so long. laps: of single blocks."""
+    """As many as possible with tasks of `least_ms`. laps: of single blocks."""
     cut, reached = [0], laps[0]
     for number, lap in enumerate(laps[1:], 1):
         if reached.least_ms >= least_ms:
@@ -149,7 +140,7 @@ def stretches(laps: Sequence[Lap], least_ms: float) -> Cut:
         else:
             reached = reached.and_then(lap)
     if len(cut) > 1 and reached.least_ms < least_ms:
-        cut.pop()  # what is left belongs to the stretch before
+        cut.pop()  # the rest belongs to the last stretch
     return tuple(cut)
 
 
@@ -186,8 +177,8 @@ def _through(laps: dict[int, list[Lap]], cut: Cut, blocks: Sequence[Block]) -> B
 
 
 def line_of(times_ms: dict[int, float]) -> TaskTime:
-    """By size, two at least."""
-    line = fit([(size, max(ms, 1e-6)) for size, ms in times_ms.items()])  # the relative errors' least squares
+    """times_ms: at least two sizes."""
+    line = fit([(size, max(ms, 1e-6)) for size, ms in times_ms.items()])  # least squares of relative errors
     if line is None:  # sizes too close to each other
         size, ms = max(times_ms.items())
         return 0.0, ms / size
@@ -195,28 +186,18 @@ def line_of(times_ms: dict[int, float]) -> TaskTime:
 
 
 def divided(line: TaskTime, blocks: Sequence[Block]) -> list[TaskTime]:
-    """The fixed part by layers, as each has to be started; the rest by multiplications."""
+    """Divides the fixed part by layers, the rest by multiplications."""
     work, kernels = sum(block.work for block in blocks), sum(block.kernels for block in blocks)
     return [(line[0] * block.kernels / kernels, line[1] * block.work / work) for block in blocks]
 
 
-# What any network is made of, as a forecast of its speed needs it, seen in its first forward pass.
-#
-# >>> network = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
-# >>> seen = Visited(network)
-# >>> _ = network(torch.zeros(3, 8))
-# >>> seen.blocks(samples=3)[0]           # work: multiplications of one sample; outputs: numbers that leave the block
-# {'layers': [{'shapes': [[4, 8], [4]], 'work': 32.0}], 'outputs': 4}
-
 LARGEST = LINE_LIMIT // 3
-"""Characters of all blocks in JSON: the rest of a line is for the blocks' times, and what else a profile says."""
+"""Characters in JSON; a line has other fields, too."""
 
 
 def blocks_on_paper(name: str, shape: tuple[int, int, int], classes: int) -> list[dict[str, Any]] | None:
-    """The blocks of one of our networks, without a computation. None where it cannot do without numbers, and as
-    `Visited.blocks`.
-    """
-    network = skeleton_of(name, shape, classes).eval()  # a part that only training has computes nothing that counts
+    """`Visited.blocks` of one of our networks, without computing. None if the meta device fails."""
+    network = skeleton_of(name, shape, classes).eval()  # in eval mode, parts only for training are ignored
     visited, samples = Visited(network), 2
     try:
         network(torch.zeros(samples, *shape, device="meta"))
@@ -226,14 +207,12 @@ def blocks_on_paper(name: str, shape: tuple[int, int, int], classes: int) -> lis
 
 
 class Visited:
-    """From now until the end of the network's first forward pass. Blocks are those between which it may be cut: a
-    network that cannot be cut (may_cut: False if something else forbids it) is a single one.
-    """
+    """Records layers in the network's first forward pass. Blocks are separated by possible cuts."""
 
     def __init__(self, network: nn.Module, *, may_cut: bool = True) -> None:
         self._network, self._chain = network, (stages_of(network) if may_cut else []) or [network]
         self._layers: list[tuple[nn.Module, float]] = []
-        """Those with weights of their own in the order of forward, and each one's work for all samples."""
+        """Layers with weights in forward's order; work of all samples."""
         self._outputs: dict[int, int] = {}
         self._is_over = False
         self._hooks = [*self._watch()]
@@ -263,32 +242,30 @@ class Visited:
             hook.remove()
 
     def blocks(self, samples: int) -> list[dict[str, Any]] | None:
-        """samples: of that pass. None before it, where gradients are not of 32 bits, as a forecast has them, and where
-        there are more layers than fit into a record.
-        """
+        """None without a pass or 32-bit gradients, or with too many layers for a record."""
         trained = [weight for weight in self._network.parameters() if weight.requires_grad]
         if not self._is_over or any(weight.dtype != torch.float32 for weight in trained):
             return None
-        seen = set[int]()
-        blocks = [self._block(number, samples, seen) for number in range(len(self._chain))]
+        counted = set[int]()
+        blocks = [self._block(number, samples, counted) for number in range(len(self._chain))]
         return blocks if len(json.dumps(blocks)) <= LARGEST else None
 
     def _block(self, number: int, samples: int, seen: set[int]) -> dict[str, Any]:
-        """seen: weights that have been counted, which a layer may share with another."""
+        """seen: weights that are counted already."""
         inside, layers = {id(module) for module in self._chain[number].modules()}, list[dict[str, Any]]()
         for layer, work in [each for each in self._layers if id(each[0]) in inside]:
             shapes = _fresh(layer.parameters(recurse=False), seen)
             if shapes or not layers:
                 layers.append({"shapes": shapes, "work": 0.0})
             layers[-1]["work"] += work / samples
-        if beside := _fresh(self._chain[number].parameters(), seen):  # whoever computes with them was not called
+        if beside := _fresh(self._chain[number].parameters(), seen):  # used by a module that was not called
             layers.append({"shapes": beside, "work": 0.0})
         whole = [layer for layer in layers if layer["shapes"]]
         return {"layers": whole, "outputs": self._outputs.get(number, 0) // samples}
 
 
 def _fresh(weights: Iterator[nn.Parameter], seen: set[int]) -> list[list[int]]:
-    """The shapes of those that are trained and that nobody has counted."""
+    """Shapes of uncounted trained weights."""
     found = [weight for weight in weights if weight.requires_grad and id(weight) not in seen]
     seen.update(map(id, found))
     return [list(weight.shape) for weight in found]

@@ -1,11 +1,10 @@
-"""How fast the ranks' network is: `measure(settings, rank_info, metrics)` times every collective, and trains nothing.
+"""Times every collective and link between the ranks (`--exp collectives`).
 
     all_reduce       67108864 bytes    240.1 ms   2.24 Gbps   bus 2.24 Gbps
 
-For each size, the smallest first, and each operation: one call whose result is checked, then timed ones. Before each of
-them all ranks meet, and what counts is the slowest rank's time (the root of a broadcast is done when its bytes are in a
-buffer, which says nothing of the others); the median of these is recorded. All ranks take the same decisions, since
-they decide by figures that they have agreed on. What this torch's back end cannot do is recorded as such.
+Each operation and size, ascending, is checked once and then timed. All ranks begin each call together; the median of
+the slowest rank's times counts. (A broadcast's root is done when its bytes are in a buffer.) Operations that the back
+end lacks are recorded as such.
 """
 
 from __future__ import annotations
@@ -34,46 +33,41 @@ from trainer.shared.settings import CollectiveSettings
 
 LEAST_ITERATIONS = 3
 PATTERN = 4099
-"""Elements after which a buffer repeats itself; a prime, so that no part of a buffer looks like another one."""
+"""Period of a buffer's elements; prime, so that its parts differ."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What stays the same from the first measurement to the last."""
-
     settings: CollectiveSettings
     info: RankInfo
     group: dist.ProcessGroup
     device: torch.device
     timer: Timer
     patterns: tuple[Tensor, ...]
-    """Each rank's elements, repeated."""
+    """By rank."""
     deadline_s: float
 
     @property
     def sum_of_patterns(self) -> Tensor:
-        """The sum over all ranks."""
         return torch.stack(self.patterns).sum(0, dtype=torch.float32).to(self.patterns[0].dtype)
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one operation and size."""
-
     size_bytes: int
     iterations: int = 0
     time_s: float | None = None
-    """None where it was not measured, for the reason in `error`."""
+    """None if not measured, because of `error`."""
     error: str | None = None
 
 
 def measure(settings: CollectiveSettings, info: RankInfo, metrics: MetricsWriter) -> None:
-    """Measures, records, prints. Raises TrainError for what a person can mend, and where a result is wrong."""
+    """Raises TrainError for failures that a user can fix, and wrong results."""
     if info.world_size < 2:
-        raise TrainError("collectives: one rank alone has nobody to exchange bytes with; start two or more")
+        raise TrainError("collectives: a single rank has no other rank to exchange bytes with; start two or more")
     use_threads(info)
-    # A host that stands in for a GPU has none, but its network is its own.
+    # A paced host has no GPU, but its network is real.
     device = torch.device("cpu") if info.pace else choose_device(settings.device, settings.backend, info)
     group = join(info, settings.backend, device)
     device = where_elements_lie(group, device, info)
@@ -96,13 +90,12 @@ def measure(settings: CollectiveSettings, info: RankInfo, metrics: MetricsWriter
 
 
 def where_elements_lie(group: dist.ProcessGroup, device: torch.device, info: RankInfo) -> torch.device:
-    """Gloo sends what lies in a host's memory. Given a GPU's it would read the same address there (send, recv:
-    pytorch#152645), or measure copies besides.
-    """
+    """Gloo needs host memory."""
+    # With GPU memory it would read the same address there (send, recv: pytorch#152645), or measure copies too.
     if dist.get_backend(group) != "gloo":
         return device
     if info.rank == 0 and device.type == "cuda":
-        print("gloo carries the elements, so that they lie in the hosts' memory, not on GPUs", flush=True)
+        print("gloo is the back end, so the elements are in the hosts' memory, not on GPUs", flush=True)
     return torch.device("cpu")
 
 
@@ -114,7 +107,7 @@ def patterns_of(settings: CollectiveSettings, info: RankInfo, device: torch.devi
 
 
 def measure_one(bench: Bench, operation: str, size: int, before: list[Result], cells: int) -> Result:
-    """before: the same operation at the last smaller size, if there was one."""
+    """before: the result at the next smaller size, if any."""
     element_bytes = bench.patterns[0].element_size()
     part = max(1, size // element_bytes // bench.info.world_size)
     size_bytes = part * bench.info.world_size * element_bytes
@@ -130,7 +123,7 @@ def measure_one(bench: Bench, operation: str, size: int, before: list[Result], c
     first_s = try_first(bench, exchange)
     if isinstance(first_s, str):
         return Result(size_bytes, error=first_s)
-    if not before:  # the first call of all set connections up
+    if not before:  # the first call connects
         first_s = max(timed(bench, exchange, 1))
     slot_s = bench.settings.budget_s / cells / 2
     times = timed(bench, exchange, iterations_for(first_s, slot_s, bench.settings.iterations))
@@ -138,12 +131,12 @@ def measure_one(bench: Bench, operation: str, size: int, before: list[Result], c
 
 
 def iterations_for(first_s: float, slot_s: float, most: int) -> int:
-    """As many as fit into the slot; some even where none does."""
+    """As many as fit into the slot, but some in any case."""
     return min(most, max(LEAST_ITERATIONS, int(slot_s / max(first_s, 1e-6))))
 
 
 def try_first(bench: Bench, exchange: MeasuredExchange) -> float | str:
-    """The time of a call whose result is right, or why this operation cannot be had here."""
+    """Seconds of a call with a correct result, or why the operation is impossible here."""
     refusal, seconds = "", 0.0
     try:
         seconds = timed_together(bench.timer, exchange.run)
@@ -154,21 +147,17 @@ def try_first(bench: Bench, exchange: MeasuredExchange) -> float | str:
         return refused
     with together(bench.info.node):
         if not exchange.is_right():
-            raise TrainError(f"{exchange.operation}: rank {bench.info.rank} received other values than were sent")
+            raise TrainError(f"{exchange.operation}: rank {bench.info.rank} received wrong values")
     return agreed([seconds], dist.ReduceOp.MAX)[0]
 
 
 def timed(bench: Bench, exchange: MeasuredExchange, iterations: int) -> list[float]:
-    """Seconds of each call, of the rank that was slowest in it."""
+    """Seconds of each call on its slowest rank."""
     return agreed([timed_together(bench.timer, exchange.run) for _ in range(iterations)], dist.ReduceOp.MAX)
 
 
 class MeasuredExchange:
-    """One operation on buffers of `part` elements for each rank: `run()` it, then ask once whether it `is_right()`.
-
-    Where one rank is the root it is rank 0. send_recv is a ring: each rank sends to the next one and receives from the
-    one before.
-    """
+    """One operation on buffers of `part` elements per rank. The root is rank 0. send_recv is a ring."""
 
     def __init__(self, bench: Bench, operation: str, part: int) -> None:
         self.bench, self.operation, self.part = bench, operation, part
@@ -206,7 +195,7 @@ class MeasuredExchange:
         dist.gather(self.given, self._parts(self.taken) if self.root else None, 0, group=self.bench.group)
 
     def _all_gather(self) -> None:
-        if dist.get_backend(self.bench.group) == "nccl":  # which would copy every part of a list once more
+        if dist.get_backend(self.bench.group) == "nccl":  # avoids another copy of every part
             dist.all_gather_into_tensor(self.taken, self.given, group=self.bench.group)
         else:
             dist.all_gather(self._parts(self.taken), self.given, group=self.bench.group)
@@ -224,7 +213,7 @@ class MeasuredExchange:
         return list(whole.split(self.part))
 
     def is_right(self) -> bool:
-        """Whether the result is right; true for a rank that receives nothing."""
+        """True for a rank that receives nothing."""
         patterns, rank, part = self.bench.patterns, self.rank, self.part
         if self.operation in ("reduce", "gather") and not self.root:
             return True
@@ -241,7 +230,7 @@ class MeasuredExchange:
 
 
 def repeats(values: Tensor, pattern: Tensor, offset: int = 0) -> bool:
-    """Are these the elements from `offset` on of a buffer that repeats the pattern?"""
+    """Whether these are elements from `offset` of the repeated pattern."""
     pattern = pattern.roll(-(offset % PATTERN))
     whole = len(values) // PATTERN * PATTERN
     rows, rest = values[:whole].view(-1, PATTERN), values[whole:]
@@ -249,7 +238,6 @@ def repeats(values: Tensor, pattern: Tensor, offset: int = 0) -> bool:
 
 
 def report(info: RankInfo, metrics: MetricsWriter, done: str, step: int, operation: str, result: Result) -> None:
-    """Rank 0 records the measurement, and says it to people."""
     if info.rank != 0:
         return
     seconds = result.time_s
@@ -274,7 +262,6 @@ def report(info: RankInfo, metrics: MetricsWriter, done: str, step: int, operati
 
 
 def report_line(info: RankInfo, operation: str, results: list[Result]) -> None:
-    """What the measurements of an operation amount to, in a line."""
     line = fit([(result.size_bytes, result.time_s) for result in results if result.time_s])
     if info.rank != 0 or line is None:
         return
@@ -287,16 +274,8 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
-# How fast each host reaches each other one, both ways: `measure_links(...)`, the end of a run of `--exp collectives`.
-#
-#     v100 -> a2000          28.9 ms   2.32 Gbps
-#
-# One path at a time, while all other ranks wait: what a flat ring or a tree makes of a slow path is left to the
-# planner.
-# A host's first rank speaks for it.
-
 LINK_BYTES = 8 << 20
-"""27 ms at 2.5 Gbps: many times what a message costs."""
+"""27 ms at 2.5 Gbps: many times a message's cost."""
 TIMES = 3
 
 
@@ -304,39 +283,39 @@ def measure_links(
     nodes: Sequence[str], group: dist.ProcessGroup, device: torch.device, timer: Timer, deadline_s: float,
     metrics: MetricsWriter,
 ) -> None:  # fmt: skip
-    """nodes: of each rank. Rank 0 records and says it; after `deadline_s` on any rank's clock the rest is left out."""
+    """Times paths between hosts one by one, while other ranks wait. Stops after `deadline_s` on any rank.
+
+    nodes: of each rank. A host's first rank represents it; rank 0 records.
+    """
     first_ranks = [nodes.index(node) for node in dict.fromkeys(nodes)]
     paths = list(permutations(first_ranks, 2))
     buffer = torch.ones(LINK_BYTES // 4, device=device)
-    speaks = dist.get_rank() == 0
+    reports = dist.get_rank() == 0
     for done, (source, target) in enumerate(paths):
         if agreed([deadline_s - time.monotonic()], dist.ReduceOp.MIN)[0] < 0:
-            if speaks:
+            if reports:
                 print(f"{len(paths) - done} of {len(paths)} paths between hosts left out: budget_s is over", flush=True)
             return
-        timed_together(timer, partial(pass_on, buffer[:256], source, target, group))  # sets the connection up
+        timed_together(timer, partial(pass_on, buffer[:256], source, target, group))  # connects
         taken_s = [timed_together(timer, partial(pass_on, buffer, source, target, group)) for _ in range(TIMES)]
         time_s = statistics.median(agreed(taken_s, dist.ReduceOp.MAX))
         gbps = algorithm_gbps(LINK_BYTES, time_s)
-        if speaks:
+        if reports:
             figures = {"bytes": LINK_BYTES, "time_ms": round(1000 * time_s, 6), "gbps": gbps}
             metrics.write("link", source=source, target=target, **figures)
             print(f"{nodes[source]} -> {nodes[target]}  {1000 * time_s:10.3f} ms  {gbps:7.3f} Gbps", flush=True)
 
 
 def pass_on(buffer: torch.Tensor, source: int, target: int, group: dist.ProcessGroup) -> None:
-    """Nothing to do for all other ranks."""
+    """Does nothing on other ranks."""
     if dist.get_rank() == source:
         dist.send(buffer, target, group=group)
     elif dist.get_rank() == target:
         dist.recv(buffer, source, group=group)
 
 
-# Timing work that all ranks begin at once.
-
-
 def timed_together(timer: Timer, work: Callable[[], object]) -> float:
-    """Seconds of this rank's work, which all ranks begin at once."""
+    """Seconds of this rank's work, which all ranks begin together."""
     timer.wait()
     dist.barrier()  # over Gloo, between the hosts' programs
     begin = timer.mark()

@@ -1,10 +1,7 @@
-"""Which sizes of batches a profile measures, and the line through their times. Pure: updates come from elsewhere.
+"""Measures growing batch sizes until memory or time ends, and fits a line to their times. Pure: updates come from
+elsewhere.
 
-ladder = made(climb(limit=512, budget_s=15), subject.update)
-record_of(ladder)                      fields of the `profile` record
-
-What measures is a generator: it yields how many samples the next update shall have, and is sent its times, or thrown
-NoMemory. So the updates may be a training loop's own, which calls us and is not called.
+Measurements are generators that yield a batch size and are sent its times, or thrown NoMemory.
 """
 
 from __future__ import annotations
@@ -23,47 +20,43 @@ Result = TypeVar("Result")
 Measuring = Generator[int, Times, Result]
 
 FIRST = 2
-"""Samples of the smallest batch: BatchNorm can make nothing of one."""
+"""Smallest batch: BatchNorm needs two samples."""
 FEWEST, MOST = 2, 15
-"""Timed updates of each size. Some before them are not timed: one, or as many as a CUDA graph takes to be recorded; of
-the first size the fewest more."""
+"""Timed updates per size, after at least one untimed update."""
 ENOUGH = 2
-"""Sizes at which a paced rank has to keep its pace: a line takes two."""
+"""Sizes at which a paced rank must be in time."""
 STRAIGHT = 0.02
-"""Times this close to a line, as a part of them, lie on it."""
+"""Relative error of times on a line."""
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """The times of growing batch sizes."""
-
     times: dict[int, Times]
-    """By size, of all sizes that were measured, ascending."""
+    """By size, ascending."""
     cap: int | None
-    """The most samples that fit; None where memory was no limit."""
+    """The most samples that fit; None without a limit."""
 
     @property
     def in_time(self) -> dict[int, Times]:
-        """The sizes at which the rank was not late."""
+        """Sizes without lateness."""
         return {samples: times for samples, times in self.times.items() if times.kept_pace}
 
     @property
     def kept_pace(self) -> bool:
-        """Whether the sizes that were not late are enough for a line."""
+        """Whether these are enough for a line."""
         return len(self.in_time) >= min(ENOUGH, len(self.times))
 
     @property
     def counted(self) -> dict[int, Times]:
-        """The sizes that the line goes through: all, where those in time are too few."""
+        """Sizes for the line."""
         return self.in_time if self.kept_pace else self.times
 
     def lateness(self) -> float | None:
-        """The lateness of the latest size that counts; None for a rank that computes."""
+        """The largest of valid sizes; None unless paced."""
         return max((times.lateness for times in self.counted.values() if times.lateness is not None), default=None)
 
 
 def made(measuring: Measuring[Result], update: Callable[[int], Times]) -> Result:
-    """What is measured where `update` makes one of so many samples."""
     try:
         samples = next(measuring)
         while True:
@@ -81,12 +74,10 @@ def made(measuring: Measuring[Result], update: Callable[[int], Times]) -> Result
 def climb(
     limit: int, budget_s: float, now: Callable[[], float] = time.monotonic, untimed: int = 1
 ) -> Measuring[Ladder]:
-    """untimed: updates of each size before those that count.
-
-    Doubles the batch until memory, the limit or the time ends it; two sizes at least. Where a paced rank was late at
-    nearly all of them, what is left of the time goes to measuring them again. Raises TrainError where not even the
-    first fits.
+    """Doubles the batch, with two sizes at least. untimed: updates before timed ones. Raises
+    TrainError if none fits.
     """
+    # If a paced rank was late at nearly all sizes, they are measured again in the remaining time.
     deadline_s = now() + budget_s
     ladder = yield from _double(limit, budget_s, deadline_s, now, untimed)
     for samples in sorted(ladder.times, reverse=True):
@@ -97,7 +88,7 @@ def climb(
 
 
 def again(ladder: Ladder, budget_s: float, now: Callable[[], float] = time.monotonic) -> Measuring[dict[str, object]]:
-    """Measures the middle size once more: a card at its power cap, or one that gets hot, ends slower than it began."""
+    """Measures the middle size again: a hot card becomes slower."""
     samples = sorted(ladder.counted)[len(ladder.counted) // 2]
     times = yield from median(samples, budget_s / 20, now)
     return {"again_samples": samples, "again_ms": round(times.step_ms, 4)}
@@ -127,21 +118,21 @@ def _double(
 
 
 def median(samples: int, budget_s: float, now: Callable[[], float] = time.monotonic) -> Measuring[Times]:
-    """Two updates or more, as many as the time allows."""
+    """Two updates or more."""
     began_s, found = now(), list[Times]()
     while len(found) < FEWEST or (len(found) < MOST and now() - began_s < budget_s):
         found.append((yield samples))
-    late = [one.lateness for one in found if one.lateness is not None]
+    late = [times.lateness for times in found if times.lateness is not None]
     return Times(
-        statistics.median(one.step_ms for one in found),
-        statistics.median(one.forward_ms for one in found),
-        statistics.median(one.optim_ms for one in found),
+        statistics.median(times.step_ms for times in found),
+        statistics.median(times.forward_ms for times in found),
+        statistics.median(times.optim_ms for times in found),
         statistics.median(late) if late else None,
     )
 
 
 def _squeeze(fits: int, too_large: int) -> Measuring[int]:
-    """Between a size that fits and one that does not, to a sixteenth."""
+    """The largest size that fits, to a sixteenth."""
     while too_large - fits > max(1, fits // 16):
         middle = (fits + too_large) // 2
         try:
@@ -153,7 +144,7 @@ def _squeeze(fits: int, too_large: int) -> Measuring[int]:
 
 
 def line_of(points: Sequence[tuple[float, float]]) -> Line | None:
-    """Through the largest sizes, as many as lie on a line, three at least. points: (samples, seconds), ascending."""
+    """Through the largest sizes on a line, three at least. points: (samples, seconds), ascending."""
     line = fit(points)
     while line and line.worst_error > STRAIGHT and len(points) > 3:
         points = points[1:]
@@ -162,7 +153,6 @@ def line_of(points: Sequence[tuple[float, float]]) -> Line | None:
 
 
 def record_of(ladder: Ladder) -> dict[str, object]:
-    """The fields of the `profile` record."""
     counted, largest = ladder.counted, max(ladder.counted)
     last = counted[largest]
     line = line_of([(samples, times.step_ms / 1000) for samples, times in counted.items()])
@@ -172,7 +162,7 @@ def record_of(ladder: Ladder) -> dict[str, object]:
         "step_ms": [round(times.step_ms, 4) for times in ladder.times.values()],
         "lateness": [times.lateness and round(times.lateness, 6) for times in ladder.times.values()],
         "fixed_ms": round(1000 * line.alpha_s, 6) if line else 0.0,
-        # A GPU that was flat over all sizes still gets slower at some: no share is ever free.
+        # A GPU that was flat over all sizes becomes slower at larger ones: no share is free.
         "sample_ms": max(slope_ms, 1e-3 * last.step_ms / largest),
         "worst_error": round(line.worst_error, 6) if line else None,
         "largest": max(largest, ladder.cap or 0),

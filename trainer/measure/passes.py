@@ -1,12 +1,9 @@
-"""Micro-batches through a network block by block, as stages of a pipeline pass them on, on the device's own clock.
+"""Times a network's blocks on the device, as stages of a pipeline compute them.
 
     passes = Passes(trainee)
-    passes.take(16, (0, 1, 2))              a lap for each stretch: blocks 0, 1, and all others
-    passes.noise_ms()
-    record_blocks(trainee, blocks, ...)     what a profile keeps of them
+    passes.take(16, (0, 1, 2))              a lap per stretch: blocks 0, 1, and all others
 
-Each stretch is what a stage of a run is (`trainer.pipeline.stage`), so that it takes what it will take there. Marks lie
-between stretches on one time line without any wait: together they take what one pass takes.
+Marks follow each other without waiting, so the stretches add up to one pass.
 """
 
 from __future__ import annotations
@@ -27,11 +24,11 @@ from trainer.pipeline.chain import Block
 from trainer.pipeline.stage import StageWork
 
 MARKS = 50
-"""Pairs of marks that the clock's noise is taken from."""
+"""Pairs of marks to measure noise."""
 
 
 class Passes:
-    """The network takes no whole updates any more: its weights' gradients wait for their turn."""
+    """The network can take no more whole updates: its weight gradients are delayed."""
 
     def __init__(self, trainee: Trainee) -> None:
         self.trainee, self.blocks = trainee, stages_of(trainee.model)
@@ -40,7 +37,7 @@ class Passes:
         trainee.optimizer.zero_grad(set_to_none=True)
 
     def noise_ms(self) -> float:
-        """Between two marks with nothing between them."""
+        """Between adjacent marks."""
         timer = self.trainee.timer
         marks = [timer.mark() for _ in range(MARKS + 1)]
         timer.wait()
@@ -83,7 +80,7 @@ class Passes:
         ]
 
     def _judged(self, stage: StageWork, inputs: Tensor, targets: Tensor) -> Tensor:
-        """As a run's last stage is: with the loss that its loop computes."""
+        # Like a run's last stage, with its loss.
         inputs = stage.enter(inputs)
         with stage.precision.autocast():
             loss_sum = self.trainee.loss_sum(stage.part(inputs), targets)
@@ -93,9 +90,7 @@ class Passes:
 def record_blocks(
     trainee: Trainee, blocks: Sequence[Block], ladder: Ladder, batch: int, budget_s: float
 ) -> Measuring[dict[str, Any] | None]:
-    """The whole network is measured once more, just before its blocks, so that both see the same load. None where
-    memory is too small for blocks.
-    """
+    """None if memory is too small. Measures the whole network again just before its blocks, for the same load."""
     sizes = micro_batches({size: times.step_ms for size, times in ladder.times.items()}, batch, budget_s)
     yield sizes[-1]
     whole = yield from median(sizes[-1], budget_s / 4)

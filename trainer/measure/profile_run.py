@@ -1,15 +1,9 @@
-"""How fast this rank is alone, by the size of its batch: `profile(settings, rank_info, metrics)`.
+"""Measures this rank alone, by batch size, and the network's blocks.
 
     python -m trainer --exp resnet152_cifar --profile_s 15
 
-Times whole updates without synchronisation (forward, backward, optimiser; on made-up images, so that no loader is
-measured) at batches of 2, 4, 8, ..., and writes one `profile` record: the medians, the line fixed_ms + sample_ms *
-samples through the largest of them (small batches leave a GPU partly idle and take as long as larger ones, which no
-line can show), and the largest batch that fits into memory. Ranks of one host are measured at the same moment, since
-that is how they will compute. Sizes at which a paced rank could not keep its pace are left out of the line.
-
-Then the blocks of a network that is a chain of them are timed one by one, so that a pipeline can be cut by what each
-takes here.
+Times updates without synchronisation at batches of 2, 4, 8, ..., fits fixed_ms + sample_ms * samples to the largest,
+and finds the largest batch that fits into memory. Ranks of one host are measured together.
 """
 
 from __future__ import annotations
@@ -51,15 +45,15 @@ from trainer.shared.pace import Pace
 from trainer.shared.settings import Settings
 
 HELD = 4
-"""Times the size of all gradients: the most that a strategy keeps beside gradients and momentum, which is
-local's start, sent weights, weight change and velocity."""
+"""Times the bytes of all gradients: the most that a strategy keeps besides gradients and momentum."""
+# local: start, sent weights, weight change and velocity.
 
 OF_BLOCKS = 0.2
 """The part of `profile_s` for the blocks."""
 
 
 def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
-    """Measures, records. Raises TrainError for what a person can mend."""
+    """Raises TrainError for a failure that a user can fix."""
     use_threads(info)
     device = torch.device("cpu") if info.pace else choose_device(settings.device, settings.backend, info)
     if device.type == "cuda":
@@ -71,7 +65,7 @@ def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
     with together(info.node):
         settings = choose_arithmetic(choose_loader(settings, facts, info, device), device, everyone)
         use_arithmetic(settings)
-        precision = build_precision(settings.amp, device, None)  # ranks of a host take their updates as they come
+        precision = build_precision(settings.amp, device, None)  # ranks of a host update independently
         model, room = _subject(settings, facts, info, metrics, device)
         model, images = arranged(model, settings), resident_bytes(facts) if settings.loader == "resident" else 0
         held = held_beside(model, device, images)
@@ -91,7 +85,7 @@ def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
         ladder = made(climb(2 * settings.batch, (1 - OF_BLOCKS) * settings.profile_s, untimed=untimed), subject.update)
         metrics.lateness = ladder.lateness
         whole = {**record_of(ladder), **made(again(ladder, settings.profile_s), subject.update)}
-    with together(info.node):  # again at the same moment
+    with together(info.node):  # together again
         blocks = _blocks(settings, subject, ladder)
         metrics.write("profile", **whole, blocks=blocks, batch=settings.batch, network=network)
     leave()
@@ -101,7 +95,7 @@ def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
 def _subject(
     settings: Settings, facts: DataSet, info: RankInfo, metrics: MetricsWriter, device: torch.device
 ) -> tuple[nn.Module, int | None]:
-    """What is trained, and for how many samples a GPU that is stood in for has memory (None: no such limit)."""
+    """The network, and the samples that a simulated GPU's memory holds (None: no limit)."""
     if not info.pace:
         return build_model(settings.model, facts.shape, facts.classes).to(device), None
     pace = steady(info.pace)
@@ -110,32 +104,31 @@ def _subject(
 
 
 def at_rest(optimizer: torch.optim.Optimizer | StandInOptimizer) -> torch.optim.Optimizer | StandInOptimizer:
-    """One whose updates change nothing. At a run's rate, without its warm-up, the first gradient of two samples takes
-    a fresh ResNet-152's weights to 1e8 and more, from where they become NaN; then no replay of a CUDA graph equals its
-    plain pass, and larger batches are measured without.
-    """
+    """Sets learning rates to 0."""
+    # At a run's rate without warm-up, the first gradient of two samples takes a fresh ResNet-152's weights to 1e8 and
+    # more, and then to NaN; a CUDA graph's replay then never equals a plain pass.
     for group in optimizer.param_groups:
-        if "lr" in group:  # a script's own rule may have none, or hold it in a tensor
+        if "lr" in group:  # a custom optimiser may have no rate, or a tensor
             group["lr"] = 0 * group["lr"]
     return optimizer
 
 
 def _say_without_graphs(why: str) -> None:
-    print(f"cuda_graph: larger batches are measured without, {why}", flush=True)
+    print(f"cuda_graph: larger batches are measured without it, {why}", flush=True)
 
 
 def held_beside(model: nn.Module, device: torch.device, more_bytes: int = 0) -> Tensor:
-    """Holds as much of a GPU's memory as a run takes beside the training itself: what fits here has to fit there."""
+    """Occupies the GPU memory that a run needs besides training."""
     held_bytes = HELD * gradient_bytes(model) + more_bytes if device.type == "cuda" else 0
     return torch.empty(held_bytes, dtype=torch.uint8, device=device)
 
 
 def _blocks(settings: Settings, subject: Subject, ladder: Ladder) -> dict[str, Any] | None:
-    """What its blocks take one by one; None for a paced rank, which has none, and where they cannot be told."""
+    """None if paced, or not a chain of blocks."""
     if isinstance(subject.model, StandIn):
         return None
     if not stages_of(subject.model):
-        print(f"{settings.model}: no chain of blocks, which could be measured one by one", flush=True)
+        print(f"{settings.model}: not a chain of blocks, so they are not measured one by one", flush=True)
         return None
     facts, budget_s = subject.facts, OF_BLOCKS * settings.profile_s
     blocks = survey(settings.model, facts.shape, facts.classes)
@@ -143,5 +136,5 @@ def _blocks(settings: Settings, subject: Subject, ladder: Ladder) -> dict[str, A
 
 
 def steady(pace: Pace) -> Pace:
-    """Without the changes of speed in the course of a run."""
+    """Without changes of speed during a run."""
     return dataclasses.replace(pace, slowdown=())

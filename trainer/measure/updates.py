@@ -1,4 +1,4 @@
-"""Whole updates of any size, timed by what they are made of: `Subject(...).update(samples)`."""
+"""Times whole updates of any size: `Subject(...).update(samples)`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Times:
-    """The times of one update, or their medians over several."""
+    """One update's, or medians."""
 
     step_ms: float
     forward_ms: float
     optim_ms: float
     lateness: float | None = None
-    """How late a paced rank's backward ended, as a part of a step; None for a rank that computes."""
+    """As a part of a step; None unless paced."""
 
     @property
     def kept_pace(self) -> bool:
@@ -38,11 +38,11 @@ class Times:
 
 
 class NoMemory(Exception):
-    """A batch of this size does not fit; `str(error)` is the line that said so, where there is one."""
+    """A batch does not fit; `str(error)` may be the reason."""
 
 
 class Trainee:
-    """A network on its device, of which something is measured."""
+    """A network to measure."""
 
     def __init__(
         self,
@@ -57,16 +57,15 @@ class Trainee:
         self._samples = 0
 
     def batch(self, samples: int) -> tuple[Tensor, Tensor]:
-        """What the network takes, and what its loss takes besides."""
+        """The network's input and the loss's target."""
         raise NotImplementedError
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         raise NotImplementedError
 
     def attempt(self, samples: int, run: Callable[[], Result]) -> Result:
-        """Another size than the one before begins with an empty cache, as a run of it would: what the allocator has cut
-        up for others may be of no use to it. Raises NoMemory where the device has too little, and frees what was taken.
-        """
+        """Raises NoMemory, and frees memory, if the device has too little."""
+        # A new size begins with an empty cache, like a run with it.
         if samples != self._samples:
             self._empty_cache()
         self._samples = samples
@@ -75,7 +74,7 @@ class Trainee:
         except RuntimeError as error:
             if not (why := out_of_memory(error)):
                 raise
-        # Only here the error is gone, and with it all that the frames of its traceback hold.
+        # Outside `except`, where the traceback's frames no longer hold memory.
         self.optimizer.zero_grad(set_to_none=True)
         self._empty_cache()
         raise NoMemory(why)
@@ -86,9 +85,7 @@ class Trainee:
 
 
 class Subject(Trainee):
-    """A rank that takes updates of any size. room: samples for which a stand-in's GPU has memory. held: takes the place
-    of what a run keeps besides.
-    """
+    """room: samples that a simulated GPU's memory holds. held: occupies the memory that a run keeps besides."""
 
     def __init__(
         self,
@@ -137,9 +134,9 @@ class Subject(Trainee):
 
 
 def out_of_memory(error: RuntimeError) -> str:
-    """The line that says so, empty for another error. torch's allocator, cuBLAS and cuDNN each have words of their own;
-    cuDNN, whose engines all lack memory for their workspace, says that there is none (pytorch/pytorch#108645).
-    """
+    """The matching line, or "" for another error."""
+    # torch's allocator, cuBLAS and cuDNN have different messages. cuDNN, if no engine has memory for its workspace,
+    # reports a missing engine (pytorch/pytorch#108645).
     return next((line[:200] for line in str(error).splitlines() if _NO_MEMORY.search(line)), "")
 
 

@@ -1,1 +1,1 @@
-"""Ranks that keep a GPU's time without computing."""
+"""Ranks that simulate a GPU's speed."""

@@ -1,17 +1,9 @@
-"""A network that keeps a GPU's time instead of computing: what a paced rank trains.
+"""Networks that take a GPU's time instead of computing, for paced ranks; a smaller network may learn meanwhile.
 
-    standin = StandIn(dissect("resnet152", (3, 32, 32), 10), pace, clock)
-    standin(images).sum().backward()       takes as long as the pace says; every gradient exists when its time has come
-
-Everything that the other ranks and the network notice is real: the parameters and their shapes, autograd's hooks as
-backward goes from the last layer to the first, and every byte on the wire. The numbers are not: gradients are the
-weights themselves, so that a paced run has neither loss nor accuracy.
-
-A step's moments are deadlines, counted from its begin: forward ends at FORWARD * T, each layer's gradients are released
-when backward would have got there. What the CPU spends on them lies within T. Were the times slept one after another,
-a V100's stand-in would reach 0.56 of its speed. What a GPU does to gradients beside its steps (`gpu_work`) is time
-alone, too: the numbers are left as they are.
+Parameters, autograd's hooks and all transfers are real. Gradients are the weights themselves.
 """
+# All moments are deadlines from the step's begin, so CPU time counts within them. With separate sleeps, a V100's
+# stand-in would only reach 0.56 of its speed.
 
 from __future__ import annotations
 
@@ -35,7 +27,7 @@ from trainer.shared.pace import BACKWARD, FORWARD, Pace
 
 
 class StandIn(nn.Module):
-    """Parameters and buffers like the network's own, in its order; takes images, gives logits of no meaning."""
+    """Returns meaningless logits."""
 
     def __init__(self, anatomy: Anatomy, stopwatch: Stopwatch, classes: int) -> None:
         super().__init__()
@@ -49,7 +41,7 @@ class StandIn(nn.Module):
         self.layers = []
         done = 0.0
         for layer in anatomy.layers:
-            # Backward reaches this layer's gradients when all later layers and itself are through.
+            # Backward reaches this layer after all later layers.
             release = FORWARD + BACKWARD * (1 - done)
             self.layers.append((release, [like[index] for index in layer.parameters]))
             done += layer.work
@@ -64,12 +56,12 @@ class StandIn(nn.Module):
         return output
 
     def answer(self, images: Tensor, blank: Tensor) -> Tensor:
-        """What comes of these images: nothing."""
+        """The smaller network's output, if any."""
         return blank
 
 
 class _Layer(torch.autograd.Function):
-    """Passes its input on; in backward gives each weight a gradient, not before the layer's time has come."""
+    """The identity; backward gives each weight a gradient when its layer is due."""
 
     @staticmethod
     def forward(
@@ -80,7 +72,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # The weights under another name: a copy of each would take this CPU longer than a fast GPU its whole backward.
+        # Aliases of the weights: copies would take longer than a fast GPU's whole backward.
         gradients = [weight.detach() for weight in context.weights]
         context.stopwatch.until(context.release)
         if context.is_first:
@@ -89,14 +81,14 @@ class _Layer(torch.autograd.Function):
 
 
 class StandInOptimizer:
-    """Takes the time of an update and leaves the weights alone."""
+    """Takes the time of an update."""
 
     def __init__(self, model: StandIn | PacedPart) -> None:
         self.model = model
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """What has a learning rate: nothing."""
+        """No learning rates."""
         return []
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -107,22 +99,16 @@ class StandInOptimizer:
         self.model.stopwatch.optimise()
 
 
-# What a paced rank of a pipeline holds: weights of a stage that keeps a GPU's time, and perhaps a part that learns.
-
-
 class PacedPart(nn.Module):
-    """Weights like the stage's own."""
-
     def __init__(self, like: Sequence[Tensor], stopwatch: StageClock) -> None:
         super().__init__()
         self.stopwatch = stopwatch
-        self.weights = nn.ParameterList(nn.Parameter(torch.empty(one.shape).normal_(std=1e-3)) for one in like)
+        self.weights = nn.ParameterList(nn.Parameter(torch.empty(tensor.shape).normal_(std=1e-3)) for tensor in like)
 
 
 class LearningPart(PacedPart):
-    """Beside weights like a stage's own, which are zeros here and stay it, the part of a smaller network that learns.
-
-    What comes in and goes out are rows of numbers, as many as the stage's own would be: the network's, and zeros.
+    """Has zero weights like a stage's, and a part of a smaller network that learns. Inputs and outputs are padded to
+    the stage's size.
     """
 
     def __init__(
@@ -133,9 +119,7 @@ class LearningPart(PacedPart):
         before: tuple[int, ...] | None,
         sent: int | None,
     ) -> None:
-        """before: the shape of one sample that the network takes; None of images. sent: numbers of one sample that
-        leave; None of the last stage.
-        """
+        """before: the network's input shape; None for images. sent: output numbers; None on the last stage."""
         super().__init__(like, stopwatch)
         with torch.no_grad():
             for weight in self.weights:
@@ -152,50 +136,46 @@ class LearningPart(PacedPart):
         return nn.functional.pad(output, (0, self.sent - output.shape[1]))
 
 
-# What a network is made of, without computing it: its layers' work, and what a sample takes in memory.
-#
-# >>> anatomy = dissect("lenet", (1, 28, 28), classes=10)
-# >>> anatomy.layers[0].parameters            # positions in the order of model.parameters()
-# (0, 1)
-# >>> anatomy.activation_bytes                # of one sample, kept from forward to backward
-# 48080
-
-_SAMPLES = 2  # BatchNorm refuses a single value a channel
+_SAMPLES = 2  # BatchNorm refuses a single value per channel
 _LAYERS = 64
-"""Layers are joined until there are about this many: finer than any bucket, and few enough to cost nothing."""
+"""Groups of layers, finer than any bucket."""
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Neighbouring layers, taken as one."""
-
     parameters: tuple[int, ...]
-    """Positions in the order of `model.parameters()`."""
+    """Indices in `model.parameters()`."""
     work: float
-    """Its part of the forward pass, 0..1."""
+    """Its part of the multiplications, 0..1."""
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What a stand-in has to know of a network."""
+    """A network without numbers."""
 
     model: nn.Module
-    """The network on the meta device."""
+    """On the meta device."""
     layers: tuple[LayerGroup, ...]
-    """In the order in which forward visits them."""
+    """In forward's order."""
     activation_bytes: int
 
     @property
     def state_bytes(self) -> int:
-        """Weights, their gradients, SGD's momentum, and the buffers."""
+        """Weights, gradients, SGD's momentum, and buffers."""
         return 3 * bytes_of(*self.model.parameters()) + bytes_of(*self.model.buffers())
 
 
 def dissect(name: str, shape: tuple[int, int, int], classes: int) -> Anatomy:
-    """Raises TrainError for a network that is no chain of blocks: nobody knows when its layers' gradients are due."""
+    """Raises TrainError unless the network is a chain of blocks.
+
+    >>> dissect("lenet", (1, 28, 28), classes=10).activation_bytes      # per sample
+    48080
+    """
     model, images = skeleton_of(name, shape, classes), torch.zeros(_SAMPLES, *shape, device="meta")
     if not stages_of(model):
-        raise TrainError(f"paced: {name} is no chain of blocks whose time could be kept; use a ResNet, or leave it out")
+        raise TrainError(
+            f"paced: {name} is not a chain of blocks, so its times are unknown; use a ResNet, or leave paced out"
+        )
     taken = meta_pass(model, images)
     kept_bytes = sum(tensor.untyped_storage().nbytes() for tensor in taken.kept.values())
     return Anatomy(model, _joined(model, taken.visits), kept_bytes // _SAMPLES)
@@ -216,14 +196,11 @@ def _joined(model: nn.Module, visits: Sequence[Visit]) -> tuple[LayerGroup, ...]
     return (*layers, LayerGroup(parameters, work)) if parameters else tuple(layers)
 
 
-# Work on gradients that takes a GPU's time and changes no number.
-
-
 class StandInExecutor(Executor):
-    """Keeps the time that a GPU takes for its work, one after the other."""
+    """Takes the time of a GPU's work on gradients."""
 
     SHORT_S = 0.5e-3
-    """No sleep is as exact as this; what is shorter is made up for with the work that follows."""
+    """Shorter than a sleep's precision: added to the next work."""
 
     def __init__(self, stopwatch: Stopwatch | StageClock, is_beside: bool = False) -> None:
         self.stopwatch, self.is_beside = stopwatch, is_beside
@@ -242,28 +219,17 @@ class StandInExecutor(Executor):
             clock.sleep(left_s)
 
     def do(self, arithmetic: Callable[[], object]) -> None:
-        """None of it."""
+        """Nothing."""
 
     def beside(self) -> StandInExecutor:
         return StandInExecutor(self.stopwatch, is_beside=True)
 
 
-# A stand-in that learns: a small network makes its real updates within the time of a large one that is stood in for.
-#
-#     learner = Learner(dissect("resnet152", (3, 32, 32), 10), stopwatch, build_model("lenet", (1, 28, 28), 10))
-#     cross_entropy(learner(images), labels).backward()       the small network's gradients, at the large one's moments
-#
-# To the other ranks it is the large one: as many bytes are exchanged, when its backward would have them. These are
-# zeros,
-# so that no norm and no average of gradients differs from the small network's. A run is valid where the CPU did the
-# small
-# network's work within the large one's time.
-
-
 class Learner(StandIn):
-    """anatomy: of the network that is stood in for. network: the one that learns; its weights come last, so that their
-    gradients are among the first that backward has.
-    """
+    """The smaller `network` learns. The other weights are zeros, so that norms and averages are the network's."""
+
+    # The network's weights come last, so that backward computes their gradients first. A run is valid if the CPU did
+    # that within the simulated network's time.
 
     def __init__(self, anatomy: Anatomy, stopwatch: Stopwatch, network: nn.Module, classes: int) -> None:
         super().__init__(anatomy, stopwatch, classes)
@@ -275,17 +241,17 @@ class Learner(StandIn):
     def forward(self, images: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return super().forward(images)
-        logits: Tensor = self.network(images)  # evaluation, and statistics that are estimated again
+        logits: Tensor = self.network(images)  # evaluation, and estimates of statistics
         return logits
 
     def answer(self, images: Tensor, blank: Tensor) -> Tensor:
-        """Backward visits first what forward did last, which is this: its arithmetic is done before anything is due."""
+        # Last in forward, so first in backward: computed before anything is due.
         logits: Tensor = self.network(images)
         return blank + logits
 
 
 class LearnerExecutor(StandInExecutor):
-    """Does the work on gradients, and keeps the time that the GPU would take for it."""
+    """Also does the work on gradients."""
 
     def do(self, arithmetic: Callable[[], object]) -> None:
         arithmetic()
@@ -295,7 +261,7 @@ class LearnerExecutor(StandInExecutor):
 
 
 class LearnerOptimizer(StandInOptimizer):
-    """Updates the network that learns, within the time of the large one's update."""
+    """Updates the network that learns."""
 
     def __init__(self, model: Learner | LearningPart, own: torch.optim.Optimizer) -> None:
         super().__init__(model)
@@ -311,13 +277,9 @@ class LearnerOptimizer(StandInOptimizer):
         self.model.stopwatch.optimise(began_s)
 
 
-# Memory of a paced rank: what the GPU would need, and what the C library keeps.
-
-
 def keep_freed_memory() -> None:
-    """Has the C library keep freed memory: to get it from the kernel again for each step's gradients, page
-    by page, would cost more CPU than all the rest (mallopt(3); another C library than glibc may not have it).
-    """
+    # glibc keeps freed memory (mallopt(3)): getting it from the kernel again for each step's gradients, page by page,
+    # would cost more CPU than all the rest.
     trim_threshold, mmap_threshold = -1, -3
     with contextlib.suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None)
@@ -326,7 +288,7 @@ def keep_freed_memory() -> None:
 
 
 def memory_needed(anatomy: Anatomy, pace: Pace, samples: int) -> int:
-    """Bytes that training with so many samples would take on the GPU. Raises TrainError where it has fewer."""
+    """Bytes on the GPU. Raises TrainError if it has fewer."""
     needed = anatomy.state_bytes + samples * anatomy.activation_bytes
     fits = most_samples(anatomy, pace)
     if fits is not None and pace.memory_bytes is not None and samples > fits:
@@ -339,15 +301,15 @@ def memory_needed(anatomy: Anatomy, pace: Pace, samples: int) -> int:
 
 
 def out_of_memory(what: str, needed_bytes: int, has_bytes: int, remedy: str) -> TrainError:
-    """what: takes more than the GPU that the rank stands in for has; in the plural."""
+    """what: a plural noun."""
     return TrainError(
-        f"out of memory: {what} take {needed_bytes / 2**30:.1f} GiB, the GPU that this rank stands in for has "
+        f"out of memory: {what} take {needed_bytes / 2**30:.1f} GiB, the GPU that this rank simulates has "
         f"{has_bytes / 2**30:.1f} GiB: {remedy}"
     )
 
 
 def most_samples(anatomy: Anatomy, pace: Pace) -> int | None:
-    """How many samples the GPU has memory for; None where its memory is not known."""
+    """None if the memory is unknown."""
     if pace.memory_bytes is None:
         return None
     return max(0, (pace.memory_bytes - anatomy.state_bytes) // anatomy.activation_bytes)

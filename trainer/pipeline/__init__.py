@@ -1,1 +1,1 @@
-"""Training with the network cut over hosts: each holds some of its blocks, and activations cross the links."""
+"""Pipeline parallelism: each host holds some of the network's blocks, and activations cross the links."""

@@ -1,19 +1,18 @@
-"""Gradients of weights, later than those of what went in: what the stage before waits for goes first.
+"""Delays gradients of weights until gradients of inputs, for which the previous stage waits, are sent.
 
     >>> network, later = nn.Sequential(nn.Linear(3, 2)), Later()
     >>> split_backward(network, later)
-    >>> network(torch.ones(1, 3)).sum().backward()  # inputs' gradients, and those of small weights (BatchNorm, biases)
+    >>> network(torch.ones(1, 3)).sum().backward()
     >>> network[0].weight.grad is None, network[0].bias.grad
     (True, tensor([1., 1.]))
     >>> with torch.no_grad():
-    ...     for work in later.cut():                    # those of the convolutions' and linear layers' weights
+    ...     for work in later.cut():
     ...         work()
     >>> network[0].weight.grad
     tensor([[1., 1., 1.],
             [1., 1., 1.]])
 
-Each is computed by the very function that autograd would have called, with the other half of its results left out, and
-added to `.grad` as autograd would have: the sums are the same to the last bit.
+Gradients are bit-identical to autograd's: the same functions compute them.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Work = Callable[[], None]
 
 
 class Later:
-    """What has been put off, in the order in which autograd came to it."""
+    """Delayed work, in autograd's order."""
 
     def __init__(self) -> None:
         self._works: list[Work] = []
@@ -42,13 +41,13 @@ class Later:
         self._works.append(work)
 
     def cut(self) -> list[Work]:
-        """All since the last time."""
+        """All since the last call."""
         works, self._works = self._works, []
         return works
 
 
 def split_backward(network: nn.Module, later: Later) -> None:
-    """From now on backward leaves the weights' gradients of its convolutions and linear layers to `later`."""
+    """In place. Delays the weight gradients of convolutions and linear layers."""
     for module in network.modules():
         if not _is_plain(module):
             continue
@@ -59,8 +58,8 @@ def split_backward(network: nn.Module, later: Later) -> None:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Is its weight its own, with nothing called when its gradient is there, and the forward pass that of its class?"""
-    weight = module._parameters.get("weight")  # not there if a hook computes it, as that of spectral_norm does
+    """Whether weight and forward are the class's own, without hooks."""
+    weight = module._parameters.get("weight")  # missing if a hook computes it, as for spectral_norm
     if weight is None or weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
         return False
     forward = vars(module).get("forward")  # of another stage perhaps, which was split before
@@ -83,7 +82,7 @@ def _linear(module: nn.Linear, later: Later, inputs: Tensor) -> Tensor:
 
 
 def added(weight: Tensor, gradient: Tensor) -> None:
-    """As autograd does it: in the weight's type and order in memory, which a fused optimiser asks for."""
+    """Like autograd: in the weight's type and memory format, as a fused optimiser requires."""
     gradient = gradient.to(weight.dtype)
     if weight.grad is None:
         same = gradient.stride() == weight.stride()
@@ -93,15 +92,15 @@ def added(weight: Tensor, gradient: Tensor) -> None:
 
 
 def _cast(*tensors: Tensor | None) -> list[Any]:
-    """To what autocast would have computed with."""
+    """Like autocast."""
     kind = next(tensor.device.type for tensor in tensors if tensor is not None)
     to = _autocast(kind)
     return list(tensors) if to is None else [None if tensor is None else tensor.to(to) for tensor in tensors]
 
 
 def _autocast(kind: str) -> torch.dtype | None:
-    """On a device of this kind; None where it is off."""
-    if hasattr(torch, "get_autocast_dtype"):  # torch 2.4 or newer, which warns of the names before
+    """None if autocast is off."""
+    if hasattr(torch, "get_autocast_dtype"):  # torch 2.4 or newer; warns about the older names
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     if kind == "cpu":
         return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
@@ -160,41 +159,36 @@ class _Product(torch.autograd.Function):
         return of_inputs, None, of_bias, None
 
 
-# One update of one rank of a pipeline: `loss_sum, done = yield from PipelineUpdate(pipeline, own, ...).run()`.
-#
-# Its micro-batches in the order that `trainer.shared.stages` gives them, as soon as what each task needs has come.
-
-
 @dataclass(frozen=True)
 class Done:
-    """One task of an update, with the marks of its begin and end. number: of the micro-batch."""
+    """A task of an update with its marks. number: of the micro-batch."""
 
     task: Task
     number: int
     begin: Any
     end: Any
     since: Any
-    """The mark from which the rank waited for what the task needs; None where it did not wait."""
+    """Begin of a wait for the task's data, or None."""
     came_s: float | None
-    """When that came from another rank, by time.perf_counter; None where it did not come from one."""
+    """Arrival of data from another rank (time.perf_counter), or None."""
     sent: Any
-    """The mark before its result was handed over to another rank; None where it was not."""
+    """Hand-over of the result to another rank, or None."""
 
 
 class PipelineUpdate:
-    """The rank's micro-batches, what has come and what is due."""
+    """One rank's update; tasks in the order of `trainer.shared.stages`, as data arrive."""
 
     def __init__(self, pipeline: Any, own: Sequence[MicroBatch], images: Tensor, labels: Tensor, batch: int) -> None:
-        """pipeline: a Pipeline, which has made this one. The others: as of its `update`."""
+        """pipeline: a Pipeline. Others: as in its `update`."""
         self.of, self.own, self.batch = pipeline, own, batch
-        sizes = [one.size for one in self.own]
+        sizes = [micro_batch.size for micro_batch in self.own]
         self.parts = list(zip(images.split(sizes), labels.split(sizes), strict=True)) if pipeline.is_first else []
         self.turns = Turns(len(self.own), pipeline.in_flight, pipeline.stage.splits)
         self.losses: list[Tensor] = []
         self.done: list[Done] = []
 
     def run(self) -> Generator[tuple[Tensor, Tensor], Tensor, tuple[Tensor, list[Done]]]:
-        """Yields inputs and labels of the last stage's micro-batches, and is sent the sum of each one's losses."""
+        """On the last stage yields each micro-batch's inputs and labels, and receives the sum of its losses."""
         timer = self.of.timer
         if not self.own:
             self.of.tell(self.loss_sum)
@@ -204,16 +198,16 @@ class PipelineUpdate:
             number, came_s, sent = yield from self._do(task)
             self.done.append(Done(task, number, begin, timer.mark(), since, came_s, sent))
             if len(self.done) > 1:
-                timer.wait_for(self.done[-2].end)  # so that what comes next is chosen when the device is ready for it
+                timer.wait_for(self.done[-2].end)  # chooses the next task only when the device is ready for it
         return self.loss_sum, self.done
 
     @property
     def loss_sum(self) -> Tensor:
-        """Of what has gone forward."""
+        """The loss of finished forward passes."""
         return sum(self.losses[1:], self.losses[0]) if self.losses else torch.zeros((), device=self.of.device)
 
     def _take(self) -> tuple[Task, Any]:
-        """The next task, when there is one, and the mark from which it was waited for."""
+        """The next task, and the mark at which a wait for it began."""
         with self.of.news:
             if task := self._next():
                 return task, None
@@ -240,7 +234,7 @@ class PipelineUpdate:
         return came
 
     def _do(self, task: Task) -> Generator[tuple[Tensor, Tensor], Tensor, tuple[int, float | None, Any]]:
-        """The number of its micro-batch, when what it needs came, and the mark before its result was handed over."""
+        """Micro-batch number, arrival of its data, and hand-over of its result."""
         if task is Task.FORWARD:
             return (yield from self._forward(self.own[self.turns.forwards - 1], self.turns.forwards - 1))
         if task is Task.BACKWARD:

@@ -1,4 +1,4 @@
-"""Stages that keep a GPU's time: what crosses their cuts is real, and the numbers where a smaller network learns."""
+"""Stages of simulated GPUs: transfers are real; numbers only if a smaller network learns."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from trainer.shared.pace import BACKWARD, FORWARD
 
 
 class PacedStage:
-    """As `StageWork`. Gradients of weights are the weights themselves: to make others would take this CPU longer than a
-    fast GPU its whole backward. Nobody computes a loss.
-    """
+    """Like `StageWork`, without numbers and loss. Gradients are the weights themselves, to save this CPU's time."""
 
     learns = False
 
@@ -53,7 +51,7 @@ class PacedStage:
 
 
 class LearningStage(StageWork):
-    """As `StageWork`, within the time of the larger network's tasks: the arithmetic is done before a task is due."""
+    """Like `StageWork`; a smaller network learns within the simulated task times."""
 
     def __init__(self, part: LearningPart, precision: Full, *, reads: bool, splits: bool) -> None:
         super().__init__(part, precision, reads=reads, splits=splits)

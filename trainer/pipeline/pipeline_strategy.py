@@ -1,16 +1,12 @@
-"""A pipeline: `strategy = Pipeline(stage, ...)`.
+"""`pipeline`: each host computes some blocks, and micro-batches pass from stage to stage.
 
     strategy.announce({0: (16, 16, 16, 8)})          the micro-batches that rank 0 reads for the next update
     loss_sum, exchange = yield from strategy.update(images, labels, batch=56)
 
-The hosts are stages: each holds some blocks of the network, and its optimiser's state of these alone. Samples enter at
-the first stage in micro-batches, activations go on from stage to stage, gradients come back the same way, and each
-stage adds up its own. So the update is that of one process that accumulates over the same micro-batches, and over a
-link go some thousand numbers a sample in place of every weight's gradient.
-
-torch.distributed.pipelining computes the same and is not used: its schedules are fixed tables of equal stages that
-receive when they need and not before, so that a slow link stands still while they compute.
+The update is that of one process that accumulates the same micro-batches; activations travel instead of gradients.
 """
+# torch.distributed.pipelining has fixed schedules of equal stages that receive only when they need data, so a slow link
+# idles while they compute.
 
 from __future__ import annotations
 
@@ -40,16 +36,15 @@ from trainer.strategies.gradient_sum import GradientSum
 
 
 class Announced(NamedTuple):
-    """own: the micro-batches that this rank takes. of_pipeline: samples that its pipeline takes."""
+    """own: this rank's micro-batches. of_pipeline: samples of its pipeline."""
 
     own: list[MicroBatch]
     of_pipeline: int
 
 
 class Pipeline(Base):
-    """stage: this rank's. sums: over the ranks that hold the same blocks; None where no other does. group: carries what
-    crosses the cuts, by Gloo. averages: of the weights of ranks that hold the same blocks; then each pipeline makes
-    updates of its own, and `sums` are over its own ranks.
+    """sums: over ranks with the same blocks, or None. group: Gloo, for activations. averages: of weights between
+    pipelines that update by themselves; then `sums` stay within this pipeline.
     """
 
     def __init__(
@@ -78,12 +73,12 @@ class Pipeline(Base):
         self.lanes = len(stages[place.stage])
         self.in_flight = in_flight_of_rank(in_flight, len(stages), place.stage, self.lanes)
         self.samples = 0
-        """Of the last update, on this rank."""
+        """In the last update."""
         self.recent = 0.0
-        """The same of all updates, older ones counted less, as BatchNorm's running statistics count them."""
+        """A decaying sum, like BatchNorm's running statistics."""
         self.news = threading.Condition()
         self.ahead: deque[Announced] = deque()
-        """The updates that were announced and have not begun."""
+        """Not begun."""
         before = () if self.is_first else stages[place.stage - 1]
         behind = () if self.is_last else stages[place.stage + 1]
         labels = not (self.is_first and self.is_last)
@@ -105,18 +100,18 @@ class Pipeline(Base):
 
     @property
     def preceding(self) -> list[int]:
-        """Ranks of the stage before that send this one what is to be judged."""
+        """Ranks that send evaluation data to this one."""
         stages = self.layout.ranks[self.pipeline]
         before = () if self.is_first else stages[self.number - 1]
         return [rank for rank in before if self._next_of(rank, self.number - 1) == self.rank]
 
     @property
     def following(self) -> int | None:
-        """The rank of the next stage that this one sends it to; None of the last stage."""
+        """The rank that gets evaluation data from this one."""
         return None if self.is_last else self._next_of(self.rank, self.number)
 
     def judge(self, reader: int) -> int:
-        """The rank of the last stage that sees what a rank of the first one has read."""
+        """The rank that evaluates data of `reader`."""
         for number in range(len(self.layout.ranks[self.pipeline]) - 1):
             reader = self._next_of(reader, number)
         return reader
@@ -133,10 +128,9 @@ class Pipeline(Base):
         return outputs(self, network, batches)
 
     def announce(self, sizes: Mapping[int, Sequence[int]]) -> None:
-        """Makes room for what an update's neighbours will send. Called for each update, in their order, before it or
-        while the one before it runs: what comes early has not to wait at its source.
+        """Prepares to receive an update's data. Call in the updates' order, possibly during the one before.
 
-        sizes: of the micro-batches of each rank that reads samples for this pipeline.
+        sizes: micro-batches of each rank that reads samples for this pipeline.
         """
         routes = self.layout.routes(self.pipeline, sizes)
         own = [one for one in routes if one.ranks[self.number] == self.rank]
@@ -154,11 +148,10 @@ class Pipeline(Base):
     def update(
         self, images: Tensor, labels: Tensor, batch: int
     ) -> Generator[tuple[Tensor, Tensor], Tensor, tuple[Tensor, Exchange]]:
-        """Leaves in .grad the gradient of the mean loss over the whole batch, for this stage's weights.
+        """Leaves the gradient in .grad. Returns the sum of losses.
 
-        images, labels: this rank's, of the first stage, in its micro-batches' order; of the oldest update that was
-        announced. Yields, on the last stage, what `model` is to be called with and the labels of each micro-batch, and
-        is sent the sum of its losses. Gives the sum over all of them.
+        images, labels: of the oldest announced update, on the first stage. On the last stage yields each micro-batch's
+        inputs and labels, and receives the sum of its losses.
         """
         own, of_pipeline = self.ahead.popleft()
         self.samples = sum(one.size for one in own)
@@ -175,7 +168,7 @@ class Pipeline(Base):
         held_up_s = 0.0
         if self.sums and trainable(self.model):
             before_s = self.sums.held_up_s
-            fill_gradients(self.model)  # of a short batch one lane may have got no micro-batch
+            fill_gradients(self.model)  # in a short batch a lane may have no micro-batch
             allreduce_flat(gradients_of(self.model), self.sums)
             held_up_s = self.sums.held_up_s - before_s
         return loss_sum, Exchange(
@@ -183,26 +176,23 @@ class Pipeline(Base):
         )
 
     def _wire_ms(self) -> float:
-        """With something of this rank on its way to a neighbour, since the last call."""
+        """Time with a message in transfer."""
         spans = [span for sender in self._senders for span in sender.take_spans()]
         return covered_ms(CpuTimer(), 0.0, spans)
 
     def tell(self, loss_sum: Tensor) -> None:
-        """Rank 0 says to people what ranks of its last stage have computed. They send it as soon as they have, so that
-        it comes before the last gradient and nobody waits for it. loss_sum: of all of this rank's micro-batches.
-        """
+        """Sends the loss of this rank's micro-batches to rank 0, which prints it."""
+        # As early as possible, so that it arrives before the last gradient.
         if self.to_speaker:
             self.to_speaker.send(self._judged(loss_sum))
 
     def _judged(self, loss_sum: Tensor) -> Tensor:
-        """The loss, and of how many samples."""
+        """Loss, and number of samples."""
         samples = float(self.samples * self.is_last)
         return torch.stack([loss_sum.double(), torch.full((), samples, dtype=torch.float64, device=self.device)])
 
     def _said(self, loss_sum: Tensor) -> tuple[Tensor, int] | None:
-        """The loss of rank 0's pipeline, on its way to the host, and its samples: on rank 0, which waits for others'
-        words alone and not for its own device.
-        """
+        """On rank 0: its pipeline's loss, in transfer to the host, and samples."""
         if self.rank:
             return None
         loss, samples = loss_sum.double(), self.samples * self.is_last
@@ -211,7 +201,7 @@ class Pipeline(Base):
             loss, samples = loss + of_others, samples + int(judged)
         return loss.to("cpu", non_blocking=True), samples
 
-    # ---- where pipelines beside each other average -------------------------------------------------------------
+    # ---- averages of parallel pipelines --------------------------------------------------------------------------
 
     def whole(self) -> nn.Module:
         return self.averages.whole() if self.averages else self.stage.part
@@ -221,7 +211,7 @@ class Pipeline(Base):
         return self.averages is None or self.averages.keeps_statistics
 
     def average_statistics(self, network: nn.Module, batches: Iterable[Tensor], *, again: bool = False) -> None:
-        """BatchNorm's, over the ranks that hold the same blocks, each counted by its samples."""
+        """Over ranks with the same blocks, weighted by samples."""
         samples: float = self.recent
         if (again or not self.keeps_statistics) and self._has_statistics(network):
             with torch.no_grad(), estimating(network) as seen:
@@ -232,7 +222,7 @@ class Pipeline(Base):
             average_running_statistics(network, group, samples)
 
     def _has_statistics(self, network: nn.Module) -> bool:
-        """Any rank of all pipelines."""
+        """On any rank of all pipelines."""
         own = torch.tensor([float(has_batch_norm(network))])
         dist.all_reduce(own, group=self.group)
         return bool(own.item())
@@ -263,14 +253,10 @@ class Pipeline(Base):
         return [*self.to_next.values(), *self.to_before.values(), *self.to_last.values()]
 
 
-# Data on their way through a pipeline: `for logits, labels in outputs(pipeline, part, batches): ...` on every rank.
-#
-# Each of the first stage's ranks sends its batches forward, and the ranks of the last stage see what comes of them.
-
 _HEADER = 5
-"""A tag: samples of the batch that follows, 0 at the end; and the rank that read them."""
+"""Samples of the next batch, 0 at the end; and its reader."""
 _PASSED = 6
-"""Likewise of `pass_on`: where an update has been announced, the other tags are waited for already."""
+"""For `pass_on`."""
 
 
 @dataclass(frozen=True)
@@ -283,9 +269,7 @@ class _Batch:
 def outputs(
     of: Any, part: Callable[[Tensor], Any], batches: Iterable[tuple[Tensor, Tensor]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits and labels on the last stage's ranks, nothing on the others. of: a Pipeline. part: what this rank's stage
-    does. batches: of a first stage's rank.
-    """
+    """Logits and labels on the last stage. batches: on the first stage."""
     dtype = next(of.model.parameters()).dtype
     following = of.following
     for batch in _read(of, batches) if of.is_first else _received(of, dtype):
@@ -301,10 +285,7 @@ def outputs(
 
 
 def pass_on(of: Any, part: Callable[[Tensor], Any], batches: Iterable[Tensor]) -> None:
-    """Images through all stages of a pipeline, between any two updates, for what the stages see of them; on every rank.
-
-    of, part, batches: as of `outputs`.
-    """
+    """Passes images through all stages between two updates; a collective call."""
     following = of.following
     for inputs in (batch.to(of.device) for batch in batches) if of.is_first else _passed(of):
         output: Any = part(inputs)

@@ -1,11 +1,10 @@
-"""One stage's work on micro-batches: forward, backward for what went in, and later for its own weights.
+"""A stage's work on micro-batches, its part of the network, and the transfers between stages.
 
-stage = StageWork(part, precision, reads=False, splits=True)
-output = stage.forward(inputs, there_s)                  to be sent on; or, of the last stage,
-inputs = stage.enter(inputs)                             what its part is to be called with, and
-stage.judge(inputs, loss_sum, there_s)                   the sum of the losses of what it gave
-gradient = stage.backward(of_output, batch, there_s)     of the oldest micro-batch, for the stage before
-stage.weights()                                          of the oldest one whose backward is over
+output = stage.forward(inputs, there_s)                  or on the last stage:
+inputs = stage.enter(inputs)
+stage.judge(inputs, loss_sum, there_s)
+gradient = stage.backward(of_output, batch, there_s)     of the oldest micro-batch
+stage.weights()                                          of the oldest one after backward
 """
 
 from __future__ import annotations
@@ -32,16 +31,12 @@ from trainer.strategies.base import weighted
 
 @dataclass(frozen=True)
 class Pass:
-    """A micro-batch between forward and backward."""
-
     inputs: Tensor
     output: Tensor
 
 
 class StageWork:
-    """part: the blocks of this stage, in a row. reads: are its inputs images, which have no gradient? splits: do its
-    weights' gradients come later?
-    """
+    """part: this stage's blocks. reads: inputs are images, without gradient. splits: weight gradients come later."""
 
     learns = True
 
@@ -51,19 +46,20 @@ class StageWork:
         self.dtype = next(part.parameters()).dtype if type(precision) is Full else None
         self._passes: deque[Pass] = deque()
         self._put_off: deque[list[Work]] = deque()
-        # The last stage alone scales a loss; each needs the scale (of fp16), which begins with the first use of it.
+        # Only the last stage scales a loss, but all need the scale (fp16), which is created by its first use.
         precision.scaled(torch.zeros((), device=next(part.parameters()).device))
         if splits:
             split_backward(part, self.later)
 
     def enter(self, inputs: Tensor) -> Tensor:
-        """Of the history of these nothing is known here, and so they begin a new one."""
+        """Starts a new autograd graph."""
         if self.reads:
             return inputs.detach()
-        return (inputs.to(self.dtype) if self.dtype else inputs).detach().requires_grad_()  # some travel in 16 bits
+        # may have travelled in 16 bits
+        return (inputs.to(self.dtype) if self.dtype else inputs).detach().requires_grad_()
 
     def forward(self, inputs: Tensor, there_s: float) -> Tensor:
-        """there_s: when the inputs came, by time.perf_counter. The result has no history."""
+        """Returns the detached output. there_s: arrival of the inputs (time.perf_counter)."""
         inputs = self.enter(inputs)
         with self.precision.autocast():
             output = self.part(inputs)
@@ -72,18 +68,19 @@ class StageWork:
         return result
 
     def judge(self, inputs: Tensor, loss_sum: Tensor, there_s: float) -> Tensor:
-        """In place of `forward`. Gives the loss without its history."""
+        """For `forward` on the last stage. Returns the detached loss."""
         self._passes.append(Pass(inputs, loss_sum))
         return loss_sum.detach()
 
     def backward(self, gradient: Tensor | None, batch: int, there_s: float) -> Tensor | None:
-        """gradient: of the output; None where that is a loss. batch: samples of the whole update. Gives that of the
-        inputs, which the stage before waits for: zeros if frozen blocks have none.
+        """Returns the inputs' gradient, or zeros behind frozen blocks.
+
+        gradient: of the output; None for a loss. batch: samples of the whole update.
         """
         done = self._passes.popleft()
         if gradient is None:
             weighted(self.precision.scaled(done.output), batch).backward()
-        elif done.output.requires_grad:  # not that of frozen weights alone
+        elif done.output.requires_grad:  # False if all its weights are frozen
             torch.autograd.backward(done.output, gradient.to(done.output.dtype))
         if self.splits:
             self._put_off.append(self.later.cut())
@@ -92,28 +89,19 @@ class StageWork:
         return done.inputs.grad
 
     def weights(self) -> None:
-        """Adds to the weights' `.grad`."""
         with torch.no_grad():
             for work in self._put_off.popleft():
                 work()
 
 
-# The part of a network that a stage holds.
-#
-# part = part_of(model, stage)               of the model only these blocks keep their weights
-# part.state_dict()                          of these alone, under the names that the whole network gives them
-# own_names(model, stage)                    those names, of a whole network
-# StageParts(layout).held(rank, ...)         what of its state lies on which rank
-
-
 class Part(nn.Module):
-    """Calls these blocks one after the other."""
+    """Calls blocks in order."""
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module]) -> None:
         super().__init__()
         for name, child in model._modules.items():  # all of them: a module that is used twice has two names
             self.add_module(name, child)
-        self._blocks = tuple(blocks)  # modules of these children, and so not listed twice
+        self._blocks = tuple(blocks)  # a tuple, so that they are not registered twice
 
     def forward(self, inputs: Tensor) -> Tensor:
         for block in self._blocks:
@@ -122,7 +110,7 @@ class Part(nn.Module):
 
 
 def part_of(model: nn.Module, stage: Stage) -> Part:
-    """Takes everything else's weights and buffers away from the model."""
+    """Removes all other weights from the model."""
     own = _modules_of(model, stage)
     blocks = stages_of(model)
     for block in blocks:
@@ -134,15 +122,13 @@ def part_of(model: nn.Module, stage: Stage) -> Part:
 
 
 def own_names(model: nn.Module, stage: Stage) -> list[str]:
-    """Of the weights and buffers of a stage, in the order of the whole network's state."""
+    """Names of the stage's weights and buffers, in the whole network's order."""
     own = _modules_of(model, stage)
     holders = {name for name, module in model.named_modules(remove_duplicate=False) if id(module) in own}
     return [name for name in model.state_dict() if name.rpartition(".")[0] in holders]
 
 
 class StageParts:
-    """Which part of a whole network's state lies on which rank."""
-
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
 
@@ -159,27 +145,18 @@ def _modules_of(model: nn.Module, stage: Stage) -> set[int]:
     return {id(module) for block in blocks for module in block.modules()}
 
 
-# Tensors from rank to rank, in the order in which they are sent, while both compute.
-#
-#     outgoing = Sender(group, to=1, tag=ACTIVATIONS)
-#     incoming = Receiver(group, source=0, tag=ACTIVATIONS, news=news, device=device)
-#     incoming.expect(shape, dtype)             one call for each tensor that will come, long before it does
-#     with news: news.wait_for(lambda: incoming.has_arrived)
-#     tensor = incoming.take()
-#
-# Gloo says of an arrival only to who waits for it, so each link has a thread at either end; and what comes is received
-# into memory that lies ready, since Gloo holds back at its source what nobody asks for. This is so where NCCL carries
-# gradients, too: a receive that NCCL has been given in advance occupies the GPU until its data come. From and to a GPU
-# tensors pass through pinned memory.
+# Transfers use a thread per end of each link, because Gloo reports an arrival only to a waiting thread, and memory
+# prepared in advance, because Gloo holds back data at the source until it is asked for. Gloo also serves NCCL jobs: a
+# receive posted early to NCCL occupies the GPU until data arrive. GPU tensors pass through pinned memory.
 
 ACTIVATIONS, GRADIENTS, LABELS, LOSSES = 1, 2, 3, 4
-"""Tags: what two ranks send each other."""
+"""Tags."""
 AHEAD = 8
-"""Receives that wait for their data at a time: more than a stage's micro-batches in flight beyond its own."""
+"""Receives posted at a time."""
 
 
 class Sender:
-    """Sends in a thread of its own. Raises in `send` or `settle` what went wrong with an earlier tensor."""
+    """Sends in a thread. `send` and `settle` raise the errors of earlier tensors."""
 
     def __init__(self, group: dist.ProcessGroup, to: int, tag: int) -> None:
         self.group, self.to, self.tag = group, to, tag
@@ -189,17 +166,17 @@ class Sender:
         threading.Thread(target=self._run, daemon=True, name=f"sends to rank {to}").start()
 
     def send(self, tensor: Tensor) -> None:
-        """Nobody may change it afterwards."""
+        """Do not change the tensor afterwards."""
         self._raise()
         self._left.put(_staged(tensor) if tensor.is_cuda else (tensor.contiguous(), None))
 
     def settle(self) -> None:
-        """Until all has left."""
+        """Waits until all has been sent."""
         self._left.join()
         self._raise()
 
     def take_spans(self) -> list[tuple[float, float]]:
-        """When tensors were being sent since the last call, begin and end of each by time.perf_counter."""
+        """Since the last call (time.perf_counter)."""
         return [self._spans.popleft() for _ in range(len(self._spans))]
 
     def _raise(self) -> None:
@@ -216,30 +193,29 @@ class Sender:
                     begin_s = time.perf_counter()
                     dist.send(_bytes(tensor), self.to, group=self.group, tag=self.tag)
                     self._spans.append((begin_s, time.perf_counter()))
-            except RuntimeError as error:  # a rank that has gone
+            except RuntimeError as error:  # a rank that has ended
                 self._error = error
             finally:
                 self._left.task_done()
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory: Gloo knows some types only, and labels may be of any (bool)."""
+    """Gloo supports few types; labels may have any (bool)."""
     return tensor.view(torch.uint8)
 
 
 def _staged(tensor: Tensor) -> tuple[Tensor, Any]:
-    """A copy in the host's memory, and the event after which it holds the numbers. The computing stream makes it: by
-    its order the tensor lives until then.
-    """
+    """A copy in host memory, and the event of its completion."""
+    # In the computing stream, whose order keeps the tensor alive.
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     copy.copy_(tensor, non_blocking=True)
-    copied = torch.cuda.Event(blocking=True)  # not at the cost of a core
+    copied = torch.cuda.Event(blocking=True)  # waits without using a core
     copied.record()
     return copy, copied
 
 
 class Receiver:
-    """Receives in a thread of its own, up to AHEAD tensors before they are asked for. news: told of each arrival."""
+    """Receives in threads, up to AHEAD tensors in advance. news: notified of arrivals."""
 
     def __init__(
         self, group: dist.ProcessGroup, source: int, tag: int, news: threading.Condition, device: torch.device
@@ -258,24 +234,23 @@ class Receiver:
 
     @property
     def has_arrived(self) -> bool:
-        """Is the next one here? Raises what went wrong instead."""
+        """The next tensor is here. Raises errors."""
         if not self._here and self._error:
             raise self._error
         return bool(self._here)
 
     @property
     def arrived_s(self) -> float:
-        """When the next one came, by time.perf_counter."""
+        """When the next tensor came (time.perf_counter)."""
         return self._here[0][1]
 
     def take(self) -> Tensor:
-        """The next one, on the device."""
+        """The next tensor, on the device."""
         tensor, _ = self._here.popleft()
         self._room.release()
         return tensor.to(self.device, non_blocking=True)
 
     def wait(self) -> Tensor:
-        """The next one, when it has come."""
         with self.news:
             self.news.wait_for(lambda: self.has_arrived)
         return self.take()
@@ -298,7 +273,7 @@ class Receiver:
             tensor, coming = self._posted.get()
             try:
                 coming.wait()
-            except RuntimeError as error:  # a rank that has gone
+            except RuntimeError as error:  # a rank that has ended
                 self._fail(error)
                 return
             with self.news:

@@ -1,4 +1,4 @@
-"""Which rank holds which blocks, and the way of each micro-batch over the ranks. Pure.
+"""Assigns blocks to ranks, and routes micro-batches over the ranks. Pure.
 
     >>> from trainer.shared.stages import parse_stages
     >>> layout = Layout.of(parse_stages("v100:0-31,a16:32-51"), nodes=["v100", "a16", "a16"], blocks=52)
@@ -7,8 +7,7 @@
     >>> layout.routes(pipeline=0, sizes={0: (8, 8)})        # micro-batches, each with its rank in every stage
     (MicroBatch(number=0, size=8, ranks=(0, 1)), MicroBatch(number=1, size=8, ranks=(0, 2)))
 
-The ranks of one host are the lanes of its stage: each holds all of the stage, and takes micro-batches whole, so that
-BatchNorm sees the same groups however many GPUs a host has.
+The ranks of one host are the lanes of its stage: each holds the whole stage and takes whole micro-batches.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from trainer.shared.stages import Pipelines, Stage, check_stages, ranks_of, rout
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's. lane: its number among the ranks of its stage."""
+    """lane: number among the ranks of its stage."""
 
     pipeline: int
     stage: int
@@ -31,9 +30,7 @@ class Place:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One on its way through a pipeline. number: within the update, in the order in which every stage takes them.
-    ranks: the one that takes it in each stage.
-    """
+    """number: within the update. ranks: one per stage."""
 
     number: int
     size: int
@@ -42,27 +39,24 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Layout:
-    """pipelines: as `stages` has them. ranks: of each pipeline, and each stage of it, the ranks in their order."""
+    """ranks: by pipeline and stage."""
 
     pipelines: Pipelines
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
 
     @staticmethod
     def of(pipelines: Pipelines, nodes: Sequence[str], blocks: int) -> Layout:
-        """nodes: each rank's host, whom stages name as `ranks_of` knows.
-
-        Raises ValueError where stages and ranks do not fit each other.
-        """
+        """nodes: each rank's host. Raises ValueError if stages and ranks do not match."""
         check_stages(pipelines, blocks)
         if len({tuple((stage.first, stage.last) for stage in stages) for stages in pipelines}) > 1:
-            raise ValueError("pipelines beside each other are cut at the same blocks, so that their stages add up")
+            raise ValueError("parallel pipelines must be cut at the same blocks, because their stages exchange sums")
         held = tuple(tuple(ranks_of(stage.node, nodes) for stage in stages) for stages in pipelines)
         _check_ranks(pipelines, held, nodes)
         return Layout(pipelines, held)
 
     @property
     def first_ranks(self) -> tuple[int, ...]:
-        """Those that read samples."""
+        """Ranks that read samples."""
         return tuple(rank for stages in self.ranks for rank in stages[0])
 
     def place(self, rank: int) -> Place:
@@ -78,7 +72,7 @@ class Layout:
         return self.pipelines[place.pipeline][place.stage]
 
     def holders(self, block: int) -> tuple[int, ...]:
-        """All ranks that hold a block, whose gradients add up."""
+        """All ranks with this block, whose gradients are summed."""
         return tuple(
             sorted(
                 rank
@@ -90,12 +84,12 @@ class Layout:
         )
 
     def entering(self, pipeline: int, micro_batches: MicroBatches, shares: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """An update's micro-batches by the rank that reads them. shares: of all ranks."""
+        """By the rank that reads them. shares: of all ranks."""
         readers = self.ranks[pipeline][0]
-        return {one: tuple(size for size in micro_batches.sizes(shares, one) if size) for one in readers}
+        return {rank: tuple(size for size in micro_batches.sizes(shares, rank) if size) for rank in readers}
 
     def routes(self, pipeline: int, sizes: Mapping[int, Sequence[int]]) -> tuple[MicroBatch, ...]:
-        """One update's micro-batches. sizes: those of each rank of the first stage, which reads them."""
+        """sizes: by rank of the first stage."""
         first, *later = self.ranks[pipeline]
         of_lanes = routes([sizes[rank] for rank in first], [len(lanes) for lanes in later])
         return tuple(
@@ -109,15 +103,15 @@ class Layout:
 
 
 def _check_ranks(pipelines: Pipelines, held: Sequence[Sequence[tuple[int, ...]]], nodes: Sequence[str]) -> None:
-    """Raises ValueError where not each rank has one stage, and each stage a rank."""
+    """Raises ValueError."""
     names = stage_names(nodes)
     owners: dict[int, str] = {}
     for stages, row in zip(pipelines, held, strict=True):
         for stage, ranks in zip(stages, row, strict=True):
             if not ranks:
-                here = "" if list(nodes) == names else ": on one host the ranks are stages, by their numbers"
+                here = "" if list(nodes) == names else ": on a single host, name ranks by their numbers"
                 raise ValueError(
-                    f"{stage.node!r} has a stage, and is not among {', '.join(dict.fromkeys(names))}{here}"
+                    f"{stage.node!r} has a stage, but is not among {', '.join(dict.fromkeys(names))}{here}"
                 )
             for rank in ranks:
                 if rank in owners:

@@ -1,1 +1,1 @@
-"""The ranks as one group: who this one is, how they meet, agree and part, and the device that each has."""
+"""The ranks as one group: identity, device, joining, ending."""

@@ -1,11 +1,4 @@
-"""What ranks report to each other: a line of each, numbers added up, and one failure for all.
-
-    with together(info.node):              # raises on every rank what any rank raised, the same line
-        open_data(settings)
-    loss, samples = sum_over_ranks([12.5, 32.0])
-
-All of it goes over Gloo between CPUs, whatever carries the gradients: it needs no GPU and waits for none.
-"""
+"""Small exchanges between ranks over Gloo: text lines, sums, and one failure for all."""
 
 from __future__ import annotations
 
@@ -22,9 +15,9 @@ _LINE_BYTES = 1000
 
 @contextlib.contextmanager
 def together(node: str) -> Iterator[None]:
-    """Waits for every rank at its end; a TrainError of one rank is raised on every rank, the lowest rank's first.
+    """Waits for every rank at its end. Raises the lowest rank's TrainError on every rank.
 
-    node: put before the line, since the others cannot know on which host it failed.
+    node: names the host in the message.
     """
     own = ""
     try:
@@ -37,7 +30,7 @@ def together(node: str) -> Iterator[None]:
 
 
 def gather_lines(own: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Each rank's line, in the order of ranks; what goes beyond 1,000 bytes is cut off."""
+    """Each rank's line, cut to 1,000 bytes."""
     mine = torch.tensor(list(own.encode()[:_LINE_BYTES].ljust(_LINE_BYTES, b"\0")), dtype=torch.uint8)
     lines = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lines, mine, group=group)
@@ -45,7 +38,7 @@ def gather_lines(own: str, group: dist.ProcessGroup | None = None) -> list[str]:
 
 
 def agreed(values: list[float], how: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None = None) -> list[float]:
-    """The least, largest or sum over all ranks, value by value, in double precision."""
+    """The minimum, maximum or sum of each value."""
     if dist.get_world_size(group) == 1:
         return [float(value) for value in values]
     tensor = torch.tensor(values, dtype=torch.float64)
@@ -58,9 +51,7 @@ def sum_over_ranks(values: list[float]) -> list[float]:
 
 
 def differing(number: int, name: str, group: dist.ProcessGroup) -> str:
-    """What ranks of a group are at, if it is not the same on all, judged by its number: `name, name`. Called by all of
-    them; if the group is not of Gloo, it is one of all ranks.
-    """
+    """The names if the numbers differ, otherwise "". A collective call; without Gloo, `group` has all ranks."""
     among = group if dist.get_backend(group) == "gloo" else None
     highest, lowest = agreed([number, -number], dist.ReduceOp.MAX, among)
     return "" if highest == -lowest else ", ".join(dict.fromkeys(gather_lines(name, among)))

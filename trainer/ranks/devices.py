@@ -1,4 +1,4 @@
-"""The device and the threads that a rank computes with."""
+"""The device and threads that a rank computes with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.shared.errors import TrainError
 
 
 def choose_device(wanted: str, backend: str, info: RankInfo) -> torch.device:
-    """The rank's device. Raises TrainError for a GPU that is not there."""
+    """Raises TrainError if a wanted GPU is missing."""
     is_first = wanted != "cpu" and backend == "gloo" and own_gpu_first(info.local_rank)
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -31,28 +31,20 @@ def choose_device(wanted: str, backend: str, info: RankInfo) -> torch.device:
 
 
 def use_threads(info: RankInfo) -> None:
-    """torch heeds OMP_NUM_THREADS by itself; without it, the ranks of a host share its cores evenly."""
+    # Ranks share the host's cores evenly.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // info.local_world_size))
 
 
-# A rank's own GPU becomes the first one that its process sees.
-#
-#     index = 0 if own_gpu_first(info.local_rank) else info.local_rank
-#
-# A thread that nobody gave a device stands on the first GPU, and Gloo's threads are such. When one of them frees an
-# event
-# of the rank's own GPU, torch goes there and back, and since CUDA 12 the way back makes a context: each rank of a host
-# would take some hundred MiB of its first GPU. NCCL has no such threads; its ranks keep the order that they were given.
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-@functools.cache  # one process has one order
+@functools.cache  # a process has only one order
 def own_gpu_first(local_rank: int) -> bool:
-    """Whether it is; it cannot be where nobody listed the GPUs. Call it before CUDA is asked for anything: CUDA reads
-    the list only then.
-    """
+    """Moves this rank's GPU to the front of CUDA_VISIBLE_DEVICES, before CUDA reads it. False if impossible."""
+    # Otherwise each rank takes some hundred MiB of the host's first GPU: Gloo's threads have no device set, so torch
+    # switches to the rank's GPU and back when they free an event, and since CUDA 12 switching back creates a context on
+    # the first GPU. NCCL has no such threads.
     gpus = os.environ.get(VISIBLE, "").split(",")
     if len(gpus) < 2 or torch.cuda.is_initialized():
         return False

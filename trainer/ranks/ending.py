@@ -1,10 +1,6 @@
-"""Ending well on SIGINT and SIGTERM, even inside a collective that will never return.
+"""Ends a rank on SIGINT and SIGTERM, even inside a collective that never returns.
 
-    watch(last_words=lambda: metrics.end("interrupted"))
-
-The signal raises Interrupted in the main thread. But Python runs signal handlers between its own instructions, and a
-rank whose peer has already left may sit in NCCL or Gloo for minutes. So a second thread also hears of the signal (the C
-handler writes to a pipe at once), waits GRACE_S, and then ends the process with the same record and exit code.
+watch(last_words=lambda: metrics.end("interrupted"))
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ _received: list[int] = []
 
 
 class Interrupted(KeyboardInterrupt):
-    """A KeyboardInterrupt, so that torch's loader processes, which inherit the handler, end without a traceback."""
+    # A KeyboardInterrupt, so that torch's loader processes, which inherit the handler, end without a traceback.
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -35,7 +31,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 def watch(last_words: Callable[[], None]) -> None:
-    """From now on a first SIGINT or SIGTERM raises Interrupted; further ones are ignored."""
+    """The first SIGINT or SIGTERM raises Interrupted; later signals are ignored."""
+    # Python runs signal handlers only between its own instructions, and a rank may block in NCCL or Gloo for minutes.
+    # So the C handler also wakes a thread through a pipe, which ends the process after GRACE_S.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -45,12 +43,12 @@ def watch(last_words: Callable[[], None]) -> None:
 
 
 def received() -> int | None:
-    """The signal that interrupted this process, also if a script caught the exception."""
+    """The signal that interrupted this process, even if the script caught the exception."""
     return _received[0] if _received else None
 
 
 def leave(exit_code: int) -> NoReturn:
-    """Ends the process at once, without the clean-up that a broken process group can hang or abort in."""
+    """Skips the clean-up, which can hang or abort in a broken process group."""
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for each loader that we end
     for loader in multiprocessing.active_children():
@@ -70,37 +68,27 @@ def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
 
 def _end_if_stuck(reader: int, last_words: Callable[[], None]) -> None:
     signum = 0
-    while signum not in _SIGNALS:  # the loader's SIGCHLD handler writes here too
+    while signum not in _SIGNALS:  # the loader's SIGCHLD handler also writes here
         signum = os.read(reader, 1)[0]
     time.sleep(GRACE_S)
     last_words()
     leave(128 + signum)
 
 
-# Before the interpreter ends: until no other thread of this process is at work.
-#
-#     let_others_rest()
-#
-# Torch's threads run our callbacks, and let go of what they have summed up, after whoever waits for the sum has gone
-# on.
-# For that they take the interpreter's lock, and one that asks for it while the interpreter ends is unwound in the
-# middle
-# of C++ that allows no such thing: the process dies of SIGABRT, `terminate called without an active exception`, though
-# all its work is done (pytorch/pytorch issues 38228 and 190489, open in 2026).
-
 _PAUSE_S = 0.002
-_LOOKS = 3
-"""In a row: a thread that had waited for the lock runs in one of the pauses, and is seen in the look after it."""
+_CHECKS = 3
+"""Consecutive: a thread that got the lock in a pause is seen running in the next check."""
 _TASKS = Path("/proc/self/task")
 
 
 def let_others_rest(patience_s: float = 1.0) -> None:
-    """patience_s: of the processor's time, for a thread that computes as long as the process lives. On a busy machine
-    one that is to let go soon may wait far longer for its turn.
-    """
+    """Waits until no other thread is running. Call before the interpreter ends. patience_s: CPU time."""
+    # torch's threads run our callbacks after the waiting thread has continued. A thread that asks for the interpreter's
+    # lock during shutdown is unwound inside C++ that forbids it, and the process dies of SIGABRT (`terminate called
+    # without an active exception`) although its work is done (pytorch/pytorch issues 38228 and 190489, open in 2026).
     until_s, at_rest = time.process_time() + patience_s, 0
-    while at_rest < _LOOKS and time.process_time() < until_s:
-        time.sleep(_PAUSE_S)  # whoever waits for the interpreter's lock has it meanwhile
+    while at_rest < _CHECKS and time.process_time() < until_s:
+        time.sleep(_PAUSE_S)  # lets threads that wait for the interpreter's lock have it
         at_rest = 0 if _others_run() else at_rest + 1
 
 
@@ -111,7 +99,7 @@ def _others_run() -> bool:
 
 
 def _state(task: Path) -> str:
-    """As proc(5) has it; empty for a thread that has ended."""
+    """See proc(5). Empty if the thread has ended."""
     with contextlib.suppress(OSError):
         return (task / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     return ""

@@ -1,10 +1,4 @@
-"""The ranks as one group, which each joins when it starts and leaves when all are done.
-
-group = join(info, settings.backend, device)       the group that gradients travel in, by NCCL or Gloo
-before_leaving("horovod", hvd.shutdown)            for what else has ranks meet
-with for_all_ranks(info, lambda: "an evaluation"): what ends one rank is the reason on all
-leave()
-"""
+"""Joins the process group, checks that NCCL works, shares failures between ranks, and leaves in order."""
 
 from __future__ import annotations
 
@@ -30,17 +24,14 @@ from trainer.shared.errors import TrainError
 _timeouts = [timedelta(minutes=10)]
 _REASON = "orch/reason"
 BY_ANOTHER = "another rank ended the run"
-"""How the reason of another rank begins: `orchestrator/remote/logs.py` takes no such rank for the first cause."""
+"""`orchestrator/remote/logs.py` does not treat such a rank as the first cause."""
 _TIMED_OUT = ("Timed out waiting", "Timeout waiting", "timed out after")
-"""What Gloo, torch's store and NCCL say when nobody came in time."""
+"""From Gloo, torch's store and NCCL."""
 _partings: dict[str, Callable[[], object]] = {}
 
 
 def join(info: RankInfo, backend: str, device: torch.device, timeout_s: float = 600.0) -> dist.ProcessGroup:
-    """Joins the other ranks; gives the group that gradients travel in. Raises TrainError when they cannot be met.
-
-    timeout_s: as of the setting; by default long enough for one host to fetch and unpack a data set.
-    """
+    """Returns the group for gradients. Raises TrainError. timeout_s: by default long enough to fetch a data set."""
     _timeouts[:] = [timedelta(seconds=timeout_s)]
     try:
         if info.master is None:
@@ -67,19 +58,17 @@ def join(info: RankInfo, backend: str, device: torch.device, timeout_s: float = 
 
 
 def timeout() -> timedelta:
-    """How long a rank waits for another in each exchange."""
+    """A rank's longest wait for another."""
     return _timeouts[0]
 
 
 @contextlib.contextmanager
 def for_all_ranks(info: RankInfo, doing: Callable[[], str]) -> Iterator[None]:
-    """A TrainError of one rank is left for the others, which get no more than a closed connection: they name it.
-    doing: for a rank for which nobody came in time.
-    """
+    """Passes one rank's TrainError on to all, which otherwise see only a closed connection. doing: for timeouts."""
     try:
         yield
     except TrainError as error:
-        with contextlib.suppress(RuntimeError):  # the store may be gone, with the rank that kept it
+        with contextlib.suppress(RuntimeError):  # the store ends with the rank that kept it
             store_of_all().set(_reason_key(), str(error)[:1000])
         raise
     except RuntimeError as error:
@@ -90,7 +79,7 @@ def for_all_ranks(info: RankInfo, doing: Callable[[], str]) -> Iterator[None]:
         waited_s = timeout().total_seconds()
         line = (
             f"rank {info.rank} on {info.node} waited {waited_s:g} s for another rank in {doing()}: what one rank does "
-            "by itself (an evaluation, an upload) has to take less than timeout_s; set a larger one, or do it on all "
+            "by itself (an evaluation, an upload) has to take less than timeout_s; raise timeout_s, or do it on all "
             "ranks, like run.evaluate"
         )
         with contextlib.suppress(RuntimeError):
@@ -107,12 +96,12 @@ def _reason_of_others() -> str:
 
 
 def _reason_key() -> str:
-    """Of this start: ranks that torchrun starts again may find the store of those before."""
+    # Differs after each restart by torchrun, whose store keeps old keys.
     return f"{_REASON}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _nccl_group(info: RankInfo, device: torch.device) -> dist.ProcessGroup:
-    """Raises TrainError, the same on every rank, where NCCL differs among them or does not get through."""
+    """Raises TrainError on every rank if NCCL's versions differ or its first sum hangs."""
     if wrong := unlike(gather_lines(f"{version()} {info.node}")):
         raise TrainError(wrong)
     group = cast("dist.ProcessGroup", dist.new_group(backend="nccl", timeout=timeout()))
@@ -124,27 +113,24 @@ def _nccl_group(info: RankInfo, device: torch.device) -> dist.ProcessGroup:
 
 
 def _store(info: RankInfo) -> dist.Store:
-    """Where the ranks exchange their addresses. A torchrun that starts all of one host's ranks again keeps its
-    store, and those of the ranks that died are still in it: each start has a part of its own.
-    """
+    # After torchrun restarts all ranks of a single host, its store still has the dead ranks' addresses.
     store, _, _ = next(dist.rendezvous("env://", info.rank, info.world_size, timeout=timeout()))
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(restarts, store) if info.local_world_size == info.world_size else store
 
 
 def store_of_all() -> dist.Store:
-    """The one through which the ranks have met."""
     store: dist.Store = distributed_c10d._get_default_store()
     return store
 
 
 def before_leaving(name: str, part: Callable[[], object]) -> None:
-    """Has `leave` call this, once no rank needs the others any more. A name that is there already gives way."""
+    """Registers a call for `leave`; replaces one of this name."""
     _partings[name] = part
 
 
 def leave() -> None:
-    """The orderly end: no rank closes its connections while another still needs them."""
+    """No rank closes its connections while another needs them."""
     dist.barrier()
     for part in _partings.values():
         part()
@@ -155,27 +141,21 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [error.__class__.__name__])[0][:300]
 
 
-# What has to be right before gradients travel by NCCL: one version on all ranks, and a first sum that ends.
-#
-#     words = unlike([f"{version()} {node}", ...])       # "" or what is wrong, from every rank's line
-#     ended = first_sum(group, device, limit_s=60)       # False: NCCL waits for something that will not come
-#     words = stuck([rank_line(ended, 2, node), ...])
-#
-# NCCL before 2.23.4 does not compare versions, and what it cannot do (reach the memory of another GPU behind an IOMMU,
-# send over an interface that leads nowhere) it does by waiting, for as long as the process group allows: ten minutes.
+# NCCL before 2.23.4 does not compare versions. If it cannot reach a GPU's memory (behind an IOMMU) or a host (over a
+# wrong interface), it waits as long as the process group allows: ten minutes by default. So we check before training.
 
 FIRST_SUM_S = 60.0
 A_RANK_S = 0.2
-"""Meeting takes longer in large jobs."""
+"""Large jobs take longer to connect."""
 
 
 def version() -> str | None:
-    """The version of the NCCL library that is loaded; None where this torch was built without."""
+    """None if torch was built without NCCL."""
     return ".".join(str(part) for part in torch.cuda.nccl.version()) if dist.is_nccl_available() else None
 
 
 def unlike(lines: Sequence[str]) -> str:
-    """lines: each rank's version and node. "" where the versions are the same, else which node has which."""
+    """lines: version and node per rank. Returns a message if versions differ."""
     nodes = dict[str, list[str]]()
     for line in lines:
         found, _, node = line.partition(" ")
@@ -187,15 +167,12 @@ def unlike(lines: Sequence[str]) -> str:
 
 
 def patience_s(ranks: int) -> float:
-    """How long the first sum of so many ranks may take."""
     return max(FIRST_SUM_S, A_RANK_S * ranks)
 
 
 def first_sum(group: dist.ProcessGroup, device: torch.device, limit_s: float) -> bool:
-    """Adds up one element over all ranks; whether that ended in time. Raises what torch raises.
-
-    In a thread of its own: who waits in NCCL hears nothing, not even the clock.
-    """
+    """Whether a sum of one element over all ranks ended in time. Raises torch's errors."""
+    # In a thread, because a rank inside NCCL cannot watch the clock.
     failures: list[BaseException] = []
 
     def add_up() -> None:
@@ -221,7 +198,7 @@ def rank_line(ended: bool, ranks_here: int, node: str) -> str:
 
 
 def stuck(lines: Sequence[str]) -> str:
-    """lines: each rank's `rank_line`. "" where the sum ended on all, else on whom it did not, and what to try."""
+    """lines: `rank_line` per rank. Returns a message if the sum did not end."""
     ranks = [line.split(" ", 2) for line in lines]
     waiting = [f"{rank} ({node})" for rank, (state, _, node) in enumerate(ranks) if state == "waits"]
     if not waiting:
@@ -231,27 +208,22 @@ def stuck(lines: Sequence[str]) -> str:
     if any(int(here) > 1 for _, here, _ in ranks):
         advice = "the GPUs of a host may not reach each other's memory (IOMMU, a split board): try NCCL_P2P_DISABLE=1"
     else:
-        advice = "the hosts may not reach each other as NCCL tries to: look at NCCL_SOCKET_IFNAME, or NCCL_IB_DISABLE=1"
+        advice = (
+            "the hosts may not reach each other over NCCL's interface: check NCCL_SOCKET_IFNAME, or NCCL_IB_DISABLE=1"
+        )
     return f"{seen}; {advice} in the environment, and NCCL_DEBUG=INFO shows how far it came"
 
 
-# torch's store over HTTP, on this host alone, for a library that has its ranks meet through HTTP.
-#
-#     with served(store) as server:
-#         server.address, server.port         "127.0.0.1:40123/3Fq...", 40123
-#
-# Each rank serves itself: what it puts lies in torch's store, where the servers of the other ranks find it. So nothing
-# listens to the network that did not before, and what others put is handed on as bytes and never run. The loopback is
-# open to every user of the host, who would have to know the path; and a server lives no longer than ranks take to meet.
-
 MOST_BYTES = 1 << 20
-"""Of one value: a rank's addresses, 136 bytes for each other rank."""
+"""A rank's addresses take 136 bytes per rank."""
 _POLL_S = 0.02
-"""How often the server looks whether it shall end."""
 
 
 class LoopbackStore(ThreadingHTTPServer):
-    """PUT and GET of `/SECRET.../KEY`; a DELETE changes nothing, as the store goes with the job."""
+    """torch's store over HTTP on this host, for Horovod: PUT and GET of `/SECRET.../KEY`."""
+
+    # Each rank runs a server for itself, and torch's store connects them, so no new port is open to the network. Values
+    # are never run. Every user of the host can reach the loopback interface, so the path is a secret.
 
     daemon_threads = True
 
@@ -265,7 +237,7 @@ class LoopbackStore(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """Whoever asks may put `:PORT` after it, of which nothing is made."""
+        """A client may append `:PORT`."""
         return f"127.0.0.1:{self.port}/{self.secret}"
 
 
@@ -304,7 +276,7 @@ class _Request(BaseHTTPRequestHandler):
         self._answer(200 if self._key() else 403)
 
     def _key(self) -> str:
-        """ "" for whoever does not know the secret."""
+        """ "" if the secret is wrong."""
         _, first, key = [*self.path.split("/", 2), "", ""][:3]
         secret = first.partition(":")[0]
         return key if hmac.compare_digest(secret.encode(), self.server.secret.encode()) else ""
@@ -316,4 +288,4 @@ class _Request(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: standard error is the rank's own."""
+        """Silent: standard error belongs to the rank."""

@@ -1,11 +1,6 @@
-"""Who this process is among all ranks, read once from the environment that torchrun and the launcher set.
+"""A rank's identity, from torchrun's variables, ORCH_NODE, ORCH_METRICS and ORCH_PACED.
 
-    RANK=1 LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 MASTER_ADDR=192.168.1.42 MASTER_PORT=29500    (torchrun)
-    ORCH_NODE=a2000 ORCH_METRICS=/home/ubuntu/.orch/jobs/j1/rank-1/metrics.jsonl                      (optional)
-    ORCH_PACED={"samples_per_s": 333}                              (optional: stands in for a GPU, see `pace`)
-
-Without torchrun's variables the process is alone: rank 0 of 1. `{rank}` in ORCH_METRICS stands for the rank, for
-those who start torchrun by hand.
+Without torchrun's variables the process is rank 0 of 1.
 """
 
 from __future__ import annotations
@@ -22,8 +17,6 @@ from trainer.shared.pace import Pace, read_pace
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Who this rank is, from the launcher's variables."""
-
     rank: int
     local_rank: int
     world_size: int
@@ -32,9 +25,9 @@ class RankInfo:
     node: str
     metrics_path: Path | None
     master: str | None
-    """"address:port" of the rendezvous; None for a process that nobody launched."""
+    """"address:port" of the rendezvous; None without a launcher."""
     pace: Pace | None = None
-    """The speed to keep, where this rank stands in for a GPU."""
+    """Set if this rank simulates a GPU."""
 
     @property
     def learns(self) -> bool:
@@ -43,7 +36,7 @@ class RankInfo:
 
 
 def read_rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo:
-    """Raises TrainError where a variable is no number or the rendezvous of several ranks is missing."""
+    """Raises TrainError for an invalid or missing variable."""
     world_size = _number(environment, "WORLD_SIZE", 1)
     rank = _number(environment, "RANK", 0)
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")

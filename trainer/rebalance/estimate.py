@@ -1,14 +1,11 @@
-"""How fast one rank computes now, learnt from its own times during a run. Imports no torch.
+"""Estimates a rank's current speed from its times during a run. Imports no torch.
 
-    >>> estimate = Estimate(None)                       # nothing is known yet
-    >>> estimate.learn(128, [428.0, 431.0, 429.0])
-    >>> estimate.leave(128)                             # its share changes
-    >>> estimate.learn(70, [254.0, 255.0, 253.0])
-    >>> round(estimate.speed.fixed_ms), round(estimate.speed.sample_ms, 2)      # two sizes show both parts
-    (42, 3.03)
-
-A time is a line's (`Speed`: a + b*m). As long as the rank has had one size of batch, its times say how high the line
-lies and nothing of a and b; the second size separates them.
+>>> estimate = Estimate(None)
+>>> estimate.learn(128, [428.0, 431.0, 429.0])
+>>> estimate.leave(128)
+>>> estimate.learn(70, [254.0, 255.0, 253.0])
+>>> round(estimate.speed.fixed_ms), round(estimate.speed.sample_ms, 2)      # two sizes separate both
+(42, 3.03)
 """
 
 from __future__ import annotations
@@ -21,58 +18,57 @@ from dataclasses import replace
 from trainer.shared.shares import PROBED, Speed
 
 FRESH = 3
-"""Times with the samples of now that there have to be before they are judged."""
+"""Times needed for a decision."""
 KEPT = 48
 SENT = 8
-"""A rank's latest times that travel at once; so many show its noise."""
+"""Latest times in one exchange."""
 SUDDEN = 0.15
-"""A rank whose latest FRESH times lie this far from those before has become another: what was before is forgotten."""
+"""Older times are dropped after this relative change."""
 NOISE = 0.05
-"""The assumed relative noise of a rank's times, as long as there are too few of them to estimate it."""
+"""Assumed while times are few."""
 _GUESSED, _PROFILED, _SURE = 0.5, 0.1, 0.02
-"""How far off the ms a sample may be, relative: by a guess, by a profile, by the best that a run can show."""
+"""Relative errors of ms per sample."""
 _STEEPER = 10.0
-"""The ms a sample fall to no less than a tenth at once: a host that became slower just then looks as if samples were
-free."""
+"""Limit of one change of ms per sample."""
+# A host that became slower just then looks as if samples were free.
 _LEAST_ERROR = 0.02
-"""The least relative error of a median: between two shares a host may have become a little faster or slower."""
+"""A median's: hosts may change between shares."""
 
 
 class Estimate:
-    """speed: as it was measured alone; None where that is not known.
+    """speed: measured alone, or None."""
 
-    Both parts are taken to have become slower alike, until a second size of batch shows which did.
-    """
+    # With one batch size, both parts are assumed to change alike; a second size separates them.
 
     def __init__(self, speed: Speed | None) -> None:
         self.speed = self.best = speed
-        """The speed now, and the fastest that was known."""
+        """The current speed, and the fastest known."""
         self.is_profiled = speed is not None
         self.is_anchored = self.is_profiled
-        """Whether what is known holds for small batches, too: by a profile, or by a probe."""
+        """Whether it holds for small batches."""
         self.slope_error = _PROFILED if speed else _GUESSED
         self.noise = NOISE
         self.times_ms: list[float] = []
         self.before: tuple[int, float] | None = None
-        """Samples and ms with the share before."""
+        """Samples and ms."""
 
     @property
     def error(self) -> float:
-        """The relative error of the median of its times."""
+        """The median's."""
         return 1.25 * self.noise / math.sqrt(max(1, len(self.times_ms)))
 
     def expected_ms(self, samples: int) -> float:
-        """0 where nothing is known."""
+        """0 if unknown."""
         return self.speed.step_ms(samples) if self.speed else 0.0
 
     def learn(self, samples: int, times_ms: Sequence[float]) -> None:
-        """Its latest times with so many samples, which are its share."""
+        """With the current share."""
         measured_ms = [time_ms for time_ms in times_ms if time_ms > 0]
         self.times_ms = self._of_one_speed([*self.times_ms, *measured_ms])[-KEPT:]
         if not self.times_ms:
             return
         middle_ms = statistics.median(self.times_ms)
-        if len(self.times_ms) >= SENT:  # the median distance from the median, as the deviation of a normal distribution
+        if len(self.times_ms) >= SENT:  # median distance from the median, scaled to a normal distribution's deviation
             self.noise = 1.4826 * statistics.median([abs(time_ms / middle_ms - 1) for time_ms in self.times_ms])
         self.speed = _through(samples, middle_ms, self.speed)
         if len(self.times_ms) < FRESH:
@@ -84,11 +80,9 @@ class Estimate:
             self.best = self.speed
 
     def probe(self, times_ms: Sequence[float]) -> None:
-        """The times of updates for which it was given PROBED samples, and has no share. What is as expected teaches
-        nothing; else, and the first time, it is taken to be as fast as it ever was beyond these few samples: whoever
-        takes it back finds out.
-        """
-        time_ms = min(times_ms, default=0.0)  # what disturbs a single update makes it longer
+        """For updates with PROBED samples, without a share."""
+        # Beyond these few samples the rank is assumed to be as fast as ever.
+        time_ms = min(times_ms, default=0.0)  # disturbances make an update longer
         if time_ms <= 0:
             return
         if self.speed and self.is_anchored and abs(time_ms / self.expected_ms(PROBED) - 1) <= SUDDEN:
@@ -100,7 +94,6 @@ class Estimate:
         self.slope_error, self.is_anchored, self.before = _GUESSED, True, (PROBED, time_ms)
 
     def leave(self, samples: int) -> None:
-        """So many samples are its share no longer."""
         if samples and len(self.times_ms) >= FRESH:
             self.before = samples, statistics.median(self.times_ms)
         self.times_ms = []
@@ -116,11 +109,8 @@ class Estimate:
         return recent
 
     def _separate(self, samples: int, time_ms: float, samples_now: int, now_ms: float) -> None:
-        """Turns the line about its point of now: the slope between two medians and what it was thought to be count as
-        much as each is sure (a Kalman filter of one unknown).
-
-        With m samples in k micro-batches t = k*a + m*b: of two such equations a goes, and b is left.
-        """
+        """Changes the slope by a Kalman filter of one unknown."""
+        # With m samples in k micro-batches t = k*a + m*b; two such equations give b.
         assert self.speed  # noqa: S101 - for the type checker
         known, error = self.speed, max(self.error, _LEAST_ERROR)
         times = known.micro_batches(samples) / known.micro_batches(samples_now)
@@ -133,14 +123,12 @@ class Estimate:
         fixed_ms = max(0.0, now_ms - samples_now * sample_ms) / known.micro_batches(samples_now)
         self.speed = Speed(fixed_ms, sample_ms, known.cap)
         self.slope_error = min(max(_SURE, 1 / (math.sqrt(thought + seen) * sample_ms)), _GUESSED)
-        if self.best and not self.is_profiled:  # as much faster as it was
+        if self.best and not self.is_profiled:  # faster by the same factor
             self.best = _through(samples_now, self.best.step_ms(samples_now), self.speed)
 
 
 def _through(samples: int, time_ms: float, speed: Speed | None) -> Speed:
-    """The line through this point whose parts stand to each other as those of this one; without one, it has no fixed
-    part.
-    """
+    """`speed` scaled to pass through this point."""
     known = speed or Speed(0.0, 1.0)
     factor = time_ms / known.step_ms(samples)
     return replace(known, fixed_ms=factor * known.fixed_ms, sample_ms=factor * known.sample_ms)

@@ -1,4 +1,4 @@
-"""Shares in a run: the ranks exchange their compute times, and all take their new shares from one update on."""
+"""Exchanges the ranks' compute times during a run, and applies new shares at the same update."""
 
 from __future__ import annotations
 
@@ -21,28 +21,22 @@ from trainer.shared.metrics import MetricsWriter
 from trainer.shared.shares import PROBED
 
 COST = 0.003
-"""The part of a step that comparing may take."""
+"""Largest part of a step for comparing."""
 
 
 MOST_APART = 200
 
 
 HEAD = 3
-"""What goes before a rank's times: samples that it has room for, or 0; ms to prepare a batch, and to compare."""
+"""Samples that memory holds, or 0; ms to prepare a batch; ms to compare."""
 
 
 class Rebalancer:
-    """Exchanges the ranks' compute times every few updates, beside the update that follows, and has all ranks take
-    their new shares from one update on.
+    """room: samples that this rank's memory holds, if known."""
 
-    room: the most samples that this rank's memory holds, as the run itself shows it; None where that is not known, or
-    a profile says it. say: to people. How often times are exchanged follows from what exchanging and deciding have
-    taken so far, on the rank where they take longest. They travel in a group of their own, since their sum would
-    otherwise have to wait for whatever travels.
-
-    New shares throw away what loaders have prepared. So they have to save more time than that costs, over as many
-    updates as have passed since the last ones; what it costs is seen when the run, or a split, begins.
-    """
+    # The interval follows from the slowest rank's costs. Times travel in a separate group, so that their sum waits for
+    # nothing. New shares throw away prepared batches, so they must save more than that, over as many updates as since
+    # the last change.
 
     def __init__(
         self,
@@ -72,12 +66,11 @@ class Rebalancer:
         self.take(balance.shares)
 
     def take(self, shares: Sequence[int]) -> None:
-        """Those that a run had come to before."""
         self.balance.take(shares)
         self.order.reshare(shares, self.balance.probes)
 
     def after_update(self, step: int, compute_ms: float, load_ms: float, samples: int) -> None:
-        """On every rank, after each of the run's updates, of which it took so many samples."""
+        """Collective. samples: of this rank."""
         if self.updates == 0:
             self.redraw_ms = load_ms
         self.updates += 1
@@ -95,13 +88,14 @@ class Rebalancer:
             self.sending_ms = _ms_since(began_s)
 
     def settle(self) -> None:
-        """Before the ranks part."""
+        """Call before the ranks leave."""
         if self.sent:
             self.sent.wait()
             self.sent = None
 
     def _send(self) -> None:
-        waited_ms = min(self.costs_ms) if len(self.costs_ms) >= FRESH else 0.0  # a few: one may have been disturbed
+        # of several, because one may be disturbed
+        waited_ms = min(self.costs_ms) if len(self.costs_ms) >= FRESH else 0.0
         cost_ms = self.gather_ms + waited_ms
         newest = self.times_ms[-SENT:]
         missing = [math.nan] * (SENT - len(newest))
@@ -113,9 +107,7 @@ class Rebalancer:
         return dist.all_gather(list(self.found), own, group=self.group, async_op=True)
 
     def _measure_gather_ms(self) -> float:
-        """What travelling takes of the CPU; undisturbed, as all costs here. It travels beside an update, which does not
-        wait for it: by the clock, a machine that others use would make it look dear.
-        """
+        # CPU time, because the exchange overlaps an update, and on a busy machine the clock would exaggerate.
         own, took_ms = torch.zeros_like(self.found[0]), []
         for _ in range(10):
             began_s = time.process_time()
@@ -142,7 +134,7 @@ class Rebalancer:
         if change.shares == change.before:
             return
         self.updates = 0
-        self.times_ms, self.wait_steps = [], self.apart  # what was timed since then had the old shares
+        self.times_ms, self.wait_steps = [], self.apart  # later times were measured with the old shares
         shares, before = list(change.shares), list(change.before)
         self.metrics.write("rebalance", step=step + 1, shares=shares, before=before, spread=round(change.spread, 6))
         self.say(
@@ -151,7 +143,7 @@ class Rebalancer:
         )
 
     def _make_room(self, rooms: Sequence[int]) -> None:
-        """The newest word counts: it comes from larger micro-batches. Never more at once than a person asked for."""
+        """Uses the newest values, up to the user's limit."""
         for rank, (room, asked) in enumerate(zip(rooms, self.asked_caps, strict=True)):
             if room:
                 self.micro_batches.caps[rank] = min(room, asked or room)

@@ -1,1 +1,1 @@
-"""A training loop's own view of a run: its epochs, its batches, its steps."""
+"""A run as a training loop sees it: epochs, batches, steps."""

@@ -1,4 +1,4 @@
-"""Where a script of one's own takes part: `ranks = join(batch=256, epochs=10)`, then `run = ranks.prepare(...)`."""
+"""The entry point of a user's own script: `ranks = join(batch=256, epochs=10)`, then `run = ranks.prepare(...)`."""
 
 from __future__ import annotations
 
@@ -49,21 +49,19 @@ from trainer.shared.settings import Settings
 from trainer.training.loss_sum import Weight, checked
 
 ASKED = "ORCH_SETTINGS"
-"""The variable with what the command line asks for: a JSON object of names and values, both as text."""
+"""Settings of the command line, a JSON object of texts."""
 
 
 def join(**settings: Any) -> Ranks:
-    """Meets the other ranks of the job: those that torchrun has started, or nobody in a process by itself.
+    """Joins the other ranks of the job, or none without torchrun. Ends the process with one line if that fails.
 
-    settings: the script's own values, by the names of `orch run --set`, for what the command line leaves open. The most
-    usual are `batch` (samples of one update over all ranks together), `epochs`, `steps`, `seed`.
-
-    Ends the process with one line where a setting is wrong or the others cannot be met.
+    settings: defaults by the names of `orch run --set`, mostly `batch` (samples per update over all ranks), `epochs`,
+    `steps`, `seed`; the command line overrides them.
     """
     ending = Ending()
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing's own word for it
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # set by multiprocessing
         raise TrainError(
-            "a process that loads samples has run the script once more: put what the script does into a function, and "
+            "a process that loads samples has run the script again: put the script's work into a function, and "
             'call it under `if __name__ == "__main__":` (or leave multiprocessing\'s start method at fork)'
         )
     info = read_rank_info()
@@ -77,52 +75,49 @@ def join(**settings: Any) -> Ranks:
 
 
 def asked_for(environment: Mapping[str, str]) -> dict[str, str]:
-    """Raises TrainError where the variable holds something else."""
+    """Raises TrainError."""
     try:
         found = json.loads(environment.get(ASKED) or "{}")
     except ValueError:
         found = None
     if not isinstance(found, dict):
         raise TrainError(f'{ASKED} is no JSON object like {{"strategy": "ddp", "batch": "256"}}')
-    batch = {"batch": environment["ORCH_BATCH"]} if "ORCH_BATCH" in environment else {}  # of `orch run --batch`
+    batch = {"batch": environment["ORCH_BATCH"]} if "ORCH_BATCH" in environment else {}  # from `orch run --batch`
     return {**batch, **{str(name): str(value) for name, value in found.items()}}
 
 
 class Ranks:
-    """This rank among all, before it is known what they train."""
+    """Before `prepare`."""
 
     def __init__(self, met: Met, ending: Ending) -> None:
         self._met, self._ending = met, ending
 
     @property
     def rank(self) -> int:
-        """Its number among all ranks."""
         return self._met.info.rank
 
     @property
     def world_size(self) -> int:
-        """How many there are."""
         return self._met.info.world_size
 
     @property
     def device(self) -> torch.device:
-        """Where this one computes."""
         return self._met.device
 
     @property
     def settings(self) -> Settings:
-        """As they were asked for."""
+        """As asked for."""
         return self._met.settings
 
     def prepare(
         self, model: nn.Module, optimizer: AnyOptimizer, dataset: Any, collate: Collate = default_collate
     ) -> Session | Rehearsal:
-        """A run over all ranks, which begin with the weights of rank 0. Where the command line asks how fast this host
-        is alone, a loop like it that only measures.
+        """A run over all ranks, which begin with rank 0's weights; with `profile_s` a loop that only measures this
+        host.
 
         model: any network; strategy=pipeline cuts an nn.Sequential or torchvision's ResNets. optimizer: for its
-        weights, or a function that makes one of them. dataset: has len(dataset) and dataset[index]. collate: makes a
-        batch of a list of samples; tensors have the samples along their first dimension.
+        weights, or a function that makes one from parameters. dataset: has len(dataset) and dataset[index]. collate:
+        makes a batch from a list of samples; tensors have the samples along their first dimension.
         """
         own = Own(model, optimizer, dataset, collate)
         if self.settings.profile_s:
@@ -130,20 +125,17 @@ class Ranks:
         return Session(prepare(self._met, own), self._ending)
 
 
-# A script's session where its host is measured alone (`orch profile -- train.py`).
-#
-# The script's own loop makes the updates, of growing numbers of its own first samples, which are loaded before the
-# clock
-# starts. When all is measured the process ends, in the midst of the loop.
-
 LOADED = 64
-"""Samples that larger batches repeat: their loading is no part of what is measured."""
+"""Larger batches repeat these samples: loading is not measured."""
 FILLED = 0.9
-"""The part of a GPU's memory that a batch may be expected to fill. One that does not fit would end the script."""
+"""Part of a GPU's memory that a batch may fill: running out of memory would end the script."""
 
 
 class Rehearsal:
-    """It has what a `trainer.session.session.Session` has, as far as a loop asks for it."""
+    """Replaces `Session` to measure this host alone (`orch profile -- train.py`)."""
+
+    # The script's loop makes updates with growing batches of its first samples, loaded in advance. The process ends in
+    # the middle of the loop.
 
     loss: float | None = None
     updates, is_over = 0, False
@@ -177,7 +169,7 @@ class Rehearsal:
         yield 0
 
     def batches(self) -> Iterator[Any]:
-        """Until all is measured, which ends the process."""
+        """Ends the process at the end."""
         measuring = self._measured()
         samples = next(measuring)
         while True:
@@ -202,7 +194,6 @@ class Rehearsal:
         raise SystemExit(0)
 
     def _blocks(self, ladder: Ladder, budget_s: float) -> Measuring[dict[str, Any] | None]:
-        """What its blocks take one by one. None of a network that a pipeline would refuse."""
         if self._cut is None:
             return None
         network = ByBlocks(self._network, self._optimizer, self._precision, self._met.device, self._timer, self._batch)
@@ -216,7 +207,7 @@ class Rehearsal:
         batch = self._batch(samples)
         if self._met.device.type == "cuda":
             if samples not in self._peaks:
-                torch.cuda.empty_cache()  # as a run of that size would begin
+                torch.cuda.empty_cache()  # like the beginning of a run of that size
             torch.cuda.reset_peak_memory_stats(self._met.device)
         self._timer.wait()
         self._marks = [self._timer.mark()]
@@ -230,7 +221,7 @@ class Rehearsal:
     def backward(self, loss_sum: Tensor, weight: Weight | None = None) -> None:
         loss = checked(loss_sum)
         if len(self._marks) != 1:
-            raise TrainError("step is called once for each batch, in the body of `for ... in batches()`")
+            raise TrainError("call step exactly once per batch, in the body of `for ... in batches()`")
         self._marks.append(self._timer.mark())
         self._precision.scaled(loss / self._settings.batch).backward()
         self._precision.unscale(self._optimizer)
@@ -242,7 +233,7 @@ class Rehearsal:
 
     def _times(self, samples: int) -> Times:
         if len(self._marks) != 4:
-            raise TrainError("a batch's loss is missing: the loop's body calls step(loss_sum) for each batch")
+            raise TrainError("a batch's loss is missing: call step(loss_sum) for each batch in the loop's body")
         self._timer.wait()
         begin, forwarded, computed, end = self._marks
         if self._met.device.type == "cuda":
@@ -251,7 +242,6 @@ class Rehearsal:
         return Times(ms(begin, end), ms(begin, forwarded), ms(computed, end))
 
     def _memory_bytes(self) -> int | None:
-        """What this process may have of its GPU; None on a CPU."""
         if self._met.device.type != "cuda":
             return None
         free, _ = torch.cuda.mem_get_info(self._met.device)
@@ -262,13 +252,13 @@ class Rehearsal:
         return self._optimizer
 
     def after_update(self, function: Callable[[], object]) -> None:
-        """Nothing calls it: a profile leaves rates and weights as they are."""
+        """Ignored, like `keep`: a profile changes no rates or weights."""
 
     def keep(self, **things: Any) -> None:
-        """A profile writes no checkpoints."""
+        """Ignored: a profile writes no checkpoints."""
 
     def evaluate(self, judge: Judge, dataset: Any) -> Mapping[str, float]:
-        """Of whatever is asked for not a number: nothing is judged."""
+        # NaN for every name.
         return defaultdict(lambda: math.nan)
 
     def end(self) -> None:
@@ -284,10 +274,7 @@ def _blocks_of(own: Own) -> list[Block] | None:
 
 
 class ByBlocks(Trainee):
-    """The script's network without its loop, and so without its loss: the sum of what comes out stands in for it.
-
-    draw: a batch of so many samples.
-    """
+    """Without the script's loop; the sum of outputs replaces the loss."""
 
     def __init__(
         self,
@@ -310,7 +297,7 @@ class ByBlocks(Trainee):
 
 
 def fits(samples: int, peaks: Mapping[int, int], memory_bytes: int | None) -> bool:
-    """Whether a batch of so many is expected to fit. peaks: bytes at most, by the samples of batches that did."""
+    """Whether a batch is expected to fit. peaks: bytes by samples."""
     if memory_bytes is None or samples in peaks or len(peaks) < 2:
         return True
     fewer, more = sorted(peaks)[-2:]

@@ -6,9 +6,8 @@
         session.evaluate(judge)
     session.end()
 
-What a rank is given differs: its part of each batch, in micro-batches of what its memory holds; nothing where another
-rank computes the loss of what it reads (in a pipeline all but the last stage) or where it has no samples. The body of
-the loop is for what belongs to a loss; what all ranks do together stands outside it.
+The loop's body may run less often on some ranks, or never (without samples; on a pipeline's earlier stages): put work
+that all ranks do together outside it.
 """
 
 from __future__ import annotations
@@ -48,15 +47,13 @@ from trainer.training.rates import samples_before
 from trainer.training.run import Run
 from trainer.training.shared_network import shared_network
 from trainer.training.step_log import StepLog
-from trainer.training.update import Differentiated, Piped, Update
+from trainer.training.update import FullUpdate, StageUpdate, Update
 
 RATES_COMPARED = frozenset(10**power for power in range(1, 10))
-"""Updates after which the ranks compare their learning rates, as at each epoch's end."""
+"""Updates after which ranks compare learning rates."""
 
 
 class Session:
-    """From the run's beginning, or the checkpoint that it resumes."""
-
     def __init__(self, run: Run, ending: Ending | None = None) -> None:
         self.run, self._ending = run, ending
         self.model = Forward(lambda: run.strategy.model, run.precision, run.settings.amp, self._for_all_ranks)
@@ -64,15 +61,13 @@ class Session:
         self.progress = self.keeper.resume()
         self.has_reached_target = False
         self.loss: float | None = None
-        """Mean over the samples of the last epoch, of all ranks (with weights the mean of its updates'); None
-        before its end, and where nobody learns.
-        """
+        """Mean of the last epoch over all ranks; None before its end, and with paced ranks."""
         self._under_way: Update | None = None
         self._after_update: list[Callable[[], object]] = []
         self._are_rates_equal = True
         self._has_ended = False
         self._has_left_an_epoch = False
-        """Did the script leave `batches` before its end, where other ranks still train?"""
+        """While other ranks train."""
         if ending:
             ending.place = self._place
 
@@ -82,20 +77,18 @@ class Session:
 
     @property
     def optimizer(self) -> Any:
-        """The one whose weights this rank moves: of a script that gave a function, what this made."""
+        # For the weights of this rank.
         return self.run.optimizer
 
     def after_update(self, function: Callable[[], object]) -> None:
-        """Has every rank call it after each update, once, whatever samples the rank had: the place for the step of a
-        scheduler of the script's own, for its moving average, for its counters.
-        """
+        """Calls `function` once on every rank after each update: for a scheduler, a moving average, counters."""
         self._after_update.append(function)
 
     def keep(self, **things: Stateful) -> None:
-        """Has checkpoints keep what has `state_dict` and `load_state_dict`, each rank's own; in a run that was resumed
-        it has the state of then as soon as this returns. With a scheduler the rates that it has set are kept.
+        """Keeps objects with `state_dict` and `load_state_dict` in checkpoints, per rank; restores them at once if
+        resumed.
 
-        Raises TrainError for what cannot be stored, or does not fit what the checkpoint has by that name.
+        Raises TrainError if an object cannot be stored or restored.
         """
         with self._for_all_ranks():
             missing = self.keeper.kept.add(things)
@@ -104,7 +97,7 @@ class Session:
 
     @property
     def updates(self) -> int:
-        """Of the whole run so far."""
+        """The whole run's so far."""
         return self.progress.epoch * self.run.stream.steps + self.progress.step
 
     @property
@@ -112,7 +105,7 @@ class Session:
         return self.has_reached_target or self.updates >= self.run.last_step
 
     def epochs(self) -> Iterator[int]:
-        """The numbers of those that are left; at the end what still travels between ranks has arrived."""
+        """The remaining epochs. Waits for transfers at the end."""
         for epoch in range(self.progress.epoch, self.run.settings.epochs):
             yield epoch
             self._check_whole_epochs()
@@ -128,23 +121,21 @@ class Session:
         if self.run.rebalancer:
             self.run.rebalancer.settle()
         self.run.strategy.settle()
-        self.run.timer.wait()  # a sum that a GPU still works on would be broken off with its process group
+        self.run.timer.wait()  # otherwise a GPU's pending sum would fail when its process group ends
 
     def _check_whole_epochs(self) -> None:
-        """Raises TrainError, rather than wait for ranks that are in the midst of an epoch."""
+        """Raises TrainError, instead of waiting for ranks in an epoch."""
         if self._has_left_an_epoch:
             raise TrainError(
-                f"the script left run.batches() before its end ({self._place()}), while other ranks train on; "
-                "for fewer updates give `steps` or `epochs` to trainer.join, or --set them"
+                f"the script left run.batches() before its end ({self._place()}), while other ranks continue to train; "
+                "for fewer updates pass `steps` or `epochs` to trainer.join, or --set them"
             )
 
     def batches(self) -> Iterator[Any]:
-        """This rank's micro-batches, from where the run is in its epoch to the end of it, or of the run: for each the
-        body calls `step` with the sum of its samples' losses.
-        """
+        """This rank's micro-batches to the end of the epoch, or of the run."""
         self._check_whole_epochs()
         run, progress, started_s = self.run, self.progress, time.monotonic()
-        kind = Piped if isinstance(run.strategy, Pipeline) else Differentiated
+        kind = StageUpdate if isinstance(run.strategy, Pipeline) else FullUpdate
         run.order.epoch, self.loss = progress.epoch, None
         with self._for_all_ranks(), StepLog(run, progress) as log, self._left_behind():
             begin = log.begin()
@@ -153,7 +144,7 @@ class Session:
                 yield from update.parts()
                 step = update.step
                 assert step  # noqa: S101 - for the type checker
-                begin = step.end  # what follows counts as loading of the next step, so that they add up to the epoch
+                begin = step.end  # time between steps counts as loading, so that steps add up to the epoch
                 progress.advance(step.samples)
                 log.add(step)
                 for function in self._after_update:
@@ -171,7 +162,6 @@ class Session:
 
     @contextlib.contextmanager
     def _left_behind(self) -> Iterator[None]:
-        """Outside of the loop there is no update, nor its batch."""
         try:
             yield
         except GeneratorExit:
@@ -181,26 +171,25 @@ class Session:
             self._under_way = None
 
     def step(self, loss_sum: Tensor, weight: Weight | None = None) -> None:
-        """Backward, and after the last micro-batch of an update the exchange between ranks and the optimiser.
+        """Backward, and after an update's last micro-batch the exchange and the optimiser.
 
-        loss_sum: the SUM of the losses of this micro-batch's samples: it is weighted here, so that each sample of the
-        whole batch counts alike on whichever rank it is. weight: what the losses are to be divided by in place of the
-        samples, like this micro-batch's tokens: the gradient is that of the mean over all ranks and micro-batches.
+        loss_sum: the SUM of the losses of this micro-batch's samples. weight: divisor of the losses instead of samples,
+        like this micro-batch's tokens; the gradient is that of the mean over all ranks and micro-batches.
         """
         self.backward(loss_sum, weight)
         self.update()
 
     def backward(self, loss_sum: Tensor, weight: Weight | None = None) -> None:
-        """The first half of `step`: after an update's last micro-batch gradients are what the optimiser will use."""
+        """The first half of `step`: leaves the final gradients."""
         update = self._current
         try:
             update.take(loss_sum, weight)
         except (TrainError, RuntimeError):
-            with self._for_all_ranks():  # entered only here: it would cost each step 3 us
+            with self._for_all_ranks():  # entered only here, because it costs 3 us
                 raise
 
     def update(self) -> None:
-        """The second half of `step`: moves the weights, where this was an update's last micro-batch."""
+        """The second half of `step`: moves the weights."""
         update = self._current
         try:
             update.optimise()
@@ -214,13 +203,11 @@ class Session:
     @property
     def _current(self) -> Update:
         if self._under_way is None:
-            raise TrainError("there is no batch to make a step with: call step in the body of `for ... in batches()`")
+            raise TrainError("there is no batch for this step: call step in the body of `for ... in batches()`")
         return self._under_way
 
     def _drawn(self) -> Iterator[Batch]:
-        """This rank's batches from where the run is to the end of the epoch, or of the run. They are drawn again where
-        the shares have changed, since what a loader has prepared by then is cut by the old ones.
-        """
+        """Drawn again after a change of shares."""
         run, progress = self.run, self.progress
         epoch_ends = min(run.stream.steps, run.last_step - progress.epoch * run.stream.steps)
         while progress.step < epoch_ends:
@@ -231,7 +218,7 @@ class Session:
                 yield batch
                 if run.stream is not stream:
                     break
-        progress.restore_random()  # where the checkpoint was written at the very end
+        progress.restore_random()  # a checkpoint at the very end of an epoch
 
     def _end_epoch(self, started_s: float) -> None:
         run, progress = self.run, self.progress
@@ -244,7 +231,7 @@ class Session:
         run.metrics.write("epoch", **done, loss=self.loss, epoch_s=epoch_s)
 
     def _compare_rates(self) -> None:
-        """Reports, once, that a script's own schedule has left the ranks with different learning rates."""
+        """Reports, once, that a script's schedule differs between ranks."""
         rates = [float(group["lr"]) for group in self.run.optimizer.param_groups]
         info = self.run.info
         of_ranks = [json.loads(line) for line in gather_lines(json.dumps([info.node, rates]))]
@@ -259,11 +246,9 @@ class Session:
             )
 
     def evaluate(self, judge: Judge, dataset: Any) -> dict[str, float]:
-        """What `judge` says of each sample of the data set, on average: every sample once, over all ranks, which call
-        this together, and with the weights that all share.
+        """The mean of each number of `judge` over the data set, with each sample once. A collective call.
 
-        judge: of outputs and targets, numbers by name, each a SUM over their samples. A `loss` and an `accuracy` among
-        them stand in the report.
+        judge: of outputs and targets, numbers by name, each a SUM over samples. The report shows `loss` and `accuracy`.
         """
         self._check_whole_epochs()
         run, progress, started_s = self.run, self.progress, time.monotonic()
@@ -281,7 +266,7 @@ class Session:
         return found
 
     def judged(self, accuracy: float | None, loss: float | None) -> None:
-        """After an evaluation, on every rank: the run is over where that is the target. Its checkpoint is the last."""
+        """Collective. Ends the run, with a checkpoint, at the target."""
         run, progress = self.run, self.progress
         if loss is not None and not math.isfinite(loss) and (run.info.rank == 0 or run.settings.not_finite == "stop"):
             report_not_finite(run, max(0, self.updates - 1), progress.epoch, loss, "test loss")
@@ -296,8 +281,8 @@ class Session:
             self.keeper.save(progress)
 
     def end(self) -> None:
-        """Leaves the other ranks, together with them: after the last epoch, or an earlier one if all ranks call it
-        then. Later calls do nothing.
+        """Leaves together with the other ranks. All ranks may call it after the same earlier epoch. Repeated calls do
+        nothing.
         """
         if self._has_ended:
             return
@@ -311,15 +296,10 @@ class Session:
         self.run.console.finished(self.updates)
 
 
-# The network as a training loop calls it: `outputs = Forward(lambda: network, precision, settings.amp)(inputs)`.
-
-
 class Forward:
-    """Forward in the precision of the run (`amp`); what comes of it is in 32 bits again, as losses want it. On the last
-    stage of a pipeline it is that stage's part.
+    """Calls the network, or this rank's stage, in the precision of the run; outputs are in 32 bits.
 
-    network: gives the one of now. Exact first updates have another than those that follow. failing: torch's errors are
-    raised again in it, since ranks may meet in a forward pass.
+    network: returns the current one. failing: context for torch's errors.
     """
 
     def __init__(
@@ -350,17 +330,13 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32) if tensor.dtype in DTYPES.values() else tensor
 
 
-# What a script's own judgement of the test data adds up to, over all ranks, each sample once.
-
 Judge = Callable[[Any, Any], Mapping[str, Tensor | float]]
-"""Of outputs and targets: numbers by name, each a SUM over their samples."""
+"""Returns SUMs over samples, by name."""
 
 
 @torch.no_grad()
 def summed(network: nn.Module, outputs: Iterable[tuple[Any, Any]], judge: Judge, samples: int) -> dict[str, float]:
-    """Each number over all `samples`, by that number of samples. outputs: outputs and targets of what this rank is to
-    judge, which may be nothing. Waits for all ranks.
-    """
+    """Divides totals by `samples`. outputs: of this rank. A collective call."""
     sums: dict[str, Tensor | float] = {}
     with evaluated(network):
         for output, targets in outputs:
@@ -372,11 +348,9 @@ def summed(network: nn.Module, outputs: Iterable[tuple[Any, Any]], judge: Judge,
 
 
 def names_of_all(own: list[str]) -> list[str]:
-    """Ranks that judge nothing do not know them."""
+    """Ranks without outputs know no names."""
     return next((json.loads(line) for line in gather_lines(json.dumps(own) if own else "") if line), [])
 
-
-# How the process of a script ends: with a last record, whatever happens, and without waiting for lost ranks.
 
 LEFT_EARLY = (
     "the script ended before its run did ({}): by break, sys.exit() or a caught exception. To stop early, leave "
@@ -385,18 +359,15 @@ LEFT_EARLY = (
 
 
 class Ending:
-    """From now on until the process ends.
+    """Ends a script's process with a last record, without waiting for lost ranks."""
 
-    A script that ends before its run is over fails: the other ranks wait for it, and an exit code of 0 would name them
-    as the cause.
-    """
+    # A script that ends before its run fails: with exit code 0 the waiting ranks would seem to be the cause.
 
     def __init__(self) -> None:
         self.metrics = MetricsWriter(None)
         self.complete: Callable[[], None] | None = None
-        """Completes the run when the process ends; None until the run is over."""
+        """None until the run is over."""
         self.place: Callable[[], str] = lambda: "before its first update"
-        """How far the run has come, on which rank and host."""
         self._exit_code = 1
         self._has_left = False
         interrupt.watch(last_words=lambda: self.metrics.end("interrupted"))
@@ -406,7 +377,6 @@ class Ending:
         atexit.register(self.end)
 
     def end(self) -> None:
-        """The orderly end, once: leaves the other ranks together with them."""
         if self._has_left:
             return
         self._has_left = True
@@ -417,11 +387,11 @@ class Ending:
                 self._failed(TrainError, TrainError(LEFT_EARLY.format(self.place())), None, self._exit_code)
             self.complete()
             let_others_rest()
-        except BaseException as error:  # Python itself would print it, and end with 0
+        except BaseException as error:  # Python would print it and exit with 0
             self._failed(type(error), error, error.__traceback__)
 
     def _note_exit_code(self, code: Any = None, /) -> NoReturn:
-        """Python gives the exit code to no `atexit` function, which has to end the process with it."""
+        # Python does not pass the exit code to `atexit` functions.
         self._exit_code = code if isinstance(code, int) and code % 256 else 1
         self._exit(code)
 
@@ -429,7 +399,7 @@ class Ending:
         self, kind: type[BaseException], error: BaseException, where: TracebackType | None, exit_code: int = 1
     ) -> NoReturn:
         self._has_left = True
-        if sys.__stderr__:  # torch keeps what a hook prints until it returns, and this one never does
+        if sys.__stderr__:  # torch holds back a hook's output until it returns, which this one never does
             sys.stderr = sys.__stderr__
         if isinstance(error, interrupt.Interrupted):
             self.metrics.end("interrupted", str(error))

@@ -1,1 +1,1 @@
-"""How a run begins: settings, device, data, network and strategy become one value, a `Run`."""
+"""Builds a `Run` from settings, devices, data, network and strategy."""

@@ -1,7 +1,8 @@
-"""Before the first update: `met = meet(settings, rank_info, metrics)`, then `run = prepare(met, material)`.
+"""Builds a run before its first update: `met = meet(settings, rank_info, metrics)`, then `run = prepare(met,
+material)`.
 
-Meets the other ranks, builds what they train together, opens the data, and writes the `start` record. Whatever is wrong
-is said here, on every rank, before anything is computed.
+Joins the other ranks, builds the network, opens the data, and writes the `start` record. Raises errors on every rank,
+before anything is computed.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ from trainer.training.run import Run
 
 @dataclass(frozen=True)
 class Met:
-    """A rank that has met the others. settings: as they were asked for."""
+    """A rank that has joined the others. settings: as asked for."""
 
     settings: Settings
     info: RankInfo
@@ -94,14 +95,14 @@ class Met:
 
 
 def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
-    """Of an experiment, by its name."""
+    """For a named experiment."""
     met = meet(settings, info, metrics)
     facts = agree_on_facts(settings, info)
     return prepare(met, Experiment(settings, facts, first_weights(settings, facts, info)))
 
 
 def meet(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Met:
-    """Chooses the rank's device, seeds torch's generators and joins the other ranks. Raises TrainError."""
+    """Chooses the device, seeds torch and joins the other ranks. Raises TrainError."""
     use_threads(info)
     device = torch.device("cpu") if info.pace else choose_device(settings.device, settings.backend, info)
     if device.type == "cuda":
@@ -170,17 +171,17 @@ def some_samples(material: Material, opened: Opened) -> Any:
 
 
 def do_all_learn(settings: Settings, info: RankInfo) -> bool:
-    """Raises TrainError for a target that ranks which do not could never reach."""
+    """Raises TrainError if target_accuracy is set and a rank does not train."""
     learn = sum_over_ranks([float(not info.learns)])[0] == 0
     if settings.target_accuracy and not learn:
-        raise TrainError("target_accuracy: a run with paced ranks learns nothing, and would not reach it; leave it out")
+        raise TrainError("target_accuracy: a run with paced ranks trains no network and cannot reach it; leave it out")
     return learn
 
 
 def write_start(
     met: Met, settings: Settings, division: Division, trained: tuple[str, nn.Module], *, counts: bool
 ) -> None:
-    """The `start` record. counts: whether this rank's samples are counted, which in a pipeline one stage's are."""
+    """The `start` record. counts: whether this rank's samples count; in a pipeline only one stage's count."""
     start = start_fields(settings.as_used(division.last_step), met.info, met.device, met.group, trained)
     sizes = division.own_sizes(met.info.rank)
     groups = batch_norm_groups(trained[1], settings, division.shares, sizes if counts else ())
@@ -191,10 +192,10 @@ def write_start(
 def build_trained(
     settings: Settings, met: Met, material: Material, division: Division
 ) -> tuple[Settings, nn.Module, Full]:
-    """The settings as they turn out on this host, the network on its device, and its precision. Raises TrainError."""
+    """The settings for this host, the network on its device, and its precision. Raises TrainError."""
     info, device = met.info, met.device
     everyone = devices_of_all_ranks(device)
-    with together(info.node):  # paced ranks are refused for reasons of their own: the others must not wait
+    with together(info.node):  # paced ranks have other errors, for which the others must not wait
         settings = material.with_loader(settings, info, device)
         settings = choose_arithmetic(settings, device, everyone)
         use_arithmetic(settings)
@@ -208,10 +209,10 @@ def build_trained(
 def build_network(
     settings: Settings, info: RankInfo, metrics: MetricsWriter, material: Material, division: Division
 ) -> nn.Module:
-    """All of it, or this rank's part in a pipeline, or of a paced rank its slices."""
+    """The whole network, or this rank's stage or slices."""
     stream, micro_batches = division.order.stream, division.micro_batches
     if division.tensor and info.pace and info.pace.like:
-        raise TrainError("paced: with `like` a network learns whole or in stages; use another strategy than tensor")
+        raise TrainError("paced: `like` works with whole networks and stages only; use another strategy than tensor")
     if division.tensor and info.pace:
         sizes = division.own_sizes(info.rank)
         return paced_slices(settings, division.tensor, facts_of(material), info, info.pace, metrics, sizes)
@@ -235,7 +236,7 @@ def build_synchronised(
     division: Division,
     precision: Full,
 ) -> tuple[Brake, Strategy | Pipeline]:
-    """The strategy that keeps the ranks together, and the brake that the setting `slow` puts on it."""
+    """The strategy, and the delay for the setting `slow`."""
     if isinstance(model, StandIn | PacedPart):
         brake = Brake(settings.bottleneck, info.rank, timer, postpone=model.stopwatch.postpone)
         kind = LearnerExecutor if isinstance(model, Learner | LearningPart) else StandInExecutor
@@ -258,7 +259,7 @@ def say_what_changed(console: Console, asked: Settings, settings: Settings, no_g
     if no_graph and asked.cuda_graph == "on":
         console.say(f"cuda_graph: off, {no_graph}")
     if settings.local_steps != asked.local_steps:
-        console.say(f"local_steps=0: {settings.local_steps}, since only orch knows how fast hosts and links are")
+        console.say(f"local_steps=0: {settings.local_steps}, because only orch predicts the speed of hosts and links")
 
 
 def build_graphs(model: nn.Module, metrics: MetricsWriter, console: Console) -> Graphs:
@@ -277,7 +278,7 @@ def build_rebalancer(
     division: Division,
     room: Callable[[], int | None],
 ) -> Rebalancer | None:
-    """None unless `shares=auto` has several ranks. A profile has already said how much memory holds."""
+    """None unless `shares=auto` with several ranks. A profile already has the limit of memory."""
     if settings.shares != "auto" or info.world_size == 1:
         return None
     own_room = (lambda: None) if division.speeds[info.rank] else room
@@ -286,7 +287,7 @@ def build_rebalancer(
 
 
 def with_local_steps(settings: Settings) -> Settings:
-    """orch has put a number for 0 in its plan; whoever runs the trainer alone has none."""
+    """Replaces 0, which orch replaces in its plans, for runs without orch."""
     if settings.fidelity != "local" or settings.local_steps:
         return settings
     return dataclasses.replace(settings, local_steps=max(LOCAL_STEPS, settings.local_overlap + 1))
@@ -294,29 +295,28 @@ def with_local_steps(settings: Settings) -> Settings:
 
 def check_bottleneck(settings: Settings, info: RankInfo) -> None:
     if settings.bottleneck and settings.bottleneck.rank >= info.world_size:
-        raise TrainError(f"slow: {settings.slow} names a rank that is not there; the last one is {info.world_size - 1}")
-
-
-# How an update is divided over the ranks: the sample stream, each rank's share, and its micro-batches.
+        raise TrainError(
+            f"slow: {settings.slow} names a rank that does not exist; the last rank is {info.world_size - 1}"
+        )
 
 
 @dataclass(frozen=True)
 class Division:
-    """How the data and the batches are divided."""
+    """The division of data and batches over ranks."""
 
     order: RankBatches
     micro_batches: MicroBatches
     shares: tuple[int, ...]
-    """Samples of a full batch for each rank."""
+    """By rank, of a full batch."""
     speeds: list[Speed | None]
-    """Each rank's speed; None where nothing is known."""
+    """By rank; None if unknown."""
     last_step: int
     """Updates of the whole run."""
     pipeline: PipelinePlan | None
     tensor: TensorPlan | None
 
     def own_work(self, rank: int) -> float | None:
-        """This rank's part of what a full batch takes; None where each rank has the whole network."""
+        """This rank's part of a full batch's work; None if each rank has the whole network."""
         if self.tensor:
             return self.tensor.work(rank)
         if not self.pipeline:
@@ -324,14 +324,14 @@ class Division:
         return self.pipeline.work(rank) * sum(self.own_sizes(rank)) / sum(self.shares)
 
     def own_sizes(self, rank: int) -> Sequence[int]:
-        """Micro-batches of a full batch that this rank computes."""
+        """This rank's micro-batches of a full batch."""
         if self.pipeline:
             return own_sizes(self.pipeline, self.micro_batches, self.shares, rank)
         return self.micro_batches.sizes(self.shares, READER if self.tensor else rank)
 
 
 def divide(settings: Settings, info: RankInfo, material: Material) -> Division:
-    """Waits for all ranks. Raises TrainError where shares do not fit the ranks, or the network its strategy."""
+    """A collective call. Raises TrainError if shares or network do not fit."""
     shares, speeds = shares_of_ranks(settings, info)
     pipeline = plan_pipeline(settings, material, info, speeds) if settings.strategy == "pipeline" else None
     tensor = plan_tensor(material, shares) if settings.strategy == "tensor" else None
@@ -343,9 +343,9 @@ def divide(settings: Settings, info: RankInfo, material: Material) -> Division:
         material.train_samples, settings.batch, shares, settings.seed, needs_pairs(settings, material)
     )
     whole = settings.epochs * stream.steps
-    # fsdp gathers weights in each micro-batch: no rank may take one more than another.
+    # fsdp gathers weights in each micro-batch, so all ranks need equally many.
     caps = [speed.cap if speed else settings.local_batch or None for speed in speeds]
-    if tensor:  # all hold the same samples at once
+    if tensor:  # all hold the same samples
         caps = [min((cap for cap in caps if cap is not None), default=None)] * len(caps)
     micro_batches = MicroBatches(settings.accumulate, caps, together=settings.strategy == "fsdp")
     if pipeline:
@@ -355,14 +355,8 @@ def divide(settings: Settings, info: RankInfo, material: Material) -> Division:
     return Division(order, micro_batches, shares, speeds, last_step, pipeline, tensor)
 
 
-# How the setting `shares` splits a batch over the ranks that are there.
-
-
 def shares_of_ranks(settings: Settings, info: RankInfo) -> tuple[tuple[int, ...], list[Speed | None]]:
-    """Samples of a full batch for each rank, and what is known of its speed.
-
-    Raises TrainError where the setting does not fit the ranks there are.
-    """
+    """Samples of a full batch and speed of each rank. Raises TrainError if the setting does not fit the ranks."""
     names = [line.rpartition(":") for line in gather_lines(f"{info.node}:{info.local_rank}")]
     ranks = [(node, int(local_rank)) for node, _, local_rank in names]
     speeds = {rank: at_most(speed, settings.local_batch) for rank, speed in parse_speeds(settings.speeds).items()}
@@ -373,13 +367,10 @@ def shares_of_ranks(settings: Settings, info: RankInfo) -> tuple[tuple[int, ...]
     return shares, [speeds.get(rank) for rank in ranks]
 
 
-# Whose gradients count where, for `clip_norm`.
-
-
 def build_clipping(
     settings: Settings, material: Material, model: nn.Module, strategy: Strategy | Pipeline, group: dist.ProcessGroup
 ) -> Clipping | None:
-    """None where nothing is clipped. group: of all ranks."""
+    """None without a limit. group: of all ranks."""
     if not settings.clip_norm:
         return None
     if settings.fidelity == "local":
@@ -390,7 +381,7 @@ def build_clipping(
 def _counted(
     settings: Settings, material: Material, strategy: Strategy | Pipeline, rank: int
 ) -> Collection[str] | None:
-    """Names of the weights that no lower rank counts; None: all that this rank holds, and holds alone."""
+    """Names of weights whose squares count on this rank; None: all that it holds."""
     if settings.strategy == "fsdp":
         return None
     if strategy.parts is None:
@@ -399,13 +390,10 @@ def _counted(
     return strategy.parts.kept(rank, dict(skeleton.named_parameters()), skeleton).keys()
 
 
-# How many samples a rank's memory holds at once.
-
-
 def room_of(
     model: nn.Module, info: RankInfo, micro_batches: MicroBatches, order: RankBatches, device: torch.device
 ) -> Callable[[], int | None]:
-    """The most samples that this rank's memory holds at once: of a GPU, by what the largest micro-batch so far took."""
+    """Returns the estimated number of samples that memory holds: on a GPU from the largest micro-batch so far."""
     if isinstance(model, StandIn) and info.pace:
         room = most_samples(model.anatomy, info.pace)
         return lambda: room
@@ -415,7 +403,7 @@ def room_of(
     largest = 0
 
     def estimate() -> int | None:
-        """Between two updates, when all that is held is what stays: weights, gradients, momentum, images, ..."""
+        # Called between updates, when only permanent memory is held: weights, gradients, momentum, images, ...
         nonlocal largest
         largest = max(largest, *micro_batches.sizes(order.stream.shares, order.rank))
         state_bytes = torch.cuda.memory_allocated(device)
@@ -426,9 +414,6 @@ def room_of(
     return estimate
 
 
-# The `start` record: who this rank is, what it trains and on what.
-
-
 def start_fields(
     settings: AnySettings,
     info: RankInfo,
@@ -436,7 +421,7 @@ def start_fields(
     group: dist.ProcessGroup,
     trained: tuple[str, nn.Module] | None,
 ) -> dict[str, Any]:
-    """trained: the network and its name; None where nothing is trained, and so nothing is paced."""
+    """trained: the network and its name, or None."""
     name, model = trained or (None, None)
     on_gpu = device.type == "cuda"
     return {
@@ -461,7 +446,7 @@ def start_fields(
 
 
 def cpu_name() -> str:
-    """As the kernel calls it, e.g. `Intel(R) Xeon(R) Gold 6130`; `cpu` where it does not say."""
+    """The kernel's name, like `Intel(R) Xeon(R) Gold 6130`, or `cpu`."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "cpu")

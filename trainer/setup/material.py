@@ -1,5 +1,4 @@
-"""What a run trains, and on what: an experiment's network and data (`Experiment`), or a script's own
-(`material.Own`)."""
+"""The network and data that a run trains: of an experiment (`Experiment`), or of a user's own script (`Own`)."""
 
 from __future__ import annotations
 
@@ -27,45 +26,43 @@ from trainer.shared.experiments import DataSet
 from trainer.shared.settings import Settings
 
 EXAMPLES = 2
-"""Samples of an example: BatchNorm refuses a single value a channel."""
+"""Samples of an example: BatchNorm needs two."""
 
 
 class Material(Protocol):
-    """The same on all ranks."""
+    """Equal on all ranks."""
 
     name: str
-    """Of the network, for people."""
+    """The network's, for users."""
     train_samples: int
 
     def skeleton(self) -> nn.Module:
-        """The whole network on torch's meta device: names and shapes without numbers."""
+        """The whole network on torch's meta device."""
 
     def example(self) -> Tensor:
-        """What the network is called with, of EXAMPLES samples, on the meta device."""
+        """EXAMPLES inputs on the meta device."""
 
     def labels(self) -> Form:
-        """What a pipeline's first stage sends its last one. Raises TrainError if batches are no inputs and labels."""
+        """The form of labels, which a pipeline sends. Raises TrainError for other batches than inputs and labels."""
 
     def network(self) -> nn.Module:
-        """With its first weights."""
+        """With its initial weights."""
 
     def optimizer(self, settings: Settings, model: nn.Module) -> torch.optim.Optimizer | StandInOptimizer:
-        """For what this rank holds of the network. Raises TrainError where it has none for it."""
+        """For this rank's part of the network. Raises TrainError."""
 
     def with_loader(self, settings: Settings, info: RankInfo, device: torch.device) -> Settings:
-        """`loader` and `num_workers` as they turn out on this host. Raises TrainError."""
+        """Sets `loader` and `num_workers` for this host. Raises TrainError."""
 
     def open(self, settings: Settings, order: RankBatches, info: RankInfo, device: torch.device) -> Opened:
-        """All ranks of all hosts take part. Raises TrainError, on every rank."""
+        """A collective call. Raises TrainError on every rank."""
 
     def mark(self, settings: Settings) -> str:
-        """Differs for different data, as far as one can tell without reading them all."""
+        """Differs for different data, as far as visible without reading all."""
 
 
 class Experiment:
-    """One of `trainer.shared.experiments`. facts: as all ranks have agreed on them. weights: what the network begins
-    with in place of fresh ones, by name.
-    """
+    """facts: agreed on by all ranks. weights: initial weights by name, instead of random ones."""
 
     def __init__(
         self, settings: Settings, facts: DataSet, weights: Mapping[str, Tensor] = MappingProxyType({})
@@ -97,35 +94,31 @@ class Experiment:
         return choose_loader(settings, self.facts, info, device)
 
     def mark(self, settings: Settings) -> str:
-        return find_facts(settings)[1]  # lists a folder once more; the hosts have agreed on it by now
+        return find_facts(settings)[1]  # lists a folder again; the hosts have agreed on it
 
     def open(self, settings: Settings, order: RankBatches, info: RankInfo, device: torch.device) -> Opened:
         return open_batches(settings, self.facts, order, info, device)
 
 
-# What a script of one's own brings: its network, its optimiser, its data set.
-
 AnyOptimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Own:
-    """model, optimizer, dataset, collate: as of `trainer.session.join.Ranks.prepare`. The network is taken over: a
-    pipeline takes away from it what other hosts hold.
-    """
+    """Arguments as in `trainer.session.join.Ranks.prepare`. A pipeline removes other hosts' parts from the network."""
 
     def __init__(self, model: nn.Module, optimizer: AnyOptimizer, dataset: Any, collate: Collate) -> None:
         if not isinstance(model, nn.Module):
-            raise TrainError(f"prepare takes the network first, a torch.nn.Module, not a {type(model).__name__}")
+            raise TrainError(f"prepare expects the network first, a torch.nn.Module, not a {type(model).__name__}")
         self.name, self.train_samples = type(model).__name__, samples_of(dataset)
         self._model, self._optimizer, self._dataset, self.collate = model, optimizer, dataset, collate
         if not isinstance(optimizer, torch.optim.Optimizer) and not callable(optimizer):
             raise TrainError(
-                f"prepare takes a single optimiser, or a function that makes it of parameters, not a "
-                f"{type(optimizer).__name__}: give one optimiser groups of parameters with rates of their own"
+                f"prepare expects a single optimiser, or a function that makes it from parameters, not a "
+                f"{type(optimizer).__name__}: give one optimiser several groups of parameters"
             )
         try:
             self._skeleton = meta_copy(model)
-        except RuntimeError as error:  # torch copies only tensors that nothing was computed for
+        except RuntimeError as error:  # torch copies no tensors that were computed
             raise TrainError(
                 f"{self.name} cannot be copied ({_computed(model)} was computed, and is no parameter): use "
                 "torch.nn.utils.parametrizations.weight_norm in place of torch.nn.utils.weight_norm, or keep no such "
@@ -139,13 +132,13 @@ class Own:
     def labels(self) -> Form:
         batch = self._example
         parts = list(batch) if isinstance(batch, (tuple, list)) else []
-        if len(parts) != 2 or not all(isinstance(one, Tensor) and one.shape[:1] == (EXAMPLES,) for one in parts):
+        if len(parts) != 2 or not all(isinstance(part, Tensor) and part.shape[:1] == (EXAMPLES,) for part in parts):
             found = f"a {type(batch).__name__}" + (
-                f" of {', '.join(type(one).__name__ for one in parts)}" if parts else ""
+                f" of {', '.join(type(part).__name__ for part in parts)}" if parts else ""
             )
             raise TrainError(
-                "strategy pipeline: it takes batches of inputs and labels, one tensor of each with the samples along "
-                f"its first dimension, and `collate` gives {found}; use ddp"
+                "strategy pipeline: needs batches of inputs and labels, a tensor each with the samples along its first "
+                f"dimension, but `collate` gives {found}; use ddp"
             )
         return Form(tuple(parts[1].shape[1:]), parts[1].dtype)
 
@@ -158,12 +151,12 @@ class Own:
         inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
         if len(tensors_of(inputs)) != 1:
             raise TrainError(
-                f"{self.name} takes several tensors a sample, and a network that is cut takes a single one; use ddp"
+                f"{self.name} takes several tensors per sample, but a network that is cut takes only one; use ddp"
             )
         return tensors_of(inputs)[0].to("meta")
 
     def first(self, samples: int) -> list[Any]:
-        """The first of the data set; from its beginning again where it has fewer."""
+        """From the beginning of the data set; repeats if it has fewer."""
         return [self._dataset[index % self.train_samples] for index in range(samples)]
 
     def network(self) -> nn.Module:
@@ -175,7 +168,7 @@ class Own:
             _check_exact(settings, made)
             return made
         _check_exact(settings, self._optimizer)
-        held = dict(model.named_parameters())  # a stage's alone, and others where they are cut into slices or pieces
+        held = dict(model.named_parameters())  # a stage's weights, or slices and pieces
         for group in self._optimizer.param_groups:
             group["params"] = [held[name] for name in map(self._name_of, group["params"]) if name in held]
         return self._optimizer
@@ -199,25 +192,23 @@ class Own:
 
 
 def _check_exact(settings: Settings, optimizer: torch.optim.Optimizer) -> None:
-    """Raises TrainError for an optimiser whose updates do not add up as gradients do, if weights are averaged for the
-    update of one process.
-    """
+    """Raises TrainError if weights are averaged, but updates do not add up like gradients."""
     if settings.strategy != "parameter_average" or settings.fidelity != "exact":
         return
     if not isinstance(optimizer, torch.optim.SGD):
         raise TrainError(
-            "strategy parameter_average makes the update of one process if updates add up as gradients do, and "
-            f"those of {type(optimizer).__name__} do not; use ddp, torch.optim.SGD or fidelity=local"
+            "strategy parameter_average is exact only if updates add up as gradients do, and "
+            f"{type(optimizer).__name__}'s do not; use ddp, torch.optim.SGD or fidelity=local"
         )
     if settings.shares == "auto" and any(group["momentum"] for group in optimizer.param_groups):
         raise TrainError(
-            "shares: auto changes what each rank's own momentum counts for, so parameter_average is not exact; use "
+            "shares: auto changes the weight of each rank's momentum, so parameter_average is not exact; use "
             "ddp, shares=measured, momentum=0 or fidelity=local"
         )
 
 
 def _computed(model: nn.Module) -> str:
-    """The name of a tensor that depends on others, as weight_norm leaves it."""
+    """The name of a computed tensor, for instance by weight_norm."""
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:
@@ -226,11 +217,11 @@ def _computed(model: nn.Module) -> str:
 
 
 def samples_of(dataset: Any) -> int:
-    """Raises TrainError for what has no length, or nothing in it."""
+    """Raises TrainError if it has no length, or no samples."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TrainError(
             f"{type(dataset).__name__} is no map-style data set: it needs len(dataset) and dataset[index], so that "
-            "each rank can be given samples of its own"
+            "each rank can get its own samples"
         )
     if not len(dataset):
         raise TrainError(f"{type(dataset).__name__} has no samples")

@@ -1,4 +1,4 @@
-"""Who holds which part of the network in a pipeline, and where the batch enters it."""
+"""Sets up a pipeline: cuts the network, splits the batch over the first stage's ranks, and builds stages and groups."""
 
 from __future__ import annotations
 
@@ -43,37 +43,33 @@ from trainer.strategies.base import share_initial_state
 from trainer.strategies.gradient_sum import DTYPES as SENT_IN
 from trainer.strategies.gradient_sum import GradientSum
 
-# A network that learns in a pipeline whose time and bytes are another's (`paced: {like: EXP}`).
-#
-# The stages of a run are the other network's blocks. The one that learns is cut so that each stage does about the same
-# part of it; where, changes none of its numbers. What leaves a stage travels with zeros, as many as the other sends.
+# A network that learns within a simulated network's time and bytes (`paced: {like: EXP}`). The run's stages are the
+# simulated network's blocks; the learning network is cut in similar proportions, and its activations are padded.
 
 Network = tuple[str, tuple[int, int, int], int]
-"""Its name, the shape of an image, and the classes."""
+"""Its name, image shape, and number of classes."""
 
 
 @dataclass(frozen=True)
 class Learning:
-    """The network that learns: its blocks, and which rank holds which of them. exp: whose network it is like."""
+    """The network that learns, with its blocks by rank. exp: the simulated experiment."""
 
     exp: str
     chain: tuple[Block, ...]
     layout: Layout
 
     def before(self, rank: int) -> tuple[int, ...] | None:
-        """The shape of one sample's activations before the rank's part; None of the first stage."""
+        """The input shape of the rank's part per sample; None on the first stage."""
         first = self.layout.stage(rank).first
         return self.chain[first - 1].behind if first else None
 
 
 def like_of_all(info: RankInfo) -> str:
-    """The experiment that the ranks are like; empty where they stand in for the run's own network, or for nothing.
-    Waits for all ranks. Raises TrainError where they differ: they would send each other what nobody expects.
-    """
+    """The experiment that the ranks simulate, or "". A collective call. Raises TrainError if ranks differ."""
     likes = gather_lines(info.pace.like if info.pace else "")
     if len(set(likes)) > 1:
         named = ", ".join(f"rank {rank}: {like or 'the run itself'}" for rank, like in enumerate(likes))
-        raise TrainError(f"paced: ranks stand in for different networks ({named}); give all the same `like`")
+        raise TrainError(f"paced: ranks simulate different networks ({named}); give all the same `like`")
     return likes[0]
 
 
@@ -82,7 +78,7 @@ def chain_like(exp: str) -> list[Block]:
 
 
 def weights_like(exp: str, stage: Stage) -> list[Tensor]:
-    """Of a stage of that experiment's network: their shapes without numbers."""
+    """Shapes of a stage's weights, on the meta device."""
     return list(part_of(skeleton_of(*_network_of(exp)), stage).parameters())
 
 
@@ -92,12 +88,13 @@ def _network_of(exp: str) -> Network:
 
 
 def learning_cut(exp: str, own: Sequence[Block], like: Sequence[Block], layout: Layout) -> Learning:
-    """own: of the network that learns. like, layout: of the experiment's. Raises ValueError where there are more stages
-    than blocks, or more numbers to send than those of `like`.
+    """own: of the learning network. like, layout: simulated.
+
+    Raises ValueError for more stages than blocks, or more numbers to send than the simulated network sends.
     """
     if list(own) == list(like):
         return Learning(exp, tuple(own), layout)
-    stages = layout.pipelines[0]  # those beside it are cut at the same blocks
+    stages = layout.pipelines[0]  # all pipelines are cut alike
     parts = {str(number): sum(like[block].work for block in blocks_of(stage)) for number, stage in enumerate(stages)}
     (cut,) = balanced(own, parts)
     for learns, timed in zip(cut[:-1], stages, strict=False):
@@ -117,51 +114,50 @@ def _check_width(own: Block, number: int, like: Block) -> None:
     numbers, room = math.prod(own.behind), math.prod(like.behind)
     if numbers > room:
         raise ValueError(
-            f"behind block {number} of the network that learns go {numbers:,} numbers a sample, and {room:,} where the "
-            "one that it is like is cut: cut that one where more cross, or train a smaller network"
+            f"block {number} of the network that learns sends {numbers:,} numbers per sample, but the simulated "
+            f"network only {room:,} at its cut: cut that network elsewhere, or train a smaller network"
         )
 
 
 def as_sent(shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Of one sample: numbers in a row, which two networks can have alike."""
+    """Per sample, flattened, so that two networks can share it."""
     return None if shape is None else (math.prod(shape),)
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """The same on all ranks."""
+    """Equal on all ranks."""
 
     chain: tuple[Block, ...]
     layout: Layout
     dtype: torch.dtype
-    """Of the network's weights."""
+    """The network's weights have it."""
     labels: Form
     learning: Learning | None = None
-    """The run's network, where chain and layout are of another one, whose time is kept."""
+    """The run's network, if chain and layout are simulated."""
 
     @property
     def micro_batches(self) -> int:
-        """Of each rank of the first stage, where nobody has said how many."""
+        """Default per rank of the first stage."""
         return PER_STAGE * len(self.layout.ranks[0])
 
     def blocks(self, rank: int) -> tuple[Block, ...]:
-        """Those that the rank holds."""
         own = self.layout.stage(rank)
         return self.chain[own.first : own.last + 1]
 
     def held(self, rank: int) -> Stage:
-        """What the rank holds of the run's network."""
+        """The rank's part of the run's network."""
         return (self.learning or self).layout.stage(rank)
 
     def work(self, rank: int) -> float:
-        """Of the rank's blocks, 0..1."""
+        """The rank's part of the work, 0..1."""
         return sum(block.work for block in self.blocks(rank))
 
 
 def plan_pipeline(
     settings: Settings, material: Material, info: RankInfo, speeds: Sequence[Speed | None]
 ) -> PipelinePlan:
-    """speeds: of each rank, where known. Waits for all ranks. Raises TrainError where stages and ranks do not fit."""
+    """speeds: by rank, or None. A collective call. Raises TrainError if stages and ranks do not match."""
     nodes, like = gather_lines(info.node), like_of_all(info)
     with together(info.node):
         skeleton, labels = material.skeleton(), material.labels()
@@ -183,14 +179,14 @@ def plan_pipeline(
 
 
 def _check_averaged(blocks: Sequence[nn.Module], stages: Sequence[Stage]) -> None:
-    """Raises ValueError for a stage that has nothing to average."""
+    """Raises ValueError for a stage with nothing to average."""
     for stage in stages:
         if not any(trainable(block) for block in blocks[stage.first : stage.last + 1]):
-            raise ValueError(f"{stage.node!r} would hold frozen blocks only, and fidelity=local averages weights")
+            raise ValueError(f"{stage.node!r} would hold frozen blocks only, but fidelity=local averages weights")
 
 
 def _speeds_of_stages(nodes: Sequence[str], speeds: Sequence[Speed | None]) -> dict[str, float]:
-    """Samples a millisecond of each host, all alike where one is not known; of each rank where all are on one host."""
+    """Samples per millisecond by host (by rank on a single host); equal if one is unknown."""
     names = stage_names(nodes)
     known = [1 / speed.sample_ms for speed in speeds if speed]
     found = dict.fromkeys(names, 0.0)
@@ -200,7 +196,7 @@ def _speeds_of_stages(nodes: Sequence[str], speeds: Sequence[Speed | None]) -> d
 
 
 def shares_of_readers(plan: PipelinePlan, shares: Sequence[int], batch: int) -> tuple[int, ...]:
-    """The batch over the ranks of first stages, in the proportion of their shares; nothing for others."""
+    """Splits the batch over the ranks of first stages, in proportion to their shares."""
     readers = plan.layout.first_ranks
     wanted = [shares[rank] for rank in readers]
     of_readers = dict(zip(readers, scale_shares(wanted if sum(wanted) else [1] * len(wanted), batch), strict=True))
@@ -217,7 +213,7 @@ def build_pipeline(
     brake: Brake,
     executor: Executor,
 ) -> Pipeline:
-    """Made by all ranks together; those that hold the same blocks begin with the same weights."""
+    """A collective call. Ranks with the same blocks begin with equal weights."""
     layout, rank = plan.layout, dist.get_rank()
     cuts, splits, sums = cuts_of(settings, plan, rank), settings.schedule == "zero_bubble", None
     stage: StageWork | PacedStage
@@ -234,7 +230,7 @@ def build_pipeline(
             if is_local:
                 averages = build_averages(settings, part, peers, timer, brake, executor)
             else:
-                sums = GradientSum(peers, brake=brake, executor=executor)  # its relay would take all ranks to make
+                sums = GradientSum(peers, brake=brake, executor=executor)  # its relay would need all ranks
         for lanes in held if is_local else ():
             if own := _group_of(lanes, group):
                 sums = GradientSum(own, brake=brake, executor=executor)
@@ -243,7 +239,7 @@ def build_pipeline(
 
 
 def _group_of(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """Made by all ranks together; None for those that are not of it, and for a single one."""
+    """A collective call. None outside the group, and for a single rank."""
     if len(ranks) == 1:
         return None
     made = dist.new_group(sorted(ranks), backend=dist.get_backend(like), timeout=timeout())
@@ -253,7 +249,7 @@ def _group_of(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGrou
 def build_averages(
     settings: Settings, part: nn.Module, group: dist.ProcessGroup, timer: Timer, brake: Brake, executor: Executor
 ) -> ParameterAverage:
-    """group: the ranks of all pipelines that hold the same blocks."""
+    """group: ranks of all pipelines with the same blocks."""
     sums = GradientSum(group, dtype=SENT_IN[settings.sent_as], brake=brake, executor=executor)
     return averaged(settings, part, sums, timer, brake)
 
@@ -269,16 +265,16 @@ def cuts_of(settings: Settings, plan: PipelinePlan, rank: int) -> Cuts:
 
 
 def own_sizes(plan: PipelinePlan, micro_batches: MicroBatches, shares: Sequence[int], rank: int) -> list[int]:
-    """Those that pass this rank."""
+    """Micro-batches that pass this rank."""
     place = plan.layout.place(rank)
     routes = plan.layout.routes(place.pipeline, plan.layout.entering(place.pipeline, micro_batches, shares))
-    return [one.size for one in routes if one.ranks[place.stage] == rank]
+    return [micro_batch.size for micro_batch in routes if micro_batch.ranks[place.stage] == rank]
 
 
 def real_part(
     material: Material, plan: PipelinePlan, rank: int, micro_batches: MicroBatches, stream: SampleStream
 ) -> Part:
-    """Raises TrainError where BatchNorm can make nothing of the micro-batches."""
+    """Raises TrainError if BatchNorm cannot use the micro-batches."""
     model = material.network()
     check_batch_norm(model, stream, may_sync=False)
     check_pairs(model, micro_batches, stream.shares)
@@ -286,7 +282,7 @@ def real_part(
     count = len(own_sizes(plan, micro_batches, stream.shares, rank))
     for module in part.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum and count:
-            # Its statistics move with each micro-batch: all of them together as far as one whole batch would.
+            # Its statistics move with each micro-batch; together as much as in one whole batch.
             module.momentum = 1 - (1 - module.momentum) ** (1 / count)
     return part
 
@@ -294,15 +290,15 @@ def real_part(
 def paced_clock(
     settings: Settings, plan: PipelinePlan, info: RankInfo, pace: Pace, metrics: MetricsWriter, sizes: Sequence[int]
 ) -> StageClock:
-    """sizes: the micro-batches that pass this rank. Raises TrainError where the GPU that is stood in for has not enough
-    memory, and for what would need its arithmetic.
+    """sizes: micro-batches that pass this rank. Raises TrainError if the simulated GPU lacks memory, or a setting needs
+    real arithmetic.
     """
     refuse_arithmetic(settings)
     own = plan.layout.stage(info.rank)
     needed = memory_of_stage(settings, plan, info.rank, sizes)
     if pace.memory_bytes is not None and needed > pace.memory_bytes:
         raise out_of_memory(
-            f"blocks {own.first} to {own.last} with {max(sizes, default=0)} samples a micro-batch",
+            f"blocks {own.first} to {own.last} with {max(sizes, default=0)} samples per micro-batch",
             needed,
             pace.memory_bytes,
             "give its host fewer blocks, or use a larger accumulate, a smaller in_flight, or schedule=1f1b",
@@ -322,14 +318,14 @@ def paced_part(plan: PipelinePlan, material: Material, rank: int, clock: StageCl
 
 
 def learning_part(plan: PipelinePlan, learning: Learning, rank: int, part: Part, clock: StageClock) -> LearningPart:
-    """part: what the rank holds of the network that learns."""
+    """part: the rank's part of the learning network."""
     own, last = plan.layout.stage(rank), len(plan.chain) - 1
     sent = None if own.last == last else math.prod(plan.chain[own.last].behind)
     return LearningPart(weights_like(learning.exp, own), clock, part, learning.before(rank), sent)
 
 
 def memory_of_stage(settings: Settings, plan: PipelinePlan, rank: int, sizes: Sequence[int]) -> int:
-    """Bytes of a rank's weights, gradients, momentum, and of the activations of all micro-batches in flight."""
+    """Bytes of weights, gradients, momentum, and activations of all micro-batches in flight."""
     own, place = plan.layout.stage(rank), plan.layout.place(rank)
     lanes = plan.layout.ranks[place.pipeline]
     in_flight = in_flight_of_rank(settings.in_flight, len(lanes), place.stage, len(lanes[place.stage]))

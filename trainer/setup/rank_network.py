@@ -1,4 +1,4 @@
-"""The network that a rank trains: the real one, or a stand-in where the rank is paced."""
+"""Builds a rank's network, real or simulated, and checks that BatchNorm can use the split of the batch."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ def network(
     stream: SampleStream,
     micro_batches: MicroBatches,
 ) -> nn.Module:
-    """With real weights, or a stand-in where the rank is paced. Raises TrainError where its BatchNorm can make nothing
-    of how the batch is split.
-    """
+    """Simulated if the rank is paced. Raises TrainError if BatchNorm cannot use the split of the batch."""
     share = max(micro_batches.sizes(stream.shares, info.rank))
     if info.pace and not info.learns:
         return stand_in(settings, facts_of(material), info, metrics, info.pace, share)
@@ -50,12 +48,12 @@ def network(
 
 
 def needs_pairs(settings: Settings, material: Material) -> bool:
-    """Would a rank with a single sample be refused? Paced ranks, which have no network, must say the same."""
+    """Whether a rank with a single sample is refused. Paced ranks must answer alike."""
     return not settings.sync_bn and needs_pairs_of_samples(material.skeleton())
 
 
 def facts_of(material: Material) -> DataSet:
-    """Of an experiment, whose speed a paced rank knows. Raises TrainError for a script's own network."""
+    """An experiment's facts. Raises TrainError for a script's own network, whose speed is unknown."""
     if isinstance(material, Experiment):
         return material.facts
     raise no_pace_for(material.name)
@@ -70,10 +68,9 @@ def stand_in(
     share: int,
     learning: nn.Module | None = None,
 ) -> StandIn:
-    """learning: the network that learns, where the pace is that of a larger one.
+    """learning: a smaller network that learns within the simulated network's time.
 
-    Raises TrainError where the share would not fit into the memory of the GPU that is stood in for, and for what would
-    need its arithmetic.
+    Raises TrainError if the share exceeds the simulated GPU's memory, or a setting needs real arithmetic.
     """
     refuse_arithmetic(settings)
     anatomy = anatomy_of(settings, facts, pace)
@@ -86,28 +83,22 @@ def stand_in(
 
 
 def anatomy_of(settings: Settings, facts: DataSet, pace: Pace) -> Anatomy:
-    """Of the network that the rank stands in for."""
     if not pace.like:
         return dissect(settings.model, facts.shape, facts.classes)
     like = CHOSEN[pace.like]
     return dissect(like["model"], DATA_SETS[like["data"]].shape, DATA_SETS[like["data"]].classes)
 
 
-# What BatchNorm asks of how a batch is split: no group of a single sample.
-
-
 def check_batch_norm(model: nn.Module, stream: SampleStream, whole_batch: bool = False, may_sync: bool = True) -> None:
-    """A single sample has no variance: torch's BatchNorm refuses it where the picture has shrunk to one point.
-
-    whole_batch: does it see the samples of all ranks (sync_bn)? may_sync: could it?
-    """
+    """Raises TrainError if a rank gets a single sample. whole_batch: sync_bn is on. may_sync: it is possible."""
+    # torch's BatchNorm refuses a single value per channel, which has no variance.
     or_sync = ", or sync_bn=true" if may_sync and not whole_batch else ""
     for step in {0, stream.steps - 1}:
         split = stream.shares_at(step) if stream.batch_at(step) < stream.batch else stream.shares
         groups = (stream.batch_at(step),) if whole_batch else split
         if needs_pairs_of_samples(model) and 1 in groups:
             raise TrainError(
-                f"batch: of {stream.batch_at(step)} samples one rank gets a single one, and BatchNorm needs two; "
+                f"batch: of {stream.batch_at(step)} samples a rank gets only one, but BatchNorm needs two; "
                 f"choose another batch than {stream.batch}{or_sync}"
             )
 
@@ -115,8 +106,8 @@ def check_batch_norm(model: nn.Module, stream: SampleStream, whole_batch: bool =
 def batch_norm_groups(
     model: nn.Module, settings: Settings, shares: Sequence[int], own: Sequence[int]
 ) -> list[tuple[int, int]] | None:
-    """(samples, how many groups of so many) that this rank's BatchNorm sees in an update with a full batch; None
-    without one in training mode, and for `dp`, which cuts the batch by itself.
+    """(samples, count) of BatchNorm's groups on this rank in a full batch; None without BatchNorm in training mode, and
+    for `dp`, which cuts the batch itself.
     """
     if not needs_pairs_of_samples(model) or settings.strategy == "dp":
         return None
@@ -125,15 +116,17 @@ def batch_norm_groups(
 
 
 def check_pairs(model: nn.Module, micro_batches: MicroBatches, shares: Sequence[int]) -> None:
-    """The same for what a rank takes at once."""
+    """Raises TrainError if a micro-batch has a single sample."""
     sizes = {size for rank in range(len(shares)) for size in micro_batches.sizes(shares, rank)}
     if needs_pairs_of_samples(model) and 1 in sizes:
-        raise TrainError("a micro-batch has a single sample, and BatchNorm needs two: local_batch=2, or more memory")
+        raise TrainError(
+            "a micro-batch has a single sample, but BatchNorm needs two: use local_batch=2, or more memory"
+        )
 
 
 def check_estimated(settings: Settings, material: Material, model: nn.Module) -> None:
-    """Raises TrainError for a script's batches from which statistics cannot be estimated again, as other weights than
-    those of training ask for: the network is called with a batch's first tensor then.
+    """Raises TrainError if statistics must be estimated, which calls the network with a batch's first tensor, and that
+    fails.
     """
     name = "ema" if settings.ema else "fidelity=local" if settings.fidelity == "local" else ""
     if not settings.is_own or not name or not moves_statistics(model):
@@ -143,10 +136,10 @@ def check_estimated(settings: Settings, material: Material, model: nn.Module) ->
         example = torch.zeros_like(material.example(), device="cpu")
         with torch.no_grad():
             copy.deepcopy(model)(example)
-    except Exception as error:  # whatever the network itself raises
+    except Exception as error:  # the network's own errors
         raise TrainError(
-            f"{name}: BatchNorm's statistics are estimated again by calling the network with the first tensor of each "
-            f"batch, and {type(model).__name__} fails with it: have `collate` give inputs and labels, or leave out "
+            f"{name}: BatchNorm's statistics are estimated by calling the network with the first tensor of each "
+            f"batch, and {type(model).__name__} fails with it: let `collate` give inputs and labels, or leave out "
             f"{name}"
         ) from error
     finally:
@@ -155,4 +148,6 @@ def check_estimated(settings: Settings, material: Material, model: nn.Module) ->
 
 def check_whole_batch(settings: Settings, micro_batches: MicroBatches, shares: Sequence[int]) -> None:
     if settings.sync_bn and micro_batches.largest(shares) > 1:
-        raise TrainError("sync_bn sees the whole batch at once, in micro-batches it cannot: leave out one of the two")
+        raise TrainError(
+            "sync_bn needs the whole batch at once, but it is cut into micro-batches: leave out one of the two"
+        )

@@ -1,4 +1,4 @@
-"""Who computes which channels under strategy=tensor, and what all ranks read."""
+"""Sets up tensor parallelism, and the common parts of paced ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainer.tensor.tensor_strategy import READER, SlicedParts, TensorParallel
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The same on all ranks. layers: in the order in which forward comes to them."""
+    """Equal on all ranks. layers: in the order of forward."""
 
     layers: tuple[Layer, ...]
 
@@ -37,17 +37,17 @@ class TensorPlan:
 
 
 def plan_tensor(material: Material, shares: Sequence[int]) -> TensorPlan:
-    """shares: each rank's part of what is computed, as it would be of the batch where that is split."""
+    """shares: each rank's part of the work, in the form of a batch split."""
     return TensorPlan(layers_of(material.skeleton(), material.example(), shares))
 
 
 def shares_of_reader(shares: Sequence[int]) -> tuple[int, ...]:
-    """The whole batch for one rank, whose samples all others read as well."""
+    """The whole batch for one rank, whose samples all others read, too."""
     return tuple(sum(shares) if rank == READER else 0 for rank in range(len(shares)))
 
 
 def build_tensor(plan: TensorPlan, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake) -> TensorParallel:
-    """Cuts the model, in place. sums: over all ranks."""
+    """Cuts the model in place. sums: over all ranks."""
     meeting = Meeting(sums, timer)
     if isinstance(model, PacedSlices):
         model.meeting = meeting
@@ -65,8 +65,8 @@ def paced_slices(
     metrics: MetricsWriter,
     sizes: Sequence[int],
 ) -> PacedSlices:
-    """sizes: micro-batches of the whole batch. Raises TrainError where the GPU that is stood in for has not enough
-    memory, and for what would need its arithmetic.
+    """sizes: micro-batches of the whole batch. Raises TrainError if the simulated GPU lacks memory, or a setting needs
+    real arithmetic.
     """
     refuse_arithmetic(settings)
     anatomy = dissect(settings.model, facts.shape, facts.classes)
@@ -85,11 +85,8 @@ def paced_slices(
     return PacedSlices(weights, clock, plan.layers, info.rank, facts.classes)
 
 
-# What the three kinds of paced ranks (whole network, stage, slices) have alike when a run begins.
-
-
 def refuse_arithmetic(settings: Settings) -> None:
-    """Raises TrainError for settings that would need a GPU's arithmetic."""
+    """Raises TrainError for settings that need real arithmetic."""
     asked = {f"strategy={settings.strategy}": not STRATEGIES[settings.strategy].on_paced}
     asked["sync_bn=true"] = settings.sync_bn
     asked[f"amp={settings.amp}"] = settings.amp != "none"
@@ -98,13 +95,15 @@ def refuse_arithmetic(settings: Settings) -> None:
     asked[f"clip_norm={settings.clip_norm:g}"] = settings.clip_norm > 0
     for setting, is_set in asked.items():
         if is_set:
-            raise TrainError(f"{setting} needs ranks that compute, this one is paced: leave it out, or leave paced out")
+            raise TrainError(
+                f"{setting} needs ranks that compute, but this rank is paced: leave it out, or leave paced out"
+            )
 
 
 def keep_records(
     metrics: MetricsWriter, settings: Settings, stopwatch: Stopwatch | StageClock, needed_bytes: int
 ) -> None:
-    """The run's records will say what memory the GPU would need, and how late this rank was."""
+    """Records the simulated GPU's memory and this rank's lateness."""
     keep_freed_memory()
     metrics.peak_memory_bytes = lambda: needed_bytes
     metrics.lateness = lambda: stopwatch.median_lateness(settings.warmup_steps)

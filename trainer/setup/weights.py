@@ -1,6 +1,6 @@
-"""The weights that a network begins with, out of a file: `first_weights(settings, facts, info)`.
+"""Initial weights from a file, and the optimiser.
 
-A state dict as torch.save writes it, or a dict with one as `model` or `state_dict`, as our own checkpoints have it.
+The file has a state dict written by torch.save, possibly as `model` or `state_dict` in a dict, like our checkpoints.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from trainer.shared.settings import Settings
 
 _ZIP = b"PK\x03\x04"
 SHOWN = 3
-"""Names in a message, at most."""
+"""Names in a message."""
 
 
 def first_weights(settings: Settings, facts: DataSet, info: RankInfo) -> dict[str, Tensor]:
-    """By name, those of a last layer of other classes left out; {} where none are asked for. Waits for all ranks.
+    """By name, without a last layer for other classes; {} if not asked for. A collective call.
 
-    Raises TrainError where the file cannot be read, does not fit the network, or differs from host to host.
+    Raises TrainError if the file cannot be read, does not fit the network, or differs between hosts.
     """
     if not settings.weights:
         return {}
@@ -39,9 +39,9 @@ def first_weights(settings: Settings, facts: DataSet, info: RankInfo) -> dict[st
         network = skeleton_of(settings.model, facts.shape, facts.classes)
         found, fresh = fitting(_state(content, settings.weights), network, facts.classes, settings)
     if len(set(gather_lines(hashlib.sha256(content).hexdigest()))) > 1:
-        raise TrainError(f"weights: {settings.weights} is another file on some hosts; copy the same one to all")
+        raise TrainError(f"weights: {settings.weights} differs between hosts; copy the same file to all")
     if fresh and info.rank == 0:
-        print(f"weights: {', '.join(fresh)} begin fresh, the file has other classes", flush=True)
+        print(f"weights: {', '.join(fresh)} start with random values, because the file has other classes", flush=True)
     return found
 
 
@@ -53,31 +53,28 @@ def _read(path: Path) -> bytes:
 
 
 def _state(content: bytes, name: str) -> dict[str, Tensor]:
-    """Nothing in the file is executed: `weights_only`, and only what begins as a zip, since torch before 2.6 reads
-    other forms in the old way whatever is asked (CVE-2025-32434).
-    """
+    """Never executes anything in the file."""
+    # `weights_only`, and only files that begin as a zip: torch before 2.6 reads other forms in the old way despite
+    # `weights_only` (CVE-2025-32434).
     if not content.startswith(_ZIP):
-        raise TrainError(f"weights: {name} is not as torch.save has written files since torch 1.6; save it again")
+        raise TrainError(f"weights: {name} is not in the form of torch.save since torch 1.6; save it again")
     try:
         raw: Any = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises of many kinds for what is not its own
+    except Exception as error:  # torch raises many types of errors for foreign files
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise TrainError(f"weights: {name} holds no plain tensors that could be read ({reason})") from error
+        raise TrainError(f"weights: {name} holds no plain tensors that can be read ({reason})") from error
     for key in ("model", "state_dict"):
         raw = raw[key] if isinstance(raw, dict) and isinstance(raw.get(key), dict) else raw
     if not isinstance(raw, dict) or not all(isinstance(tensor, Tensor) for tensor in raw.values()):
-        raise TrainError(f"weights: {name} holds no state dict, which is tensors by name")
-    # DDP and torch.compile call them so
+        raise TrainError(f"weights: {name} holds no state dict (tensors by name)")
+    # prefixes of DDP and torch.compile
     return {str(key).removeprefix("module.").replace("_orig_mod.", ""): tensor for key, tensor in raw.items()}
 
 
 def fitting(
     state: Mapping[str, Tensor], network: nn.Module, classes: int, settings: Settings
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """What of the state is for this network, and the names of its last layer where that has other classes.
-
-    Raises TrainError with the names that do not fit.
-    """
+    """The state for this network, and names of its last layer if the file has other classes. Raises TrainError."""
     wanted = network.state_dict()
     fresh = [
         name for name, tensor in wanted.items() if name in state and _is_of_other_classes(state[name], tensor, classes)
@@ -110,11 +107,8 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-# The optimiser: SGD or AdamW, or a stand-in where the rank is paced.
-
-
 def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer | StandInOptimizer:
-    """settings: `fused_sgd` as it turned out."""
+    """settings: with the final `fused_sgd`."""
     if isinstance(model, Learner | LearningPart):
         return LearnerOptimizer(model, _real(settings, model.network))
     if isinstance(model, StandIn | PacedPart):
@@ -130,6 +124,6 @@ def _real(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), **rule)
     optimizer = torch.optim.SGD(model.parameters(), **rule, fused=True)
     if settings.momentum:
-        # By itself it begins with memory as it finds it, which it would keep where fp16 leaves the first update out.
+        # Otherwise momentum begins in uninitialised memory, which would stay if fp16 skips the first update.
         optimizer.state.update({weight: {"momentum_buffer": torch.zeros_like(weight)} for weight in trainable(model)})
     return optimizer

@@ -1,1 +1,1 @@
-"""What the trainer and the orchestrator both use: settings, experiments, shares, the form of metrics. Free of torch."""
+"""Settings, experiments, shares and metrics, for trainer and orchestrator. No torch."""

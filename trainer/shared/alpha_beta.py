@@ -1,17 +1,8 @@
-"""What an exchange of bytes costs: nccl-tests' bandwidths, and the line through measured times. Pure, no torch.
+"""The cost of an exchange: nccl-tests' bandwidths, and a line through measured times. Pure, no torch.
 
-    >>> round(algorithm_gbps(2**20, 0.004), 3)          # bytes over time
-    2.097
-    >>> bus_factor("all_reduce", ranks=4)
-    1.5
-    >>> line = fit([(1_000, 0.002), (2_000, 0.003), (4_000, 0.005)])
-    >>> round(line.alpha_s, 6), round(line.slope_s, 9)  # 1 ms, and 1 us a byte
-    (0.001, 1e-06)
-
-A bus bandwidth is the algorithm bandwidth times the operation's factor. It is what a link has to carry each way where
-the work is spread over all ranks as well as can be, so that it compares with the link's own speed whatever the number
-of ranks. Factors as in nccl-tests, doc/PERFORMANCE.md; those of gather, scatter and send/recv, which that page leaves
-out, from src/gather.cu, src/scatter.cu and src/sendrecv.cu there.
+>>> line = fit([(1_000, 0.002), (2_000, 0.003), (4_000, 0.005)])
+>>> round(line.alpha_s, 6), round(line.slope_s, 9)  # 1 ms, and 1 us per byte
+(0.001, 1e-06)
 """
 
 from __future__ import annotations
@@ -21,17 +12,14 @@ from dataclasses import dataclass
 
 
 def _one(ranks: int) -> float:
-    """All bytes have to leave, or to reach, one rank."""
     return 1.0
 
 
 def _others(ranks: int) -> float:
-    """The part of an array that has to leave, or to reach, a rank: n-1 of n equal parts; its own stays."""
     return (ranks - 1) / ranks
 
 
 def _others_twice(ranks: int) -> float:
-    """Parts go out to be added up, and sums come back."""
     return 2 * (ranks - 1) / ranks
 
 
@@ -46,7 +34,9 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "reduce_scatter": _others,
     "all_to_all": _others,
 }
-"""By operation. Its bytes are those of the whole array, parts of all ranks together."""
+"""Bus bandwidth by algorithm bandwidth, with bytes of the whole array (nccl-tests, doc/PERFORMANCE.md)."""
+# It compares with a link's own speed for any number of ranks. Factors of gather, scatter and send/recv: src/gather.cu,
+# src/scatter.cu and src/sendrecv.cu of nccl-tests.
 
 
 def bus_factor(operation: str, ranks: int) -> float:
@@ -54,15 +44,13 @@ def bus_factor(operation: str, ranks: int) -> float:
 
 
 def algorithm_gbps(size_bytes: float, time_s: float) -> float:
-    """In 10^9 bits a second, the unit in which links are declared."""
+    """In 10^9 bits per second."""
     return 8e-9 * size_bytes / time_s
 
 
 @dataclass(frozen=True)
 class Line:
-    """time = alpha + slope * size, in bytes (whose slope is beta) or whatever else it was fitted over. worst_error:
-    the largest difference to a measured time, as a part of that time.
-    """
+    """time = alpha + slope * size. worst_error: largest difference to a measured time, as a part of it."""
 
     alpha_s: float
     slope_s: float
@@ -73,16 +61,13 @@ class Line:
 
     @property
     def gbps(self) -> float | None:
-        """The algorithm bandwidth that ever larger sizes, in bytes, approach."""
+        """The limit for large sizes in bytes."""
         return 8e-9 / self.slope_s if self.slope_s else None
 
 
 def fit(points: Sequence[tuple[float, float]]) -> Line | None:
-    """points: (size, seconds), all above 0. None where they are of fewer than two sizes.
-
-    Least squares of the relative error: a plain fit would only see the largest sizes, whose times are a thousand times
-    longer. Neither alpha nor beta is ever negative: where the best line would have one, the best without it is taken.
-    """
+    """points: (size, seconds), all above 0. None for fewer than two sizes. Neither alpha nor slope is negative."""
+    # Least squares of the relative error: otherwise only the largest sizes would count.
     if len({size for size, _ in points}) < 2:
         return None
     largest = max(size for size, _ in points)
@@ -90,7 +75,7 @@ def fit(points: Sequence[tuple[float, float]]) -> Line | None:
     uu, uv, vv = sum(u * u for u, _ in rows), sum(u * v for u, v in rows), sum(v * v for _, v in rows)
     u1, v1 = sum(u for u, _ in rows), sum(v for _, v in rows)
     determinant = uu * vv - uv * uv
-    if determinant <= 1e-12 * uu * vv:  # sizes too close to each other to separate the two costs
+    if determinant <= 1e-12 * uu * vv:  # sizes too close to separate the two costs
         return None
     alpha, beta = (u1 * vv - v1 * uv) / determinant, (v1 * uu - u1 * uv) / determinant
     if alpha < 0:

@@ -1,9 +1,7 @@
-"""Settings from text: `settings = parse_settings("mnist_lenet", {"batch": "128", "strategy": "allreduce"})`.
+"""Parses settings from command lines, texts and records. Imports no torch.
 
-    >>> parse_settings("mnist_lenet", {"batch": "128", "strategy": "allreduce"}).batch
-    128
-
-Imports no torch.
+>>> parse_settings("mnist_lenet", {"batch": "128", "strategy": "allreduce"}).batch
+128
 """
 
 from __future__ import annotations
@@ -27,17 +25,17 @@ from trainer.shared.setting_fields import (
 from trainer.shared.settings import AnySettings, CollectiveSettings, Settings
 
 TRAINING = {exp: values_of(Settings, exp) for exp in NAMED}
-"""The complete settings of each experiment that trains."""
+"""The complete settings of each training experiment."""
 EXPERIMENTS = {**TRAINING, "collectives": values_of(CollectiveSettings, "collectives")}
 
 
 def begun_with(exp: str) -> dict[str, Any]:
-    """The values that nobody has set; of an unknown experiment none."""
+    """The experiment's initial values; {} if it is unknown."""
     return values_of(Settings, exp) if exp in CHOSEN else {}
 
 
 def names_of(is_so: Callable[[Setting], object]) -> tuple[str, ...]:
-    """The settings of a training of which something is declared."""
+    """The training settings whose declaration matches."""
     return tuple(field.name for field in dataclasses.fields(Settings) if is_so(declared(field)))
 
 
@@ -49,22 +47,21 @@ def _class_of(exp: str) -> type[AnySettings]:
 
 
 def fields_of(exp: str) -> dict[str, dataclasses.Field[Any]]:
-    """The settings that this experiment has, by name."""
     return {field.name: field for field in dataclasses.fields(_class_of(exp))}
 
 
 def settings_from(exp: str, document: Mapping[str, Any]) -> AnySettings:
-    """As a record keeps them: names that are no settings are passed over, what is missing is the experiment's own.
+    """The settings in a record: ignores unknown names and uses the experiment's values for missing ones.
 
-    Raises SettingsError where there is no such experiment, or this version does not know a value.
+    Raises SettingsError for an unknown experiment or value.
     """
     return parse_settings(exp, {}, {name: document[name] for name in fields_of(exp).keys() & document.keys()})
 
 
 def parse_settings(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] = MappingProxyType({})) -> AnySettings:
-    """The experiment's settings with `kept` (values) and then `pairs` (key to text) in place of its own values.
+    """The experiment's settings, changed by `kept` (values) and then `pairs` (key to text).
 
-    Raises SettingsError listing every mistake; an unknown name is answered with the nearest right one.
+    Raises SettingsError with every mistake, and the nearest name if a name is unknown.
     """
     mistakes = []
     if exp not in (*EXPERIMENTS, SCRIPT):
@@ -105,7 +102,7 @@ def _mistakes_of_kept(fields: Mapping[str, dataclasses.Field[Any]], name: str, v
 
 
 def parse_arguments(arguments: Sequence[str]) -> AnySettings:
-    """Settings from `--exp NAME --key value` or `--key=value`. Raises SettingsError listing every mistake."""
+    """Settings from `--exp NAME --key value` or `--key=value`. Raises SettingsError with every mistake."""
     pairs: dict[str, str] = {}
     mistakes = []
     rest = list(arguments)
@@ -124,10 +121,10 @@ def parse_arguments(arguments: Sequence[str]) -> AnySettings:
         pairs[key] = value if equals else rest.pop(0)
     exp = pairs.pop("exp", None)
     if exp is None and not any(text.startswith("exp:") for text in mistakes):
-        mistakes.append(f"exp: say which experiment with --exp NAME, one of {', '.join(EXPERIMENTS)}")
+        mistakes.append(f"exp: name an experiment with --exp NAME, one of {', '.join(EXPERIMENTS)}")
     try:
         if exp == SCRIPT:
-            raise SettingsError([f"exp: {exp} is what a script of your own has that says `import trainer`; start that"])
+            raise SettingsError([f"exp: {exp} is for your own script that calls `import trainer`; start that script"])
         settings = parse_settings(next(iter(EXPERIMENTS)) if exp is None else exp, pairs)
     except SettingsError as error:
         mistakes.extend(error.mistakes)
@@ -142,7 +139,6 @@ _EXPECTED = {"bool": "true|false"}
 
 
 def help_text() -> str:
-    """What `python -m trainer --help` prints."""
     lines = [
         "usage: torchrun [...] -m trainer --exp NAME [--key value]...",
         "",

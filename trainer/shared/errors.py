@@ -1,5 +1,5 @@
-"""The one kind of failure that a person may see: `str(error)` is one line that says what is wrong and what to try."""
+"""Failures that a user can fix."""
 
 
 class TrainError(Exception):
-    """Ends the process with exit code 1 and this line, without a traceback."""
+    """One line on what is wrong and what to try. Ends the process with exit code 1, without a traceback."""

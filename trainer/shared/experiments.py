@@ -1,4 +1,4 @@
-"""Named experiments: the settings that each chooses, and the facts of their data sets. Imports no torch.
+"""Named experiments with their settings, data sets and networks. Imports no torch.
 
 >>> CHOSEN["mnist_lenet"]["batch"]
 64
@@ -14,17 +14,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DataSet:
-    """What is known of a data set."""
-
     shape: tuple[int, int, int]
-    """Channels, height, width of one image."""
+    """Channels, height, width."""
     classes: int
     train_samples: int
     test_samples: int
     mean: tuple[float, ...]
-    """Each channel's mean, in parts of full brightness."""
+    """Per channel, as a part of full brightness; also `std`."""
     std: tuple[float, ...]
-    """Each channel's standard deviation, in parts of full brightness."""
 
 
 DATA_SETS = {
@@ -33,21 +30,20 @@ DATA_SETS = {
     "imagenet": DataSet((3, 224, 224), 1000, 1_281_167, 50_000, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
 IN_FOLDERS = ("folder", "imagenet")
-"""Data that are read from DATA_DIR/train/CLASS/* and DATA_DIR/val/CLASS/*."""
+"""Read from DATA_DIR/train/CLASS/* and DATA_DIR/val/CLASS/*."""
 
 SCRIPT = "script"
-"""The experiment of a script of one's own."""
+"""The experiment of a user's own script."""
 OWN = "own"
-"""As model and data: a script's own, which the trainer cannot see."""
+"""The model and data of a user's own script."""
 
-# mnist_lenet: a rate that warms up and falls to 0 came to 99.3 to 99.4 % after 10 epochs (docs/recipes.md), 0.02
-# throughout to 99.1 % (docs/strategies.md).
-# resnet50_imagenet: rate 0.1 for 256 samples, momentum 0.9, weight decay 1e-4 (He et al. 2016, section 3.4); 90 epochs,
-# a rate that falls after 30, 60 and 80 of them, 5 of warm-up (Goyal et al. 2017, section 5.1). The random crops of
-# many sizes that both have are missing here.
-# resnet152_cifar: what is usual on CIFAR-10. Rate 0.1 for 128 samples, momentum 0.9, crops with a margin of 4 and flips
-# (He et al. 2016, section 4.2); weight decay 5e-4 and 200 epochs (Zagoruyko and Komodakis 2016, section 3); a cosine in
-# place of steps (Loshchilov and Hutter 2017); scaled to the batch, with 5 epochs of warm-up (Goyal et al. 2017).
+# mnist_lenet: a warm-up and cosine reached 99.3 to 99.4 % after 10 epochs (docs/recipes.md), a constant 0.02 99.1 %
+# (docs/strategies.md). resnet50_imagenet: rate 0.1 per 256 samples, momentum 0.9, weight decay 1e-4 (He et al. 2016,
+# section 3.4); 90 epochs, steps after 30, 60 and 80, 5 epochs of warm-up (Goyal et al. 2017, section 5.1). Their random
+# crops of many sizes are missing here. resnet152_cifar: usual on CIFAR-10. Rate 0.1 per 128 samples, momentum 0.9,
+# crops with a margin of 4 and flips (He et al. 2016, section 4.2); weight decay 5e-4 and 200 epochs (Zagoruyko and
+# Komodakis 2016, section 3); a cosine (Loshchilov and Hutter 2017); scaled to the batch, with 5 epochs of warm-up
+# (Goyal et al. 2017).
 CHOSEN: dict[str, dict[str, Any]] = {
     "mnist_lenet": {
         "model": "lenet",
@@ -103,16 +99,14 @@ CHOSEN: dict[str, dict[str, Any]] = {
         "fused_sgd": "off",
     },
 }
-"""The values of each experiment that are not a setting's default. `script` is a script of one's own that is joined by
-`trainer.join`: its values for settings that it brings itself are never read.
+"""Values that differ from a setting's default. `script`: values for settings that a script
+brings itself are not read.
 """
 NAMED = tuple(exp for exp in CHOSEN if exp != SCRIPT)
 
 
-# The networks that a run may train, by name: ours, and torchvision's for classification. Imports no torch.
-#
-# torchvision's are those of 0.29 (`torchvision.models.list_models(module=torchvision.models)`), less `inception_v3`,
-# `alexnet`, `maxvit_t` and `vit_h_14`, which cannot take images of 32 pixels.
+# Our networks, and torchvision 0.29's for classification (`torchvision.models.list_models(module=torchvision.models)`)
+# without `inception_v3`, `alexnet`, `maxvit_t` and `vit_h_14`, which cannot take images of 32 pixels.
 
 _TORCHVISION = """
 convnext_base convnext_large convnext_small convnext_tiny densenet121 densenet161 densenet169 densenet201
@@ -128,6 +122,6 @@ vgg16_bn vgg19 vgg19_bn vit_b_16 vit_b_32 vit_l_16 vit_l_32 wide_resnet101_2 wid
 
 OURS = ("lenet", "small_resnet")
 MODEL_CHANNELS: dict[str, int | None] = {**dict.fromkeys(OURS), **dict.fromkeys(_TORCHVISION.split(), 3)}
-"""Channels of an image that a model insists on; None: any."""
+"""Image channels that a model requires; None: any."""
 LENET_PIXELS = 32
-"""The height and width that LeNet sees."""
+"""LeNet's height and width."""

@@ -1,90 +1,9 @@
-"""The metric schema and its writer: one flat JSON object a line, one file a rank. Imports no torch.
+"""The metric schema and its writer: one flat JSON object per line, one file per rank. Imports no torch.
 
     {"event": "start", "schema": 1, "host": "v100", "rank": 0, "world_size": 2, ...}
     {"event": "step", "step": 0, "epoch": 0, "samples": 32, "t_ms": 9.1, "load_ms": 2.0, ...}
 
-Steps and epochs count from 0. Every duration is measured on one host's monotonic clock; only `wall` is a time of day.
-A value that JSON cannot hold (NaN, infinity) is written as null. Every line also says its `event`.
-
-| event | field | meaning |
-| --- | --- | --- |
-| start | schema | version of this table, 1 |
-| start | host, node | host name; the name that the launcher gave this host (`ORCH_NODE`), else the host name |
-| start | rank, local_rank, world_size | this rank, its number on this host, the number of all ranks |
-| start | device, device_name | `cpu` or `cuda:0`; what the device calls itself |
-| start | torch, nccl, backend | versions (nccl null without GPUs); what carries gradients |
-| start | model, parameters, gradient_bytes | name; trainable parameters; bytes of a gradient; null: no training |
-| start | batch_per_rank | this rank's share of a full batch; null: no training |
-| start | batch_norm_groups | [samples, how many] of the groups that BatchNorm sees in a full batch; null: it has none |
-| start | work | its part of the network's work on a batch (pipeline, tensor); null: it has the whole network |
-| start | steps | updates, or measurements, of the whole run |
-| start | paced | does this rank stand in for a GPU that is not there? |
-| start | settings | every setting, as `settings.Settings` names them |
-| start | samples_from | of a script that is only watched, how its samples are counted: `batch` (--batch), `loader`, |
-| | | `network` (what a DataLoader gave, DDP was called with: first dimension), `framework` (as a callback of |
-| | | `integrations` tells them), `unknown`; else null |
-| setting | name, value, why | a setting that this rank changed after its `start`, and why |
-| step | step, epoch | number of this update over the whole run; the epoch it belongs to |
-| step | samples | this rank's since its previous step line: over an epoch and all ranks they add up to the data set |
-| step | t_ms | end of the previous step to the end of this one; starts again after an evaluation or checkpoint |
-| step | load_ms | until the batch lies on the device, what lies between two steps included |
-| step | compute_ms | then until its own last gradient was ready; without a pipeline's bubble, tensor's exchanges |
-| step | exposed_ms | then until the summed gradient was there: the wire and the wait for slower ranks |
-| step | comm_ms | with a gradient handed over and not yet summed, beside backward, or all exposed; local: exposed |
-| step | optim_ms | then until the weights were updated |
-| step | bubble_before_ms | in a pipeline, of exposed: the wait for what the stage before sends; else null |
-| step | bubble_behind_ms | the same for what the stage behind sends back |
-| step | wire_ms | in a pipeline, beside compute: with a message of its own that the kernel had not yet taken whole |
-| tasks | step | number of an update, over the whole run, whose marks these are |
-| tasks | tasks | rows of task, micro-batch or null, begin, end, arrival and sending: ms since the step began, by the |
-| | | rank's own clock. Arrival: of what the task needs from a neighbour; sending: of its result to one; or null |
-| tasks | left_out | later rows that did not go into the record |
-| step | loss | SUM of the losses of this rank's samples of this step; null in a run with paced ranks |
-| step | wall | Unix time at the end of the step |
-| epoch | epoch, steps, samples, loss, epoch_s | updates; samples and mean loss over ALL ranks; s since it, or `start` |
-| eval | epoch, step | after which epoch and update |
-| eval | samples, accuracy, per_class, loss | exact test samples over ALL ranks; 0..1; 0..1 or null each; mean loss |
-| eval | eval_s | duration |
-| target | epoch, step, samples | the evaluation that reached `target_accuracy`; samples of the whole run before it |
-| target | accuracy, total_s | 0..1; since the start of the process |
-| collective | step, operation, bytes | number of this measurement; what was measured; bytes of the whole array |
-| collective | iterations, time_ms | times measured; median of each one's slowest rank; or 0 and null |
-| collective | algbw_gbps, busbw_gbps | decimal Gbit/s, as nccl-tests defines them (see `alpha_beta`) |
-| collective | error | why it was not measured, or null |
-| link | source, target | ranks, of two hosts; one sends to the other while all else is quiet |
-| link | bytes, time_ms, gbps | sent; median; algorithm bandwidth |
-| profile | samples, step_ms | of each batch size measured: its samples; median of forward, backward and optimiser |
-| profile | lateness | paced: of each size, how late backward ended, as a part of a step (median); else null |
-| profile | fixed_ms, sample_ms, worst_error | the line through the largest of those that count (all, or two or more |
-| | | that were at most 1 % late); the worst distance from it, as a part |
-| profile | largest | samples of the largest batch that counts |
-| profile | cap | the most samples that fit into memory at once; null: it was not reached |
-| profile | forward_ms, optim_ms | medians at the largest size: of forward, of the optimiser |
-| profile | again_samples, again_ms | a size that was measured once more at the end, and what it took then |
-| profile | blocks | of a network that is a chain of blocks, what each takes; else, and of a paced rank, null: |
-| | | samples, the sizes of micro-batches measured; forward, backward (for inputs) and weights, of each |
-| | | block fixed_ms and sample_ms; stretches, timed by themselves; of_whole, all blocks' time at the |
-| | | largest size by that of the whole network's forward and backward |
-| profile | batch | samples of an update over all ranks, as the settings or the script say |
-| profile | network | its blocks: outputs, numbers that leave one for one sample; layers, with the shapes of their |
-| | | weights and work, multiplications for one sample; null: it has too many layers, or not 32 bits |
-| rebalance | step | the first update with the new shares, over the whole run |
-| rebalance | shares, before | samples of a full batch for each rank, from then on and until then |
-| rebalance | spread | of the ranks' compute times before, (max - min) / mean |
-| checkpoint | step | after which update; written by rank 0 alone |
-| checkpoint | name, bytes | of the file; 0 bytes where it could not be written |
-| checkpoint | write_ms | for which training stood still; part of no step |
-| checkpoint | failure | why it could not be written, else null; the run goes on |
-| copy | step, name, bytes, failure | of a checkpoint on a second host, as above; written by the rank that keeps it |
-| copy | copy_ms | from the checkpoint's end until it was there; training went on |
-| end | status | `succeeded`, `failed` or `interrupted` |
-| end | message | one line of what failed, or null |
-| end | total_s | since the start of the process |
-| end | peak_memory_bytes | allocated on the GPU; paced: what the network would take there; else of the process |
-| end | lateness | paced: how late backward ended, as a part of a step (median; a profile: of its latest size that |
-| | | counts); else null |
-| end | valid | paced: was lateness at most 1 %? Beyond it the CPU was the limit, not the pace; else null |
-| end | dropped | lines that could not be written; mostly the disk had no room for them |
+Steps and epochs count from 0. Durations are from one host's monotonic clock. NaN and infinity become null.
 """
 
 from __future__ import annotations
@@ -107,88 +26,171 @@ from trainer.shared.errors import TrainError
 
 SCHEMA = 1
 LATE = 0.01
-"""A paced rank whose backward ends later than this part of a step, in the median, had too little CPU for its pace."""
+"""A paced rank's backward may end this late, as a part of a step (median); beyond it the CPU was too slow."""
 
-EVENT_FIELDS: dict[str, tuple[str, ...]] = {
-    "start": (
-        *("schema", "host", "node", "rank", "local_rank", "world_size", "device", "device_name", "torch", "nccl"),
-        *("backend", "model", "parameters", "gradient_bytes", "batch_per_rank", "batch_norm_groups", "work", "steps"),
-        *("paced", "settings", "samples_from"),
-    ),
-    "setting": ("name", "value", "why"),
-    "step": (
-        *("step", "epoch", "samples", "t_ms", "load_ms", "compute_ms", "exposed_ms", "comm_ms", "optim_ms"),
-        *("bubble_before_ms", "bubble_behind_ms", "wire_ms", "loss", "wall"),
-    ),
-    "tasks": ("step", "tasks", "left_out"),
-    "epoch": ("epoch", "steps", "samples", "loss", "epoch_s"),
-    "eval": ("epoch", "step", "samples", "accuracy", "per_class", "loss", "eval_s"),
-    "target": ("epoch", "step", "samples", "accuracy", "total_s"),
-    "collective": ("step", "operation", "bytes", "iterations", "time_ms", "algbw_gbps", "busbw_gbps", "error"),
-    "link": ("source", "target", "bytes", "time_ms", "gbps"),
-    "profile": (
-        *("samples", "step_ms", "lateness", "fixed_ms", "sample_ms", "worst_error", "largest", "cap", "forward_ms"),
-        *("optim_ms", "again_samples", "again_ms", "blocks", "batch", "network"),
-    ),
-    "rebalance": ("step", "shares", "before", "spread"),
-    "checkpoint": ("step", "name", "bytes", "write_ms", "failure"),
-    "copy": ("step", "name", "bytes", "copy_ms", "failure"),
-    "end": ("status", "message", "total_s", "peak_memory_bytes", "lateness", "valid", "dropped"),
+EVENTS: dict[str, dict[str, str]] = {
+    "start": {
+        "schema": "version of this table, 1",
+        "host, node": "host name; the launcher's name for this host (ORCH_NODE), otherwise the host name",
+        "rank, local_rank, world_size": "this rank, its number on this host, the number of ranks",
+        "device, device_name": "cpu or cuda:0; the device's own name",
+        "torch, nccl, backend": "versions (nccl: null without GPUs); the back end for gradients",
+        "model, parameters, gradient_bytes": "name; trainable parameters; bytes of a gradient; null: no training",
+        "batch_per_rank": "this rank's share of a full batch; null: no training",
+        "batch_norm_groups": "[samples, count] of BatchNorm's groups in a full batch; null: no BatchNorm",
+        "work": "this rank's part of the network's work per batch (pipeline, tensor); null: the whole network",
+        "steps": "updates, or measurements, of the whole run",
+        "paced": "whether this rank simulates a GPU",
+        "settings": "all settings, as in `settings.Settings`",
+        "samples_from": "how a watched script's samples are counted: batch (--batch), loader, network (the first "
+        "dimension of a DataLoader's batch that DDP was called with), framework (reported by a callback of "
+        "`integrations`), unknown; otherwise null",
+    },
+    "setting": {"name, value, why": "a setting that this rank changed after its `start`, and why"},
+    "step": {
+        "step, epoch": "number of this update in the whole run; its epoch",
+        "samples": "of this rank since its last step line; the sum over an epoch and all ranks is the data set",
+        "t_ms": "since the end of the last step; restarts after an evaluation or checkpoint",
+        "load_ms": "until the batch is on the device, with all time between two steps",
+        "compute_ms": "then until this rank's last gradient is ready, without a pipeline's bubble, tensor's exchanges",
+        "exposed_ms": "then until the summed gradient is there: the network, and waiting for slower ranks",
+        "comm_ms": "with gradients handed over but not summed, during backward or exposed; local: exposed",
+        "optim_ms": "then until the weights are updated",
+        "bubble_before_ms": "the part of exposed_ms spent waiting for the previous stage; null without a pipeline",
+        "bubble_behind_ms": "the part of exposed_ms spent waiting for the next stage; null without a pipeline",
+        "wire_ms": "with a message that the kernel had not taken completely, during compute; null without a pipeline",
+        "loss": "SUM of the losses of this rank's samples of this step; null in a run with paced ranks",
+        "wall": "Unix time at the end of the step",
+    },
+    "tasks": {
+        "step": "the update of these marks",
+        "tasks": "rows of task, micro-batch or null, begin, end, arrival and sending: ms since the step began, on the "
+        "rank's clock. Arrival: of input from a neighbour; sending: of the result to a neighbour; or null",
+        "left_out": "number of later rows that are missing here",
+    },
+    "epoch": {
+        "epoch, steps, samples, loss, epoch_s": "updates; samples and mean loss over ALL ranks; seconds since the last "
+        "epoch, or `start`",
+    },
+    "eval": {
+        "epoch, step": "the epoch and update before it",
+        "samples, accuracy, per_class, loss": "test samples over ALL ranks; 0..1; 0..1 or null per class; mean loss",
+        "eval_s": "duration",
+    },
+    "target": {
+        "epoch, step, samples": "the evaluation that reached `target_accuracy`; samples of the whole run before it",
+        "accuracy, total_s": "0..1; since the start of the process",
+    },
+    "collective": {
+        "step, operation, bytes": "number of this measurement; its operation; bytes of the whole array",
+        "iterations, time_ms": "times measured; median of each one's slowest rank; or 0 and null",
+        "algbw_gbps, busbw_gbps": "decimal Gbit/s, as defined by nccl-tests (see `alpha_beta`)",
+        "error": "why it was not measured, or null",
+    },
+    "link": {
+        "source, target": "ranks on two hosts; one sends to the other while nothing else is sent",
+        "bytes, time_ms, gbps": "sent; median; algorithm bandwidth",
+    },
+    "profile": {
+        "samples, step_ms": "batch sizes; median of forward, backward and optimiser at each",
+        "lateness": "paced: per size, how late backward ended, as a part of a step (median); otherwise null",
+        "fixed_ms, sample_ms, worst_error": "the line through the largest valid sizes (all, or two or more at most 1 % "
+        "late); the largest distance from it, as a part",
+        "largest": "samples of the largest valid batch",
+        "cap": "the most samples that memory holds at once; null: not reached",
+        "forward_ms, optim_ms": "medians at the largest size",
+        "again_samples, again_ms": "a size that was measured again at the end, and its time then",
+        "blocks": "time of each block of a network that is a chain of blocks (null otherwise, and if paced): samples, "
+        "sizes of micro-batches; forward, backward (for inputs) and weights, fixed_ms and sample_ms per block; "
+        "stretches, timed by themselves; of_whole, all blocks' time at the largest size as a part of the network's",
+        "batch": "samples of an update over all ranks, by the settings or the script",
+        "network": "per block: outputs, numbers per sample that leave it; layers, with the shapes of their weights and "
+        "work, multiplications per sample; null: too many layers, or not 32 bits",
+    },
+    "rebalance": {
+        "step": "the first update with the new shares, in the whole run",
+        "shares, before": "samples of a full batch per rank, new and old",
+        "spread": "of the ranks' compute times before, (max - min) / mean",
+    },
+    "checkpoint": {
+        "step": "the update before it; written by rank 0 only",
+        "name, bytes": "of the file; 0 bytes if it could not be written",
+        "write_ms": "pause of training, in no step",
+        "failure": "why it could not be written, or null; the run continues",
+    },
+    "copy": {
+        "step, name, bytes": "like `checkpoint`, of a copy on a second host; written by the rank that keeps it",
+        "copy_ms": "from the checkpoint's end until the copy was complete, during training",
+        "failure": "why it could not be written, or null",
+    },
+    "end": {
+        "status": "succeeded, failed or interrupted",
+        "message": "one line on the failure, or null",
+        "total_s": "since the start of the process",
+        "peak_memory_bytes": "allocated on the GPU; paced: predicted for the network; otherwise of the process",
+        "lateness": "paced: how late backward ended, as a part of a step (median; a profile: of all valid sizes);  "
+        "otherwise null",
+        "valid": "paced: whether lateness was at most 1 %, beyond which the CPU was the limit; otherwise null",
+        "dropped": "lines that could not be written, mostly because of a full disk",
+    },
 }
+"""The fields of each event and their meaning."""
+EVENT_FIELDS = {event: tuple(", ".join(rows).split(", ")) for event, rows in EVENTS.items()}
 
 Fields = Callable[[], dict[str, Any]]
-"""Of a line that waits."""
+"""The fields of a queued line."""
 _NAMES = {event: frozenset(names) for event, names in EVENT_FIELDS.items()}
-_encode = json.JSONEncoder(allow_nan=False).encode  # one for all lines: json.dumps makes one for each
+_encode = json.JSONEncoder(allow_nan=False).encode  # one encoder for all lines: json.dumps makes one per call
 
-# What whoever reads these files may count on; a script of one's own may write anything.
+# For readers of these files. Scripts may write anything.
 STEP_COUNTS = ("step", "samples")
-"""Whole numbers without which a step line says nothing."""
+"""Required integers of a step line."""
 STAGE_TIMES = ("bubble_before_ms", "bubble_behind_ms", "wire_ms")
-"""Of a step in a pipeline; null elsewhere, and absent from older records."""
+"""Null without a pipeline, and missing in older records."""
 STEP_TIMES = tuple(name for name in EVENT_FIELDS["step"] if name.endswith("_ms") and name not in STAGE_TIMES)
 TASKS = ("forward", "backward", "weights", "sum", "optimiser")
-"""What a row of a `tasks` event may be. backward: for what went into the stage; weights: for its own weights, where
-these come later; sum: of gradients, over the ranks that hold the same blocks."""
+"""backward: for the stage's inputs; weights: for its own weights, if computed later; sum: of gradients over the ranks
+with the same blocks.
+"""
 MOST_TASKS = 800
-"""Rows of a `tasks` event, so that it fits into a line."""
+"""Rows of a `tasks` event, to fit into a line."""
 LARGEST = 1e12
-"""No count or duration of a step is larger; a larger one would only overflow the sums."""
+"""Upper bound of a step's counts and durations, to avoid overflow in sums."""
 LINE_LIMIT = 64 * 2**10
-"""Bytes of a line with its newline."""
+"""Bytes with the newline."""
 NOT_FINITE = ".not_finite"
-"""What the name of a rank's records and of its mark differ by. `orchestrator/remote/rank.py` reads the mark."""
+"""Suffix of the mark's file name. `orchestrator/remote/rank.py` reads it."""
 WITHIN_S = 0.1
-"""A step's line is written so long after its end at the latest."""
+"""Longest delay of a step's line."""
 
 
 def process_peak_memory_bytes() -> int:
-    """The most memory this process has held, in bytes (Linux counts it in KiB)."""
+    """Linux counts in KiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class MetricsWriter:
-    """Appends events to `path`; to nothing where it is None.
+    """Appends events to `path`, or to nothing if it is None.
 
-    A line goes to the kernel at once, so that a killed process loses none, save where steps follow each other within
-    WITHIN_S: their lines go together, beside training, and a killed process loses those of its last WITHIN_S. None is
-    fsynced, since that would cost more than a training step. A disk that takes no more never ends a run: its lines are
-    dropped and counted, which is said on standard error once, and a line that was cut is completed before the next.
     `peak_memory_bytes` and `lateness` may be replaced once the device is known.
     """
+
+    # A line goes to the kernel at once, except for steps less than WITHIN_S apart, which a thread writes together: a
+    # killed process loses at most these. No line is fsynced, which would cost more than a step. A full disk never ends
+    # a run: lines are dropped and counted, with one warning, and a cut line is completed before the next.
 
     def __init__(self, path: Path | None) -> None:
         self.peak_memory_bytes: Callable[[], int] = process_peak_memory_bytes
         self.lateness: Callable[[], float | None] = lambda: None
         self._started_s = time.monotonic()
         self._path = path
-        self._lock = threading.Lock()  # a second thread writes the last line when the first one hangs
+        self._lock = threading.Lock()  # a second thread writes the last line if the first one hangs
         self._ended = threading.Event()
         self._dropped = 0
-        self._waiting: list[Callable[[], bytes]] = []  # lines to be written together
+        self._waiting: list[Callable[[], bytes]] = []  # to be written together
         self._written_s = -math.inf
         self._is_beside = False
-        self._rest = b""  # of a line that the disk cut
+        self._rest = b""  # rest of a line that the disk cut
         self._is_marked = False
         if path:  # an earlier start of this rank may have left a mark
             path.with_name(path.name + NOT_FINITE).unlink(missing_ok=True)
@@ -198,7 +200,7 @@ class MetricsWriter:
             raise TrainError(f"cannot write metrics to {path} (ORCH_METRICS): {error.strerror}") from error
 
     def write(self, event: str, **fields: Any) -> None:
-        """One line; ignores what comes after `end`. Raises ValueError where an event has other fields than its own."""
+        """Ignored after `end`. Raises ValueError if the fields are not the event's."""
         _check_names(event, fields)
         if self._file is None:
             return
@@ -213,9 +215,7 @@ class MetricsWriter:
             self._add(event, lambda: line)
 
     def write_beside(self, event: str, fields: Fields) -> None:
-        """The same; the fields are asked for when the line is written, perhaps by another thread. One whose fields
-        cannot be had is dropped.
-        """
+        """Calls `fields` when the line is written, perhaps in another thread. If that fails, the line is dropped."""
         if self._file is None:
             return
         with self._lock:
@@ -223,7 +223,7 @@ class MetricsWriter:
                 self._add(event, partial(_asked_line, event, fields))
 
     def _add(self, event: str, line: Callable[[], bytes]) -> None:
-        is_first = not self._waiting  # of those that wait; the others are left to the thread that waits with them
+        is_first = not self._waiting  # later lines wait for the thread
         self._waiting.append(line)
         if event != "step" or (is_first and time.monotonic() >= self._written_s + WITHIN_S):
             self._write_all()
@@ -232,7 +232,7 @@ class MetricsWriter:
             threading.Thread(target=self._write_late, daemon=True, name="metrics").start()
 
     def _write_late(self) -> None:
-        """As long as steps wait: they have to stand in the file, too, where the next one hangs."""
+        # Steps must reach the file even if the next one hangs.
         while not self._ended.wait(WITHIN_S):
             with self._lock:
                 if not self._waiting:
@@ -253,12 +253,12 @@ class MetricsWriter:
     def _made(self, line: Callable[[], bytes]) -> bytes:
         try:
             return line()
-        except Exception as error:  # whatever it is: the lines beside it are written
+        except Exception as error:  # the other lines are written anyway
             self._drop(1, f"a line of the metrics was left out: {type(error).__name__}: {error}")
             return b""
 
     def _append(self, lines: bytes) -> None:
-        """Raises OSError where nothing of them can be written; the rest of a line that was cut comes before them."""
+        """Writes the rest of a cut line first. Raises OSError if nothing can be written."""
         assert self._file is not None  # noqa: S101 - for the type checker
         if self._rest:
             self._rest = self._rest[os.write(self._file, self._rest) :]
@@ -270,13 +270,13 @@ class MetricsWriter:
         is_first = not self._dropped
         self._dropped += lines
         if is_first:
-            with contextlib.suppress(OSError):  # standard error may lie on the same disk
+            with contextlib.suppress(OSError):  # standard error may be on the same disk
                 sys.stderr.write(f"{words}; training goes on\n")
 
     def mark_not_finite(self, step: int, epoch: int, loss: float, of: str) -> bool:
-        """Whether this is the first loss of this rank that is not finite. The mark lies beside the records, where the
-        host's supervisor looks for it: a job reports it also if nobody reads its records. of: LOSSES.
-        """
+        """Returns whether this is the rank's first non-finite loss. of: LOSSES."""
+        # The host's supervisor reads the mark next to the records, so a job reports it even if no program reads its
+        # records.
         if self._is_marked:
             return False
         self._is_marked = True
@@ -292,7 +292,7 @@ class MetricsWriter:
         return time.monotonic() - self._started_s
 
     def end(self, status: str, message: str | None = None) -> None:
-        """The last line; a second call does nothing."""
+        """Writes the last line, once."""
         lateness = self.lateness()
         self.write(
             "end",
@@ -302,7 +302,7 @@ class MetricsWriter:
             peak_memory_bytes=self.peak_memory_bytes(),
             lateness=lateness,
             valid=None if lateness is None else lateness <= LATE,
-            dropped=0,  # `write` knows
+            dropped=0,  # `write` sets it
         )
 
 
@@ -321,7 +321,7 @@ def _line_of(event: str, fields: Mapping[str, Any]) -> bytes:
     record = {"event": event, **fields}
     try:
         text = _encode(record)
-    except ValueError:  # few records hold what JSON cannot
+    except ValueError:  # few records contain NaN or infinity
         text = _encode(_without_nan(record))
     return text.encode() + b"\n"
 

@@ -1,4 +1,4 @@
-"""One field of the settings: its sentence, its bounds, its value from text. Imports no torch."""
+"""The declaration of one setting, its checks, and its value from text. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from trainer.shared.experiments import CHOSEN
 
 INT_BELOW = 2**63
-"""What torch and every record of ours can hold."""
+"""The limit of torch and of our records."""
 
 
 class SettingsError(ValueError):
-    """mistakes: every mistake, one line each; `str(error)` joins them."""
+    """mistakes: one line each; `str(error)` joins them."""
 
     def __init__(self, mistakes: Sequence[str]) -> None:
         super().__init__("\n".join(mistakes))
@@ -25,44 +25,42 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Everything that is declared of one setting: its sentence, its bounds, and where it counts."""
-
     help: str
     default: Any = None
-    """None: each experiment has a value of its own."""
+    """None: each experiment has its own value."""
     choices: tuple[str, ...] = ()
-    unsaid: tuple[str, ...] = ()
-    """Values that are right besides `choices`, and that nobody writes."""
+    hidden: tuple[str, ...] = ()
+    """Values allowed besides `choices`, but not offered."""
     at_least: float = -math.inf
     below: float = math.inf
     above: float = -math.inf
     parse: Callable[[str], object] | None = None
-    """Reads a text that has a form of its own. Raises ValueError."""
+    """Checks a text with a grammar. Raises ValueError."""
     also: tuple[str, ...] = ()
-    """Names that other tools have for it."""
+    """Names in other tools."""
     only: tuple[str, str] | None = None
-    """The other setting, and its value, without which this one does nothing."""
+    """The other setting, and its value, that this setting needs."""
     brought: bool = False
-    """Whether a script of one's own decides it by itself."""
+    """Whether a user's own script decides it."""
     of_ranks: bool = False
-    """Whether it is about how ranks stay together, so that a single rank has no use for it."""
+    """Whether it concerns synchronisation, so that a single rank ignores it."""
     of_gpu: bool = False
-    """Whether it changes the arithmetic of a GPU, so that a profile holds for one value only."""
+    """Whether it changes a GPU's arithmetic, so that a profile holds for one value only."""
     resumes_same: bool = False
-    """Whether a run must share its value with the checkpoint that it resumes from: with other data, the position in the
+    """Whether it must equal the resumed checkpoint's: with other data, the position in the
     stream would mean nothing.
     """
     predicted: tuple[object, ...] | None = None
-    """Values for which predictions hold, if it changes how fast a run is and is not part of what is predicted."""
+    """Values for which predictions hold; None if it does not affect speed or is predicted."""
 
     @property
     def is_of_ranks(self) -> bool:
         return self.of_ranks or (self.only is not None and self.only[0] in ("strategy", "fidelity"))
 
 
-def setting(help: str, *, choices: Iterable[str] = (), unsaid: Iterable[str] = (), **more: Any) -> Any:
-    """A field of a class of settings. more: see `Setting`."""
-    made = Setting(help=help, choices=tuple(choices), unsaid=tuple(unsaid), **more)
+def setting(help: str, *, choices: Iterable[str] = (), hidden: Iterable[str] = (), **more: Any) -> Any:
+    """A field of a settings class. more: see `Setting`."""
+    made = Setting(help=help, choices=tuple(choices), hidden=tuple(hidden), **more)
     return dataclasses.field(metadata={"setting": made})
 
 
@@ -72,20 +70,20 @@ def declared(field: dataclasses.Field[Any]) -> Setting:
 
 
 def values_of(kind: type, exp: str) -> dict[str, Any]:
-    """The complete settings of an experiment. kind: the class of its settings."""
+    """The complete settings of an experiment. kind: the settings class."""
     defaults = {field.name: declared(field).default for field in dataclasses.fields(kind)}
     return {**defaults, **CHOSEN.get(exp, {}), "exp": exp}
 
 
 def is_changed(of: Any, name: str) -> bool:
-    """Whether a setting differs from its experiment's own value."""
+    """Whether it differs from the experiment's value."""
     field = next(field for field in dataclasses.fields(of) if field.name == name)
     usual = CHOSEN.get(of.exp, {}).get(name, declared(field).default)
     return usual is not None and getattr(of, name) != usual
 
 
 def without_effect(of: Any) -> list[str]:
-    """The mistake of each setting that was changed, and that the value of another one leaves without effect."""
+    """Settings that were changed but do nothing without the value of another setting."""
     mistakes = []
     for field in dataclasses.fields(of):
         if (only := declared(field).only) and getattr(of, only[0]) != only[1] and is_changed(of, field.name):
@@ -116,13 +114,12 @@ _TRUTH = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off
 
 
 def mistakes_of_value(field: dataclasses.Field[Any], value: Any) -> list[str]:
-    """At most one mistake."""
     limits = declared(field)
     if kind_of(field) == "str":
-        right = not limits.choices or value in (*limits.choices, *limits.unsaid)
+        is_allowed = not limits.choices or value in (*limits.choices, *limits.hidden)
         return (
             _mistakes_of_text(field.name, limits, value)
-            if right
+            if is_allowed
             else [f"{field.name}: {not_among(value, limits.choices)}"]
         )
     if isinstance(value, bool):
@@ -150,7 +147,7 @@ def _mistakes_of_text(name: str, limits: Setting, value: str) -> list[str]:
 
 
 MANY = 30
-"""Names that a message does not list any more: then it has the three nearest."""
+"""Longer lists are replaced by the three nearest names."""
 
 
 def not_among(value: str, names: Iterable[str]) -> str:
@@ -161,7 +158,7 @@ def not_among(value: str, names: Iterable[str]) -> str:
 
 
 def nearest(name: str, names: Iterable[str], most: int = 1, also: Mapping[str, Sequence[str]] | None = None) -> str:
-    """also: by name, what other tools call it."""
+    """also: names in other tools."""
     names = list(names)
     same = [key for key, others in (also or {}).items() if name.lower() in others]
     close = same[:1] or difflib.get_close_matches(name, names, n=most, cutoff=0.5)

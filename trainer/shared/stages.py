@@ -1,19 +1,10 @@
-"""Where a network is cut for a pipeline: which host holds which of its blocks. Imports no torch.
+"""Pipeline stages: their text form, the order of a stage's tasks, and its micro-batches. Imports no torch.
 
->>> pipelines = parse_stages("v100:0-31,a2000:32-51")
->>> pipelines[0][1]
-Stage(node='a2000', first=32, last=51)
->>> format_stages(pipelines)
-'v100:0-31,a2000:32-51'
->>> check_stages(parse_stages("v100:0-31,a2000:32-50"), blocks=52)
-Traceback (most recent call last):
-ValueError: block 51 is in no stage of 'v100:0-31,a2000:32-50'; each of the 52 blocks is in one, in their order
+    >>> pipelines = parse_stages("v100:0-31,a2000:32-51")
+    >>> pipelines[0][1]
+    Stage(node='a2000', first=32, last=51)
 
-Several pipelines beside each other, which take parts of each batch, have a `|` between them. The ranks of a host may
-hold a stage each:
-
->>> parse_stages("a16:0:0-12,a16:1:13-28,a2000:29-51")[0][1]
-Stage(node='a16:1', first=13, last=28)
+`|` separates parallel pipelines. A stage may be a single rank of a host (`a16:0:0-12`).
 """
 
 from __future__ import annotations
@@ -28,9 +19,7 @@ _STAGE = re.compile(r"([^:,|=\s]+(?::\d{1,6})?):(\d{1,6})(?:-(\d{1,6}))?")
 
 @dataclass(frozen=True)
 class Stage:
-    """A host, or one rank of it (`a16:0`), and the blocks of the network that it holds: `first` to `last`, both
-    included. All ranks of a host share its stage.
-    """
+    """A host, or a rank of it (`a16:0`), and its blocks `first` to `last`, inclusive."""
 
     node: str
     first: int
@@ -40,19 +29,19 @@ class Stage:
         return f"{self.node}:{self.first}-{self.last}"
 
 
-ALONE = "fidelity=local: a single pipeline has none to average with; cut several (with a | between them), or use exact"
+ALONE = "fidelity=local: averages several pipelines; cut several (with a | between them), or use exact"
 Pipelines = tuple[tuple[Stage, ...], ...]
-"""The stages of each pipeline, in the order in which samples pass them."""
+"""The stages of each pipeline, in the order of the network."""
 
 
 def parse_stages(text: str) -> Pipelines:
     """Empty for an empty text. Raises ValueError."""
     if not text:
         return ()
-    pipelines = tuple(tuple(_stage(item) for item in one.split(",")) for one in text.split("|"))
+    pipelines = tuple(tuple(_stage(item) for item in pipeline.split(",")) for pipeline in text.split("|"))
     nodes = [stage.node for stages in pipelines for stage in stages]
     if twice := next((node for node in nodes if nodes.count(node) > 1), None):
-        raise ValueError(f"{twice!r} holds two stages of {text!r}: a host, or a rank of it, holds one")
+        raise ValueError(f"{twice!r} holds two stages of {text!r}: a host, or a rank of it, holds one stage")
     for stages in pipelines:
         _check_order(stages, text)
     return pipelines
@@ -72,14 +61,14 @@ def _check_order(stages: Sequence[Stage], text: str) -> None:
     expected = 0
     for stage in stages:
         if stage.first > expected:
-            raise ValueError(f"block {expected} is in no stage of {text!r}; each block is in one, in their order")
+            raise ValueError(f"block {expected} is in no stage of {text!r}; each block must be in one, in their order")
         if stage.first < expected:
-            raise ValueError(f"block {stage.first} is in two stages of {text!r}; each block is in one, in their order")
+            raise ValueError(f"block {stage.first} is in two stages of {text!r}; each block must be in one, in order")
         expected = stage.last + 1
 
 
 def stage_names(nodes: Sequence[str]) -> list[str]:
-    """What `stages` calls each rank's host; where all ranks are on one host, each rank by its number.
+    """The name of each rank in `stages`: its host, or its number if all ranks share a host.
 
     >>> stage_names(["v100", "a16", "a16"]), stage_names(["a16", "a16"])
     (['v100', 'a16', 'a16'], ['0', '1'])
@@ -88,7 +77,7 @@ def stage_names(nodes: Sequence[str]) -> list[str]:
 
 
 def ranks_of(name: str, nodes: Sequence[str]) -> tuple[int, ...]:
-    """Those that a stage with this name has. nodes: each rank's host.
+    """The ranks of a stage. nodes: each rank's host.
 
     >>> nodes = ["a16", "a16", "a2000"]
     >>> ranks_of("a16", nodes), ranks_of("a16:1", nodes), ranks_of("v100", nodes)
@@ -101,64 +90,48 @@ def ranks_of(name: str, nodes: Sequence[str]) -> tuple[int, ...]:
 
 
 def check_stages(pipelines: Pipelines, blocks: int) -> None:
-    """Raises ValueError where a pipeline does not end with the last of so many blocks."""
+    """Raises ValueError if a pipeline does not end with the last block."""
     for stages in pipelines:
         last = stages[-1].last
         if last != blocks - 1:
             what = f"block {last + 1} is in no stage" if last < blocks - 1 else f"there is no block {last}"
             whole = format_stages(pipelines)
-            raise ValueError(f"{what} of {whole!r}; each of the {blocks} blocks is in one, in their order")
+            raise ValueError(f"{what} of {whole!r}; each of the {blocks} blocks must be in one, in their order")
 
 
 def format_stages(pipelines: Pipelines) -> str:
     return "|".join(",".join(map(str, stages)) for stages in pipelines)
 
 
-# What a stage of a pipeline does next: the one rule that ranks and forecasts follow. Imports no torch.
-#
-#     >>> turns = Turns(count=2, in_flight=2)
-#     >>> turns.take(has_input=True, has_gradient=False), turns.take(has_input=False, has_gradient=False)
-#     (<Task.FORWARD: 'forward'>, None)
-#     >>> turns.take(has_input=True, has_gradient=True)
-#     <Task.BACKWARD: 'backward'>
-#     >>> turns.take(has_input=True, has_gradient=True)
-#     <Task.FORWARD: 'forward'>
-#
-# A gradient that has come goes back first, since the stage before waits for it; then a further micro-batch goes
-# forward,
-# as far as memory allows, and does so before a second gradient: where several have come at once, the stage behind would
-# wait for its next input meanwhile. What nobody waits for, the gradients of the stage's own weights, fills the time
-# that
-# would be spent waiting (the zero-bubble schedule of Qi et al. 2023, decided as data arrive and not from a table: on a
-# slow link, between unequal hosts, nobody knows beforehand when they do).
-#
-# In whatever order tasks interleave, each kind of them goes through the micro-batches in their order: the sums that a
-# stage forms do not depend on who came when.
-
-
 class Task(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
-    """For the stage's inputs: what the stage before waits for."""
+    """For the stage's inputs, which the stage before waits for."""
     WEIGHTS = "weights"
     """For the stage's own weights."""
 
 
 @dataclass
 class Turns:
-    """One update of one rank."""
+    """Decides a stage's next task; ranks and forecasts follow the same rule. One update of one rank."""
+
+    # A gradient goes back first, because the stage before waits for it. Then a further micro-batch goes forward, if
+    # memory allows, before a second gradient, because the stage behind waits for it. Gradients of the stage's own
+    # weights fill the waiting time: the zero-bubble schedule of Qi et al. 2023, decided as data arrive, since arrival
+    # times are unknown on slow links between unequal hosts. Each kind of task takes the micro-batches in their order,
+    # so sums are reproducible.
 
     count: int
-    """Micro-batches that the rank takes."""
+    """Micro-batches of the rank."""
     in_flight: int
-    """The most that have gone forward and hold memory for what is to come."""
+    """The most micro-batches between forward and their last task."""
     splits: bool = True
-    """Whether BACKWARD leaves the weights to a task of their own; else it does both."""
+    """Whether BACKWARD leaves the weights to WEIGHTS."""
     forwards: int = 0
     backwards: int = 0
     weights: int = 0
     owes_forward: bool = False
-    """Was the last of FORWARD and BACKWARD a BACKWARD?"""
+    """Whether BACKWARD was more recent than FORWARD."""
 
     @property
     def is_over(self) -> bool:
@@ -166,13 +139,12 @@ class Turns:
 
     @property
     def may_forward(self) -> bool:
-        """Is there memory, and a micro-batch left?"""
+        """Whether memory and a micro-batch are left."""
         return self.forwards < self.count and self.forwards - self.weights < self.in_flight
 
     def take(self, *, has_input: bool, has_gradient: bool) -> Task | None:
-        """The next task, which counts as done from here on; None where it has to wait.
-
-        has_input: is the next micro-batch there? has_gradient: and what BACKWARD of the oldest one needs?
+        """The next task, counted as done; None to wait. has_input, has_gradient: whether the data for FORWARD and
+        BACKWARD are there.
         """
         goes_forward = self.may_forward and has_input
         if self.backwards < self.forwards and has_gradient and not (goes_forward and self.owes_forward):
@@ -191,42 +163,36 @@ class Turns:
 
 
 def in_flight_of(asked: int, stages: int, stage: int) -> int:
-    """The most micro-batches that a stage holds. asked: the setting `in_flight`, 0 for what hides a link's delay: one
-    for each stage and SPARE more. Later stages need fewer, since gradients come back to them sooner.
-    """
+    """The most micro-batches that a stage holds. asked: the setting `in_flight`."""
+    # Later stages need fewer, since their gradients come back sooner.
     return max(1, (asked or stages + SPARE) - stage)
 
 
 def in_flight_of_rank(asked: int, stages: int, stage: int, lanes: int) -> int:
-    """The same of each of so many ranks that share a stage."""
+    """For each of the ranks (lanes) that share a stage."""
     return -(-in_flight_of(asked, stages, stage) // lanes)
 
 
 PER_STAGE = 4
-"""Micro-batches of an update for each stage, where nobody has said how many: with them filling and draining the
-pipeline takes about a fifth of an update, and less with zero_bubble."""
+"""Default number of micro-batches per stage."""
+# Filling and draining the pipeline then takes about a fifth of an update, and less with zero_bubble.
 SPARE = 4
-"""Micro-batches on their way over the links. Of 0 to 4, four reached most in a model of these racks' links."""
-
-
-# Micro-batches over the ranks of one stage, its lanes: the rule that ranks and forecasts follow. Imports no torch.
+"""Additional micro-batches in transfer."""
+# In a model of these racks' links, four was the best of 0 to 4.
 
 
 @dataclass(frozen=True)
 class Route:
-    """A micro-batch's. size: its samples. lanes: the one that takes it, in each stage."""
+    """A micro-batch's samples, and its lane (rank) in each stage."""
 
     size: int
     lanes: tuple[int, ...]
 
 
 def routes(sizes: Sequence[Sequence[int]], later: Sequence[int]) -> tuple[Route, ...]:
-    """An update's micro-batches, in the order in which every stage takes them.
+    """The micro-batches of an update, in the order of every stage.
 
-    sizes: of those that each lane of the first stage reads. later: the number of lanes of each stage behind it.
-
-    >>> [route.lanes for route in routes([(8, 8), (8,)], later=[2])]
-    [(0, 0), (1, 1), (0, 0)]
+    sizes: per lane of the first stage. later: number of lanes of each later stage.
     """
     order = interleaved([len(of_lane) for of_lane in sizes])
     left = [iter(of_lane) for of_lane in sizes]
@@ -235,12 +201,12 @@ def routes(sizes: Sequence[Sequence[int]], later: Sequence[int]) -> tuple[Route,
 
 
 def even(count: int, lanes: int) -> list[int]:
-    """So many micro-batches over so many lanes."""
+    """Micro-batches per lane."""
     return [count // lanes + (lane < count % lanes) for lane in range(lanes)]
 
 
 def interleaved(counts: Sequence[int]) -> list[int]:
-    """Lanes, each as often as it has micro-batches, as evenly mixed as that goes.
+    """Lanes, repeated as often as they have micro-batches and mixed evenly.
 
     >>> interleaved([4, 2])
     [0, 1, 0, 0, 1, 0]

@@ -1,8 +1,4 @@
-"""The strategies, each declared once, and the fidelities. Imports no torch.
-
-STRATEGIES["gather_scatter"].collectives        ("gather", "scatter"): `orch plan` predicts its cost by them
-FIDELITIES["half"]                              the strategies whose gradients may travel in 16 bits
-"""
+"""The table of strategies and fidelities, with everything that other modules ask by name. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,21 +9,19 @@ FIDELITY_NAMES = ("exact", "half", "compressed", "local")
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyFacts:
-    """Everything that other parts ask of a strategy by its name."""
-
     fidelities: tuple[str, ...] = ("exact",)
     collectives: tuple[str, ...] = ()
-    """With all gradients (or weights) in one buffer, the collectives of an exchange after backward, in their order, as
-    the forecast names them.
+    """The collectives of an exchange after backward, with all gradients (or weights) in one buffer, as the forecast
+    names them.
     """
     sums_gradients: bool = True
     during_backward: bool = False
-    """Whether gradients travel while backward still computes."""
+    """Whether gradients travel while backward computes."""
     is_one_process: bool = False
     cuts_network: bool = False
-    """Whether a rank computes only a part of the network."""
+    """Whether each rank computes a part of the network."""
     on_paced: bool = True
-    """Whether ranks that keep a GPU's time without one can use it."""
+    """Whether ranks that simulate a GPU can use it."""
     why_no_graph: str = ""
     """Why a pass cannot be replayed as a CUDA graph."""
 
@@ -37,7 +31,7 @@ class StrategyFacts:
 
     @property
     def exchanges(self) -> bool:
-        """Whether ranks that each compute the whole network exchange gradients or weights."""
+        """Whether ranks that compute the whole network exchange gradients or weights."""
         return not self.is_one_process and not self.cuts_network
 
 
@@ -55,15 +49,15 @@ STRATEGIES = {
     "horovod": StrategyFacts(
         during_backward=True,
         on_paced=False,
-        why_no_graph="takes gradients in an order of its own, which has not been tried with them",
+        why_no_graph="reduces gradients in its own order, which has not been tested with CUDA graphs",
     ),
     "pipeline": StrategyFacts(
         fidelities=("exact", "half", "local"),
         cuts_network=True,
-        why_no_graph="takes its micro-batches forward and backward in changing order",
+        why_no_graph="interleaves micro-batches in changing order",
     ),
     "tensor": StrategyFacts(
-        fidelities=("exact", "half"), cuts_network=True, why_no_graph="has ranks meet in the midst of a pass"
+        fidelities=("exact", "half"), cuts_network=True, why_no_graph="makes ranks wait for each other during a pass"
     ),
     "none": StrategyFacts(is_one_process=True),
     "dp": StrategyFacts(is_one_process=True, why_no_graph=_WEIGHTS_MOVE),
@@ -74,24 +68,23 @@ FIDELITIES = {
     fidelity: tuple(name for name, facts in STRATEGIES.items() if fidelity in facts.fidelities)
     for fidelity in FIDELITY_NAMES
 }
-"""How faithful the sums are, and the strategies that can be so."""
+"""The strategies of each fidelity."""
 SWITCH = ("auto", "on", "off")
 NOT_WITH_FSDP = ("channels_last", "fused_sgd")
-"""Settings that can only be off if weights are cut into pieces."""
+"""Settings that must be off if weights are cut into pieces."""
 OPTIMIZERS = ("sgd", "adamw")
 LOCAL_STEPS = 32
-"""Local steps without a choice of the person or a prediction of how many hide the wire."""
+"""Local steps if neither chosen nor predicted."""
 
 
 def why_not_replayed(strategy: str, sync_bn: bool, accumulate: int) -> str:
-    """Why forward and backward cannot be replayed as CUDA graphs, whatever `cuda_graph` is; "" if they can. A profile
-    has to be measured as the run will compute, so the planner asks, too.
+    """Why forward and backward cannot be CUDA graphs; "" if they can.
 
     >>> why_not_replayed("ddp", sync_bn=True, accumulate=0)
-    'with sync_bn ranks meet in the midst of a pass'
+    'sync_bn makes ranks wait for each other during a pass'
     """
     if why := STRATEGIES[strategy].why_no_graph:
         return f"strategy {strategy} {why}"
     if sync_bn:
-        return "with sync_bn ranks meet in the midst of a pass"
+        return "sync_bn makes ranks wait for each other during a pass"
     return "accumulate adds up the gradients of several passes" if accumulate > 1 else ""

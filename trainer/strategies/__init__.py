@@ -1,31 +1,13 @@
-"""How the ranks stay together: `build_strategy(settings, model, group, timer, brake)`, one strategy a name.
+"""How ranks synchronise: `build_strategy` makes the class for the settings `strategy` and `fidelity`.
 
     strategy = build_strategy(settings, model, group, timer, brake)
     loss_sum = local_loss(strategy.model, images, labels)
-    exchange = strategy.backward(loss_sum, samples, batch)      # .grad now holds what the optimiser shall use
+    exchange = strategy.backward(loss_sum, samples, batch)      # .grad now holds the gradient for the optimiser
     optimizer.step()
     strategy.after_update()
 
-| strategy | what travels |
-| --- | --- |
-| none, dp | nothing: one process, on one device or on all of its host's |
-| ddp | gradients in buckets, while backward still computes |
-| allreduce | gradients after backward, one call a parameter |
-| allreduce_flat, reduce_broadcast, gather_scatter, allgather, reduce_scatter | gradients after backward, all at once |
-| parameter_average | weights, after every update |
-| fsdp | weights before they are used, gradients as they come, in pieces; no rank holds them all |
-| horovod | gradients as they come, by the package of that name, while backward still computes |
-
-| fidelity | how faithfully |
-| --- | --- |
-| exact | as it is: the update of one process that adds up the gradients of the ranks' parts |
-| half | gradients in 16 bits (ddp, allreduce, allreduce_flat) |
-| compressed | gradients as thin matrices, what that leaves out later (ddp, allreduce_flat) |
-| local | no gradients: weights, every `local_steps` updates (ddp, parameter_average) |
-
-The gradient of the whole batch is the sum of its parts' gradients, so this is the update of one process that sees the
-whole batch at once, too, unless the network has BatchNorm: that takes its means over one part at a time, whatever a
-rank computes at once (its share, or a micro-batch of it). With `sync_bn` it takes them over the whole batch.
+The sum of the ranks' gradients is the gradient of the whole batch, except that BatchNorm normalises each part by itself
+unless `sync_bn` is set.
 """
 
 from __future__ import annotations
@@ -52,7 +34,7 @@ from trainer.strategies.sync_batch_norm import synchronise_batch_norm
 __all__ = ["Exchange", "Strategy", "build_strategy", "local_loss", "weighted"]
 
 FSDP_MIB = 25.0
-"""The size of FSDP's pieces where nobody has chosen one."""
+"""Default size of FSDP's pieces."""
 
 
 def build_strategy(
@@ -67,15 +49,14 @@ def build_strategy(
     devices: Sequence[str] = (),
     updates: int = 0,
 ) -> Strategy:
-    """Gives every rank rank 0's weights. nodes: each rank's host, where ranks of one shall add up among themselves
-    first. devices: each rank's kind of device; without them all are CPUs. updates: of the whole run.
+    """Gives every rank rank 0's weights. Raises TrainError if the strategy does not fit.
 
-    Raises TrainError where the strategy does not fit ranks, devices or torch.
+    nodes: hosts by rank, for sums within hosts first. devices: device types by rank. updates: of the whole run.
     """
     if settings.strategy in ONE_PROCESS:
         if group.size() > 1:
             raise TrainError(
-                f"strategy {settings.strategy} is for a process alone, there are {group.size()} ranks: "
+                f"strategy {settings.strategy} is for a single process, but there are {group.size()} ranks: "
                 "use ddp or allreduce"
             )
         return Alone(model, timer, brake, all_devices=settings.strategy == "dp")
@@ -105,7 +86,6 @@ def _lesser(settings: Settings, model: nn.Module, sums: GradientSum, timer: Time
 
 
 def _exact(settings: Settings, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake) -> Strategy:
-    """As far as the wire is."""
     name = settings.strategy
     if name == "ddp":
         return Ddp(model, sums, timer, brake, settings.bucket_mib)

@@ -1,10 +1,4 @@
-"""Gradients exchanged when backward is done, by blocking collectives in one fixed order.
-
-    strategy = AfterBackward(model, sums, timer, brake, EXCHANGES["reduce_broadcast"])
-
-Each exchange is one function: it takes this rank's gradients, in the order of the model's parameters, and leaves in
-them the sum over all ranks.
-"""
+"""Exchanges gradients after backward, by blocking collectives in a fixed order."""
 
 from __future__ import annotations
 
@@ -35,7 +29,7 @@ Swap = Callable[[Gradients, GradientSum], None]
 
 
 class AfterBackward(Base):
-    """Nothing travels before this rank's last gradient is there: what follows is the wire and the wait for others."""
+    """The time after this rank's last gradient is transfer and waiting."""
 
     def __init__(self, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake, exchange: Swap) -> None:
         self.model = model
@@ -63,7 +57,6 @@ class AfterBackward(Base):
 
 
 def joined(gradients: Gradients, sums: GradientSum) -> Tensor:
-    """All of them in one buffer."""
     flat = gradients[0].new_empty(sum(gradient.numel() for gradient in gradients))
     sums.executor(gpu_work.copy(bytes_of(flat)), lambda: flatten(gradients, out=flat))
     return flat
@@ -80,24 +73,20 @@ def added_up(gathered: Sequence[Tensor], sums: GradientSum) -> Tensor:
 
 
 def allreduce(gradients: Gradients, sums: GradientSum) -> None:
-    """One all_reduce(SUM) a parameter: the loop of the studies, less its division."""
+    """One all_reduce per parameter."""
     for gradient in gradients:
         sums.sum(gradient)
 
 
 def allreduce_flat(gradients: Gradients, sums: GradientSum) -> None:
-    """One all_reduce(SUM) of all gradients in one buffer: one latency instead of one a parameter (the "tensor fusion"
-    of Horovod, Sergeev and Del Balso 2018, with a buffer for everything).
-    """
+    """One all_reduce of all gradients in one buffer (like Horovod's tensor fusion, Sergeev and Del Balso 2018)."""
     flat = joined(gradients, sums)
     sums.sum(flat)
     taken_apart(flat, gradients, sums)
 
 
 def reduce_broadcast(gradients: Gradients, sums: GradientSum) -> None:
-    """The sum to rank 0, and from there to all: the second primitive of the studies, and a parameter server's
-    traffic (Li et al. 2014) with rank 0 as the server.
-    """
+    """The sum goes to rank 0 and back to all, like with a parameter server (Li et al. 2014)."""
     flat, group = joined(gradients, sums), sums.group
     sums.hold_up()
     dist.reduce(flat, dst=first_rank(group), group=group)
@@ -107,9 +96,7 @@ def reduce_broadcast(gradients: Gradients, sums: GradientSum) -> None:
 
 
 def gather_scatter(gradients: Gradients, sums: GradientSum) -> None:
-    """Every rank's gradients to rank 0, which adds them up and scatters a copy of the sum to each: the exercise of the
-    studies. Rank 0's link carries everything, twice.
-    """
+    """Rank 0 gathers and adds all gradients, and scatters the sum: its link carries everything twice."""
     flat, group = joined(gradients, sums), sums.group
     is_first = dist.get_rank(group) == 0
     gathered = [torch.empty_like(flat) for _ in range(group.size())] if is_first else None
@@ -122,9 +109,7 @@ def gather_scatter(gradients: Gradients, sums: GradientSum) -> None:
 
 
 def allgather(gradients: Gradients, sums: GradientSum) -> None:
-    """Every rank's gradients to every rank, each adds them up itself: W times the bytes, and a sum whose order does not
-    depend on the collective's algorithm.
-    """
+    """Every rank gathers and adds all gradients. The order of sums does not depend on the collective's algorithm."""
     flat, group = joined(gradients, sums), sums.group
     gathered = [torch.empty_like(flat) for _ in range(group.size())]
     sums.hold_up()
@@ -133,11 +118,11 @@ def allgather(gradients: Gradients, sums: GradientSum) -> None:
 
 
 def reduce_scatter(gradients: Gradients, sums: GradientSum) -> None:
-    """Each rank adds up one piece of the gradients and gives it to all: the two halves of a ring all-reduce
-    (Patarasu and Yuan 2009), which sharded optimisers split apart (ZeRO, Rajbhandari et al. 2020).
+    """Each rank adds up one piece and gives it to all: a ring all-reduce in two halves (Patarasu and Yuan 2009), like
+    in sharded optimisers (ZeRO, Rajbhandari et al. 2020).
     """
     flat, group = joined(gradients, sums), sums.group
-    flat = pad(flat, (0, -len(flat) % group.size()))  # pieces of one length
+    flat = pad(flat, (0, -len(flat) % group.size()))  # equal pieces
     pieces = list(flat.chunk(group.size()))
     sums.hold_up()
     own = reduced_piece(flat, pieces, group)
@@ -153,9 +138,8 @@ EXCHANGES: dict[str, Swap] = {
 
 
 def reduced_piece(flat: Tensor, pieces: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """The sum over all ranks of the piece that is this rank's own. An older torch's Gloo has no reduce_scatter and says
-    so before it sends anything; there it is one reduce to each rank.
-    """
+    """The sum of this rank's piece."""
+    # Older Gloo has no reduce_scatter and raises before it sends anything.
     own = torch.empty_like(pieces[0])
     try:
         dist.reduce_scatter_tensor(own, flat, group=group)

@@ -1,19 +1,12 @@
-"""Every rank trains by itself, and every few updates all weights become their mean: `parameter_average`, and `local`.
+"""Averages weights instead of gradients (`parameter_average`, `local`), and compresses gradients (`compressed`).
 
-McDonald, Hall and Mann 2010; with several updates in between it is local SGD (Stich 2019). After every single update of
-SGD it is the exact gradient: w - lr * sum_j (m_j/n) g_j. The ranks' momenta stay their own.
-
-What travels is how far each rank came since the last average, so that it may be rounded to 16 bits: the weights
-themselves would lose their last digits. The mean of these changes is a step of an outer optimiser (DiLoCo,
-Douillard et al. 2023): with a learning rate of 1 and no momentum it leads to the mean of the weights.
-
-With `overlap` the ranks train on while the changes travel, and take the mean over so many updates later: what they came
-since then is put on top of it, and is part of the next change (CoCoD-SGD, Shen et al. 2019; Streaming DiLoCo, Douillard
-et al. 2025). Nothing is lost or counted twice; a mean is only that much older.
-
-An evaluation or a checkpoint looks at the mean of the weights, and leaves each rank its own: a run goes on as if nobody
-had looked.
+Averaging: McDonald, Hall and Mann 2010; with several updates in between local SGD (Stich 2019). After single SGD
+updates it is exact: w - lr * sum_j (m_j/n) g_j.
 """
+# Ranks send their weight change since the last average: rounded to 16 bits, weights themselves would lose digits. The
+# mean change is a step of an outer optimiser (DiLoCo, Douillard et al. 2023); learning rate 1 without momentum gives
+# the mean weights. With `overlap`, ranks train on during the transfer and add their later change to the mean
+# (CoCoD-SGD, Shen et al. 2019; Streaming DiLoCo, Douillard et al. 2025).
 
 from __future__ import annotations
 
@@ -47,10 +40,10 @@ from trainer.strategies.gradient_sum import GradientSum
 
 
 class ParameterAverage(Base):
-    """A rank counts by the samples it has trained on since the last average.
+    """Weighs each rank by its samples since the last average.
 
-    every: updates from one average to the next. overlap: those that go on while it travels, fewer than `every`.
-    is_exact: the update is to be that of one process, in which no parameter is left alone on some ranks only.
+    every: updates between averages. overlap: updates during a transfer, fewer than `every`. is_exact: all ranks must
+    use all parameters.
     """
 
     updates_alone = True
@@ -73,16 +66,16 @@ class ParameterAverage(Base):
         self.brake = brake
         self.every, self.overlap = every, overlap
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
-        self.updates = 0  # of this round, as the samples
+        self.updates = 0  # of this round, like samples
         self.samples: float = 0
         self.samples_of_all = 0
         share_initial_state(model, sums.group)
-        self.has_begun = False  # a checkpoint may still be read before the first round
-        self.start: Tensor  # the weights with which the round began
-        self.sent_from: Tensor  # the weights at the end of the change that travels
+        self.has_begun = False  # a checkpoint may be read before the first round
+        self.start: Tensor  # weights at the start of the round
+        self.sent_from: Tensor  # weights at the end of the change in transfer
         self.way: Tensor
         self.under_way = False
-        self.pieces: list[Any] = []  # parts of the weight change; empty once it has arrived
+        self.pieces: list[Any] = []  # of the change in transfer; empty after arrival
         self.velocity = torch.zeros_like(flatten(trainable(model))) if outer_momentum else torch.empty(0)
 
     def accumulate(self, loss_sum: Tensor, samples: int, batch: int) -> None:
@@ -102,9 +95,7 @@ class ParameterAverage(Base):
         return Exchange(self.timer.mark())
 
     def count(self, samples: float, of_all: int) -> None:
-        """Called before the weights move by the gradient of so many samples. of_all: those of all ranks in an update
-        that all of them make, 0 in one of this rank's own.
-        """
+        """Call before the weights move. of_all: samples of all ranks, or 0 in an update of this rank only."""
         if not self.has_begun:
             self._begin()
         self.samples += samples
@@ -158,11 +149,11 @@ class ParameterAverage(Base):
             ahead = torch.sub(self.start, self.sent_from, out=self.way)
             for weight, part in parts_of(ahead, trainable(self.model)):
                 weight.add_(part)
-        else:  # to the same bits on every rank
+        else:  # bit-identical on every rank
             unflatten(self.start, trainable(self.model))
 
     def _step(self, start: Tensor, velocity: Tensor, way: Tensor) -> None:
-        """The outer optimiser's, in place, momentum as Nesterov has it."""
+        """The outer optimiser, in place, with Nesterov momentum."""
         if self.outer_momentum:
             velocity.mul_(self.outer_momentum).add_(way)
             way.add_(velocity, alpha=self.outer_momentum)
@@ -171,9 +162,7 @@ class ParameterAverage(Base):
     # ---- what others see of it ----------------------------------------------------------------------------------
 
     def whole(self) -> nn.Module:
-        """With the weights from which all would go on if they took over now what travels, and the plain mean of what
-        they have come since then. A copy, unless all have these weights: a look is no average, and no outer step.
-        """
+        """The network if all averaged now. A copy, unless it is this rank's own."""
         if not self.updates and not self.under_way:
             return self.model
         self.settle()
@@ -191,7 +180,7 @@ class ParameterAverage(Base):
         return network
 
     def own_state(self) -> dict[str, Tensor]:
-        """`weights` are this rank's own; `start`, and a change that has travelled, are the same on all ranks."""
+        """`weights` are this rank's; `start` and a travelled change are equal on all ranks."""
         kept = {"velocity.0": self.velocity}
         if self.updates or self.under_way:
             counts = torch.tensor([self.updates, self.samples, self.samples_of_all], dtype=torch.float64)
@@ -208,14 +197,12 @@ class ParameterAverage(Base):
         self._begin()
         counts = kept["round.counts"].tolist()
         if len(counts) != 3 or not all(math.isfinite(count) and count >= 0 for count in counts):
-            raise TrainError(
-                "resume: the checkpoint's round of local updates makes no sense: it is not as it was written"
-            )
+            raise TrainError("resume: the checkpoint's round of local updates is invalid: the file is damaged")
         self.updates, self.samples, self.samples_of_all = int(counts[0]), counts[1], int(counts[2])
         self.under_way = "travelling.way" in kept
 
     def regroup(self, part: float) -> None:
-        """The round goes on from the mean, which all have now, and which holds what travelled."""
+        """Continues the round from the mean, which includes the change in transfer."""
         if self.under_way:
             self._step(self.start, self.velocity, self.way)
         self.under_way = False
@@ -223,23 +210,16 @@ class ParameterAverage(Base):
 
 
 def averaged(settings: Settings, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake) -> ParameterAverage:
-    """As the settings of `fidelity=local` have it."""
     outer = (settings.outer_lr, settings.outer_momentum)
     return ParameterAverage(model, sums, timer, brake, settings.local_steps, settings.overlap, *outer)
 
 
-# `fidelity=compressed`: gradients travel through PowerSGD.
-#
-# strategy = Compressed(model, sums, timer, brake, rank=2)
-
 TOGETHER = 500
-"""Updates after which all ranks take rank 0's weights: so seldom that they add less to an update than one more exchange
-of P would, which would leave the rounding of P Q^T in place besides.
-"""
+"""Updates after which all ranks take rank 0's weights: rarely enough to cost less than another exchange of P."""
 
 
 class Compressed(AfterBackward):
-    """All of a gradient at once, after backward: so little is left to send that there is nothing to hide."""
+    # All at once after backward: so little is sent that overlap would hide nothing.
 
     def __init__(self, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake, rank: int) -> None:
         self.power_sgd = PowerSgd(trainable(model), rank)
@@ -255,27 +235,21 @@ class Compressed(AfterBackward):
         return {"updates.compressed": self.updates, **self.power_sgd.state()}
 
     def whole(self) -> nn.Module:
-        """A copy with rank 0's weights: a look brings no ranks together that would have stayed apart without it."""
+        """A copy with rank 0's weights, so that evaluations do not bring the ranks together."""
         network = copy.deepcopy(self.model)
         self._share_rank_0s(network)
         return network
 
     def _share_rank_0s(self, network: nn.Module) -> None:
-        """Devices of different kinds orthogonalise P and round P Q^T differently, and nothing else would bring the
-        ranks together again.
-        """
+        # Different kinds of devices orthogonalise P and round P Q^T differently, so their ranks drift apart.
         for parameter in trainable(network):
             dist.broadcast(parameter.detach(), src=first_rank(self.sums.group), group=self.sums.group)
 
 
-# Exact at first, while weights change fast, and a less exact strategy from then on: `compress_after`, `local_after`.
-#
-# strategy = ExactFirst(exact, Compressed(...), after=100)
-# strategy = ExactFirst(exact, ParameterAverage(...), after=100)       post-local SGD (Lin et al. 2020)
-
-
 class ExactFirst(WholeNetwork):
-    """exact: the strategy of the first `after` updates. later: that of all others."""
+    """Uses `exact` for the first `after` updates, then `later`: `compress_after`, or
+    post-local SGD (Lin et al. 2020).
+    """
 
     def __init__(self, exact: Strategy, later: Strategy, after: int) -> None:
         self.exact: Strategy | None = exact
@@ -286,7 +260,7 @@ class ExactFirst(WholeNetwork):
     @property
     def _current(self) -> Strategy:
         if self.updates >= self.after:
-            self.exact = None  # with its buckets, which take as much memory as all weights
+            self.exact = None  # frees its buckets, which take as much memory as all weights
         return self.exact or self.later
 
     @property
@@ -333,7 +307,7 @@ class ExactFirst(WholeNetwork):
     def expect(self, kept: Mapping[str, Tensor]) -> None:
         if "updates.first" in kept:
             self.updates.fill_(kept["updates.first"].sum())
-        if self.updates >= self.after:  # else the exact updates begin with the mean, which all have
+        if self.updates >= self.after:  # exact updates begin with the mean
             self.later.expect(kept)
 
     def regroup(self, part: float) -> None:
@@ -343,29 +317,18 @@ class ExactFirst(WholeNetwork):
         return self._current.whole()
 
 
-# PowerSGD (Vogels, Karimireddy and Jaggi, NeurIPS 2019): gradients travel as thin matrices, what that leaves out is
-# remembered and sent later.
-#
-#     exchange = PowerSgd(trainable(model), rank=2)
-#     exchange(gradients, sums)            on every rank, in place: each rank's part becomes about the sum of all
-#
-# A gradient M of n x m numbers becomes P Q^T with `rank` columns. Q is that of the update before (warm start), so that
-# one multiplication a side follows the largest singular vectors. Each rank's part must already count by its samples:
-# the sum of the parts is compressed, whatever their sizes. All P travel in one sum and all Q in another, in one order
-# on
-# every rank, with what is too small to compress as it is beside the P.
+# PowerSGD (Vogels, Karimireddy and Jaggi, NeurIPS 2019): a gradient matrix M becomes P Q^T with `rank` columns, and the
+# error is sent later. Q is reused from the last update (warm start), so one multiplication per side follows the largest
+# singular vectors. All P travel in one sum, with small tensors, and all Q in another.
 
 _SEED = 20_191_208
-"""Any number, the same on every rank: the first Q must be."""
+"""Arbitrary, but equal on all ranks, for the first Q."""
 _NUDGE = 64
-"""Times a number's precision: more than rounding, and less than a gradient has to say."""
+"""Times the precision: more than rounding errors, less than the information in a gradient."""
 
 
 class Stack:
-    """Matrices of one shape, so that one call multiplies all of them.
-
-    memory: what this rank has not been able to send yet. q: on every rank the same.
-    """
+    """Matrices of one shape, multiplied together. memory: this rank's unsent error. q: equal on all ranks."""
 
     def __init__(self, positions: Sequence[int], like: Tensor, rank: int, generator: torch.Generator) -> None:
         rows, columns = like.shape[0], like[0].numel()
@@ -378,34 +341,34 @@ class Stack:
         self.directions = (torch.randn(rows, rank, generator=own) / math.sqrt(rows)).to(like)
 
     def project(self, gradients: Sequence[Tensor]) -> None:
-        """p becomes this rank's part of the new P."""
+        """Sets p to this rank's part of P."""
         for matrix, position in zip(self.memory, self.positions, strict=True):
             matrix += gradients[position].reshape(matrix.shape)
         torch.bmm(self.memory, self.q, out=self.p)
 
     def project_back(self) -> None:
-        """Takes the sum of all P; q becomes this rank's part of the new Q, and leaves the memory."""
+        """p: the sum of all P. Sets q to this rank's part of Q."""
         self.p = orthonormal(self.p, self.directions)
         torch.bmm(self.memory.transpose(1, 2), self.p, out=self.q)
         self.memory.baddbmm_(self.p, self.q.transpose(1, 2), alpha=-1)
 
     def write(self, gradients: Sequence[Tensor]) -> None:
-        """Takes the sum of all Q."""
+        """q: the sum of all Q."""
         for p, q, position in zip(self.p, self.q, self.positions, strict=True):
             gradients[position].copy_((p @ q.T).view(gradients[position].shape))
 
 
 def orthonormal(matrices: Tensor, directions: Tensor) -> Tensor:
-    """The Q of each matrix's QR decomposition with a positive diagonal of R. matrices: (count, rows, columns), with no
-    more columns than rows. directions: (rows, columns), what columns become that are zero or depend on others.
+    """The Q of each QR decomposition with positive diagonal of R.
 
-    The Gram-Schmidt method on columns of length 1, each twice ("twice is enough": Giraud, Langou and Rozloznik 2005),
-    for all matrices at once: a GPU's QR goes from one to the next, and its signs may be other than another device's.
-    Cholesky's method takes fewer calls, but squares the condition number, and leaves float32 nothing of such P.
+    matrices: (count, rows, columns), columns <= rows. directions: (rows, columns), replace dependent columns.
     """
+    # Gram-Schmidt twice per column ("twice is enough": Giraud, Langou and Rozloznik 2005), for all matrices at once: a
+    # GPU's QR takes one after the other, with signs that depend on the device. Cholesky squares the condition number,
+    # which is too much for float32.
     limits = torch.finfo(matrices.dtype)
     q: Tensor = matrices / matrices.norm(dim=1, keepdim=True).clamp_min(limits.tiny)
-    q += _NUDGE * limits.eps * directions  # rounding alone would have each kind of device go on in another direction
+    q += _NUDGE * limits.eps * directions  # otherwise rounding errors would decide the direction on each device
     for number in range(q.shape[2]):
         column, before = q[:, :, number : number + 1], q[:, :, :number]
         for _ in range(2 if number else 0):
@@ -415,7 +378,10 @@ def orthonormal(matrices: Tensor, directions: Tensor) -> Tensor:
 
 
 class PowerSgd:
-    """parameters: like the gradients in number and shape. Those that would not shrink travel as they are."""
+    """Replaces gradients by their approximate sum over all ranks. Tensors that would not shrink travel unchanged.
+
+    parameters: shaped like the gradients, which must be weighted by samples.
+    """
 
     def __init__(self, parameters: Sequence[Tensor] | Sequence[nn.Parameter], rank: int) -> None:
         generator = torch.Generator().manual_seed(_SEED)
@@ -450,7 +416,7 @@ class PowerSgd:
             stack.write(gradients)
 
     def state(self) -> dict[str, Tensor]:
-        """What the next update needs, by kind and shape: there is one stack of a shape. `memory` is this rank's own."""
+        """By kind and shape. `memory` differs between ranks."""
         kept: dict[str, Tensor] = {}
         for stack in self.stacks:
             of = "x".join(map(str, stack.memory.shape))
@@ -459,7 +425,7 @@ class PowerSgd:
 
 
 def _sum_all(tensors: Sequence[Tensor], sums: GradientSum) -> None:
-    """In one buffer: one latency for all of them."""
+    """In one buffer, for a single latency."""
     if not tensors:
         return
     flat = flatten(tensors)

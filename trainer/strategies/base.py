@@ -1,9 +1,7 @@
-"""What a strategy is, and how the samples of unequal ranks come to count alike.
+"""The interface of strategies, and gradients of ranks without samples.
 
-With l_j the mean loss over rank j's m_j samples of n, the gradient to find is sum_j (m_j/n) grad l_j. Every strategy
-that exchanges gradients adds them up, so each rank's loss is first multiplied by m_j/n: this makes it 1/n times the sum
-of its samples' losses. It stays exact for unequal shares, and for a share of 0; no pass over the gradients is spent on
-it, and what is rounded or compressed on its way has its weight already.
+With l_j the mean loss of rank j's m_j samples of n, the gradient is sum_j (m_j/n) grad l_j. Strategies add gradients
+up, so each rank's loss is multiplied by m_j/n first.
 """
 
 from __future__ import annotations
@@ -27,123 +25,106 @@ from trainer.strategies.sync_batch_norm import SynchronisedBatchNorm, is_synchro
 
 
 class Exchange(NamedTuple):
-    """What one exchange of gradients left on the device's time line."""
+    """Device marks of one exchange."""
 
     computed: Any
-    """The mark of this rank's own last gradient."""
+    """This rank's last gradient."""
     collectives: tuple[tuple[Any, Any], ...] = ()
-    """For each one that ran beside backward, the marks of when this rank handed it over and when the sum was there, in
-    the order of their ends.
-    """
+    """Hand-over and sum of each overlapped collective, by end."""
     held_up_s: float = 0.0
-    """How long this rank stood still on purpose between the calls that came after `computed`."""
+    """Injected delay after `computed`."""
     waits: tuple[tuple[Any, Any], ...] = ()
-    """Marks of begin and end of each time before `computed` in which this rank stood still for another's data."""
+    """Begin and end of waits before `computed`."""
     tasks: tuple[Any, ...] = ()
-    """What a stage of a pipeline did when."""
+    """Tasks of a pipeline stage."""
     wire_ms: float | None = None
-    """How long a stage of a pipeline had a message on its way out; None elsewhere."""
+    """A pipeline stage's transfer time, otherwise None."""
     said: tuple[Tensor, int] | None = None
-    """What rank 0 says to people where it computes no loss itself: the sum of others', and of how many samples."""
+    """Other ranks' summed loss and samples, to print if rank 0 computes no loss."""
 
 
 class Parts(Protocol):
-    """Which part of a network's state lies on which rank, where no rank has all of it."""
+    """Each rank's part of a network's state."""
 
     def held(self, rank: int, state: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
-        """What the rank holds, as views. state: of the whole network, by name, or numbers that belong to its weights.
-        network: the whole one, of which names alone are looked at.
-        """
+        """Views of the rank's part. network: the whole network, for its names."""
 
     def kept(self, rank: int, state: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
-        """The same less what a lower rank holds as well."""
+        """Without parts of lower ranks."""
 
 
 class Strategy(Protocol):
     @property
     def model(self) -> nn.Module:
-        """What the forward pass calls."""
+        """For the forward pass."""
 
     @property
     def parts(self) -> Parts | None:
-        """None where each rank holds the whole network."""
+        """None if each rank holds the whole network."""
 
     @property
     def counts(self) -> bool:
-        """Do the samples that this rank reads count as its own? Not where another reads the same ones."""
+        """False if another rank reads the same samples."""
 
     def outputs(self, network: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Logits and labels of what this rank is to judge. network: `whole`. batches: the test data that it reads, on
-        its device.
-        """
+        """Logits and labels that this rank evaluates. network: from `whole`."""
 
     def average_statistics(self, network: nn.Module, batches: Iterable[Tensor], *, again: bool = False) -> None:
-        """BatchNorm's, over all that hold the same part, where ranks hold parts. network: `whole`. batches: of training
-        images that this rank reads, from which they are estimated again where they belong to other weights (again: by
-        the caller's word).
+        """Averages BatchNorm statistics over the ranks with the same part. batches: training images for a new estimate,
+        if needed or asked for by `again`.
         """
 
     @property
     def keeps_statistics(self) -> bool:
-        """Do the weights of `whole` come so close to those that each rank trains with, that BatchNorm's running
-        statistics of these belong to them?
-        """
+        """Whether BatchNorm's statistics fit `whole`."""
 
     @property
     def updates_alone(self) -> bool:
-        """May a rank take updates of its own between two that all make?"""
+        """Whether a rank may update by itself."""
 
     @property
     def meets_in_forward(self) -> bool:
-        """Do the ranks wait for each other in the forward pass, so that a rank without samples has to make one?"""
+        """Whether ranks wait for each other in forward."""
 
     def no_loss(self) -> Tensor:
-        """Of a rank without samples, in place of a forward pass: `backward` and `accumulate` make zeros of it."""
+        """Has zero gradients; for a rank without samples."""
 
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
-        """Leaves in .grad what the optimiser shall use: the gradient of the mean loss over the whole batch, each
-        part of it as its own rank's network sees it, or of a rank's own part where weights are averaged.
+        """Leaves the gradient for the optimiser in .grad.
 
-        loss_sum: of this rank's `samples`, which are part of `batch` over all ranks; of its last micro-batch, where
-        others went before it through `accumulate`. samples: of all of them.
+        loss_sum: of this rank's last micro-batch. samples: of all its micro-batches. batch: of all ranks.
         """
 
     def without_sync(self) -> AbstractContextManager[object]:
-        """Around forward and `accumulate` of a micro-batch that another one follows: nothing travels."""
+        """For all micro-batches but the last."""
 
     def backward_alone(self, loss_sum: Tensor, samples: int) -> None:
-        """For an update of this rank's own, from so many samples, where there may be any."""
+        """In an update of this rank only."""
 
     def accumulate(self, loss_sum: Tensor, samples: int, batch: int) -> None:
-        """Adds a micro-batch's gradient to .grad; `backward` sends the sum. samples: of this rank's whole update."""
+        """Adds to .grad. samples: of this rank's whole update."""
 
     def after_update(self) -> None:
-        """Called when the optimiser has moved the weights: what a strategy sends then counts as synchronisation."""
+        """Transfers here count as synchronisation."""
 
     def settle(self) -> None:
-        """Waits for what travels beside training, which changes nothing but when it has arrived."""
+        """Waits for transfers."""
 
     def own_state(self) -> dict[str, Tensor]:
-        """What this rank needs to go on beside momentum and the weights of `whole`, by name (KIND or KIND.WHICH), to be
-        kept and written into again.
-        """
+        """This rank's other state by name (KIND or KIND.WHICH), to be stored and overwritten."""
 
     def expect(self, kept: Mapping[str, Tensor]) -> None:
-        """Makes `own_state` one into which this, of a checkpoint, can be written, the weights being those of `whole`
-        already. Raises TrainError.
-        """
+        """Prepares `own_state` to be overwritten by `kept`. Raises TrainError."""
 
     def regroup(self, part: float) -> None:
-        """After that, where other ranks, or shares, wrote the checkpoint. part: of each batch, that is this rank's."""
+        """Called after `expect` if ranks or shares have changed. part: this rank's share."""
 
     def whole(self) -> nn.Module:
-        """The network with the weights that all ranks share, for evaluations and checkpoints: the run's own or a copy,
-        so that nobody may change them. Called by all ranks; the run goes on as if nobody had.
-        """
+        """A collective call. The common network, for evaluations and checkpoints; do not modify it."""
 
 
 class WholeNetwork:
-    """What strategies have alike that give each rank the whole network, and samples of its own."""
+    """Each rank holds the whole network."""
 
     parts: Parts | None = None
     counts = True
@@ -156,9 +137,7 @@ class WholeNetwork:
 
 
 class Base(WholeNetwork):
-    """What most strategies have alike: ranks weigh their gradients as `weighted` does, nothing travels during backward
-    or after the update, and nothing has to be kept.
-    """
+    """Weighted gradients, no other transfers, no state."""
 
     updates_alone = False
 
@@ -199,48 +178,40 @@ class Base(WholeNetwork):
 
 
 def local_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """The sum of the losses of this rank's samples."""
     return cross_entropy(model(images), labels, reduction="sum")
 
 
 def weighted(loss_sum: Tensor, batch: int) -> Tensor:
-    """The loss to differentiate, for a rank whose samples are part of `batch` over all ranks."""
+    """batch: of all ranks."""
     return loss_sum / batch
 
 
 def backward_weighted(loss_sum: Tensor, batch: int) -> None:
-    """`weighted(loss_sum, batch).backward()`, to the same bits, without an operation that divides."""
+    """Bit-identical, without a division."""
     loss_sum.backward(loss_sum.new_full(loss_sum.shape, 1 / batch))
 
 
 def share_initial_state(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Leaves rank 0's weights and buffers on every rank."""
+    """Copies rank 0's."""
     for tensor in [*model.parameters(), *model.buffers()]:
         dist.broadcast(tensor.detach(), src=first_rank(group), group=group)
 
 
 def first_rank(group: dist.ProcessGroup) -> int:
-    """The number, among all ranks, of the group's first one: collectives name their root so."""
+    """Numbered among all ranks."""
     return dist.get_global_rank(group, 0)
 
 
-# What a rank without samples gives to the others: gradients that are exactly 0, whatever the network. The same for
-# parameters that a loss does not depend on (`unused_parameters`).
-#
-# loss_sum = no_loss(network)              without a forward pass: nothing that the network does can be seen in it
-# with without_effect(network):            if ranks meet in the forward pass: with samples that count for nothing
-#     loss_sum = ...
-#     strategy.backward(loss_sum, 0, batch)
-#
-# A made-up sample, or a loss times 0, would not do: 0 times a number that is not finite is NaN, for every rank.
+# Gradients of exactly 0, for ranks without samples and unused parameters. A loss times 0 would not do: 0 times NaN is
+# NaN, for every rank.
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""What each module has that is no note of its own; buffers are looked at by themselves."""
+"""Attributes of every module; buffers are handled separately."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def no_loss(network: nn.Module, weights: Sequence[Tensor] | None = None) -> Tensor:
-    """0, whose gradient is exactly 0 for each of these weights of the network; without any for all that it trains."""
+    """0, with gradients of exactly 0; weights: default all trained."""
     loss: Tensor = _Nothing.apply(sparse_of(network), *(trainable(network) if weights is None else weights))
     return loss
 
@@ -257,7 +228,7 @@ class _Nothing(torch.autograd.Function):
 
 
 def _zeros_of(weight: Tensor, *, is_sparse: bool) -> Tensor:
-    """As the weight's layer would give them: DDP asks for that."""
+    """In the layer's layout, as DDP requires."""
     if not is_sparse:
         return torch.zeros_like(weight)
     rows = torch.empty((1, 0), dtype=torch.long, device=weight.device)
@@ -265,17 +236,17 @@ def _zeros_of(weight: Tensor, *, is_sparse: bool) -> Tensor:
 
 
 def sparse_of(network: nn.Module) -> dict[int, str]:
-    """Names of the weights whose gradients are sparse (`nn.Embedding(..., sparse=True)`)."""
+    """`nn.Embedding(..., sparse=True)`"""
     modules = [(name, module) for name, module in network.named_modules() if getattr(module, "sparse", False) is True]
     return {id(module.weight): f"{name}.weight".removeprefix(".") for name, module in modules}
 
 
 SHOWN = 4
-"""Names in a message, at most."""
+"""Names in a message."""
 
 
 def refuse_unused(network: nn.Module, loss: Tensor) -> NoReturn:
-    """Called when backward of the loss did not leave a gradient for each parameter. Raises TrainError."""
+    """Raises TrainError. For missing gradients after backward."""
     weights = [(name, weight) for name, weight in network.named_parameters() if weight.requires_grad]
     unused = [name for name, weight in weights if weight.grad is None]
     if not unused:  # an earlier micro-batch has used them
@@ -297,11 +268,7 @@ def refuse_sparse(network: nn.Module) -> NoReturn:
 
 
 class Unused:
-    """Parameters that a rank's loss does not depend on count as 0. Those that no rank's loss depends on have no
-    gradient after the exchange: the optimiser leaves them alone, as in one process.
-
-    group: of the ranks that exchange gradients.
-    """
+    """Sets unused parameters' gradients to 0, or None if no rank uses them."""
 
     def __init__(self, network: nn.Module, group: dist.ProcessGroup) -> None:
         self.network, self.weights, self.group = network, trainable(network), group
@@ -309,11 +276,11 @@ class Unused:
         self.used = torch.zeros(len(self.weights), dtype=torch.int32, device=device)
 
     def note(self, found: set[Tensor]) -> None:
-        """Those that the loss of a micro-batch depends on."""
+        """found: used by a micro-batch's loss."""
         self.used |= torch.tensor([weight in found for weight in self.weights], dtype=torch.int32).to(self.used.device)
 
     def covered(self, loss: Tensor, *, is_counted: bool) -> Tensor:
-        """The last micro-batch's, as one that depends on all. is_counted: whether its samples are this rank's own."""
+        """Makes the last loss depend on all parameters. is_counted: whether the samples are this rank's."""
         found = leaves_of(loss)
         if is_counted:
             self.note(found)
@@ -321,7 +288,7 @@ class Unused:
         return loss + no_loss(self.network, unused) if unused else loss
 
     def forget(self) -> None:
-        """After the exchange."""
+        """Call after the exchange."""
         dist.all_reduce(self.used, op=dist.ReduceOp.MAX, group=self.group)
         for weight, is_used in zip(self.weights, self.used.tolist(), strict=True):
             if not is_used:
@@ -331,15 +298,14 @@ class Unused:
 
 @contextlib.contextmanager
 def without_effect(network: nn.Module) -> Iterator[None]:
-    """Forward and backward in it take part in what all ranks do together, and change nothing else: gradients of all
-    weights are 0, a BatchNorm over all ranks does not count the samples, and buffers, modes and what modules note in
-    attributes are put back. (Statistics of a BatchNorm over all ranks move on, as on the other ranks.)
+    """Makes forward and backward change nothing, for ranks that only take part in collectives. Statistics of BatchNorm
+    over all ranks move.
     """
     hooks: list[Any] = []
     hooked: set[int] = set()
 
     def hook_weights(module: nn.Module, *_: object) -> None:
-        """Those that are there now: fsdp's are gathered as forward comes to them."""
+        # Only weights that exist now: fsdp gathers its weights during forward.
         for weight in module.parameters():
             if weight.requires_grad and id(weight) not in hooked:
                 hooked.add(id(weight))
@@ -364,8 +330,6 @@ def without_effect(network: nn.Module) -> Iterator[None]:
 
 
 class _Note:
-    """What a module keeps from one forward pass to the next, beside its weights."""
-
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.attributes = {
@@ -395,7 +359,6 @@ def _copied(value: Any) -> Any:
 
 
 def _refill(value: Any, before: Any) -> None:
-    """If it was changed in place."""
     if isinstance(value, Tensor):
         value.copy_(before)
     elif not isinstance(value, _PLAIN):

@@ -1,7 +1,5 @@
-"""`fsdp`: torch's fully_shard (Zhao et al. 2023, after ZeRO stage 3): no rank holds all weights, gradients or momenta.
-
-A piece of the network is gathered before it is used and given up behind; its gradients are reduced to the rank that
-keeps that part of them, while backward goes on.
+"""`fsdp`: torch's fully_shard (Zhao et al. 2023, after ZeRO stage 3), in which no rank holds
+all weights or gradients.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ from trainer.strategies.base import (
 
 
 class Fsdp(Base):
-    """piece_mib: the largest part of the network that is gathered and reduced at once, in MiB.
+    """piece_mib: largest part of the network gathered and reduced at once, in MiB.
 
-    The model's parameters become torch's DTensors, in the same order: an optimiser has to be built after this. Through
-    blocking collectives (Gloo) backward itself waits for slower ranks, in all pieces but the last; a rank cannot
-    distinguish that from computing.
+    Parameters become DTensors, so build the optimiser afterwards.
     """
+
+    # With Gloo, backward waits for slower ranks in all pieces but the last, which looks like computing.
 
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup, timer: Timer, brake: Brake, piece_mib: float
@@ -57,9 +55,9 @@ class Fsdp(Base):
         has_rest = sum(gradient_bytes(part) for piece in pieces for part in piece) < gradient_bytes(model)
         self.reductions = len(pieces) + has_rest
         names = {module: name for name, module in model.named_modules()}
-        for number, piece in enumerate((*pieces, [model])):  # the whole comes last: it takes what no piece has
+        for number, piece in enumerate((*pieces, [model])):  # the whole is last: it takes the rest
             fully_shard(piece, mesh=mesh)
-            sharded: Any = piece[0]  # a piece's modules have one state
+            sharded: Any = piece[0]  # a piece's modules share their state
             name = names[sharded] or "the rest of the network"
             sharded.set_custom_all_gather(_Gather(2 * number, name))
             sharded.set_custom_reduce_scatter(_Reduce(2 * number + 1, name, self))
@@ -70,7 +68,7 @@ class Fsdp(Base):
         return self.group.size() > 1
 
     def accumulate(self, loss_sum: Tensor, samples: int, batch: int) -> None:
-        """fully_shard leaves the mean over the ranks, not the sum."""
+        # fully_shard leaves the mean over ranks, not the sum.
         (weighted(loss_sum, batch) * self.group.size()).backward()
 
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
@@ -78,34 +76,36 @@ class Fsdp(Base):
         self.accumulate(loss_sum, samples, batch)
         if any(weight.grad is None for weight in trainable(self.model)):
             refuse_unused(self.model, loss_sum)
-        if not self.collectives:  # one rank alone reduces nothing
+        if not self.collectives:  # a single rank reduces nothing
             self.brake.pause("sync")
             self.computed = self.timer.mark()
         return Exchange(self.computed, tuple(self.collectives))
 
     @contextlib.contextmanager
     def without_sync(self) -> Iterator[None]:
-        """The weights of a piece still travel: all ranks take as many micro-batches."""
+        """Weights still travel, so all ranks need equally many micro-batches."""
         sharded: Any = self.model
         sharded.set_requires_gradient_sync(False)
         yield
         sharded.set_requires_gradient_sync(True)
 
     def whole(self) -> nn.Module:
-        """A copy that lives as long as its user: every rank holds all weights meanwhile."""
+        """A copy; meanwhile every rank holds all weights."""
         network = copy.deepcopy(self.hollow).to_empty(device=next(self.model.parameters()).device)
         own: dict[str, Any] = dict(self.model.named_parameters(remove_duplicate=False))
         with torch.no_grad():
             for name, tensor in network.named_parameters(remove_duplicate=False):  # `to_empty` separates tied weights
                 tensor.copy_(own[name].full_tensor())
             for copied, module in zip(network.modules(), self.model.modules(), strict=True):
-                for name, buffer in module._buffers.items():  # which may be another, and of another size, by now
+                for name, buffer in module._buffers.items():  # may have been replaced, with another size
                     copied._buffers[name] = None if buffer is None else buffer.clone()
         return network
 
 
 class _Collective:
-    """Of one piece, as fully_shard calls it. Gloo aborts the process if ranks come with different numbers of bytes."""
+    """A collective of one piece, called by fully_shard."""
+
+    # Gloo aborts the process if ranks send different numbers of bytes.
 
     def __init__(self, number: int, name: str) -> None:
         self.number, self.name = number, name
@@ -114,11 +114,11 @@ class _Collective:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def meet(self, sent: Tensor, group: dist.ProcessGroup) -> None:
-        """Raises TrainError on all ranks if they are at different pieces, or at different weights of one."""
+        """Raises TrainError on all ranks if they are at different pieces or weights."""
         if others := differing(self.number * 2**36 + sent.numel(), self.name, group):
             raise TrainError(
-                f"strategy fsdp: ranks use different parts of the network in one update (they part at {others}), and "
-                "all have to use the same ones: use ddp with unused_parameters=zeros"
+                f"strategy fsdp: ranks use different parts of the network in one update (they differ at {others}), but "
+                "all must use the same parts:  use ddp with unused_parameters=zeros"
             )
 
 
@@ -129,9 +129,7 @@ class _Gather(_Collective):
 
 
 class _Reduce(_Collective):
-    """On a GPU in a stream of its own, behind that of the piece before, so that a mark there would say nothing of
-    computing. Gloo knows no average.
-    """
+    # On a GPU it runs in another stream, where a mark would not show the computing time. Gloo has no average.
 
     def __init__(self, number: int, name: str, strategy: Fsdp) -> None:
         super().__init__(number, name)
@@ -155,7 +153,8 @@ class _Reduce(_Collective):
 
 
 def _newest_fsdp() -> tuple[Any, Any]:
-    """Imported only here: it would cost every run a second. Raises TrainError where torch is too old."""
+    """Raises TrainError if torch is too old."""
+    # Imported only here, because it takes a second.
     try:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -168,9 +167,8 @@ def _newest_fsdp() -> tuple[Any, Any]:
 
 
 def _pieces(model: nn.Module, most_bytes: float) -> Iterator[list[nn.Module]]:
-    """Parts that follow each other, as many as have so many bytes together: every piece costs a latency six times,
-    three of them to compare where the ranks are.
-    """
+    """Consecutive parts of up to `most_bytes` together."""
+    # Every piece costs six latencies, three of them to compare the ranks' positions.
     piece: list[nn.Module] = []
     for part in _parts(model, most_bytes):
         if piece and sum(map(gradient_bytes, [*piece, part])) > most_bytes:
@@ -182,7 +180,7 @@ def _pieces(model: nn.Module, most_bytes: float) -> Iterator[list[nn.Module]]:
 
 
 def _parts(module: nn.Module, most_bytes: float) -> Iterator[nn.Module]:
-    """The largest modules inside of it that have at most so many bytes of weights, or cannot be cut any further."""
+    """The largest modules of up to `most_bytes`, or indivisible ones."""
     for child in module.children():
         if gradient_bytes(child) > most_bytes and any(child.children()):
             yield from _parts(child, most_bytes)
@@ -191,7 +189,7 @@ def _parts(module: nn.Module, most_bytes: float) -> Iterator[nn.Module]:
 
 
 def _refuse_copy(model: nn.Module, _: object) -> NoReturn:
-    """In place of torch's own word for it, which ends in a traceback. Raises TrainError."""
+    # Replaces torch's error, which ends in a traceback.
     raise TrainError(
         f"strategy fsdp: {type(model).__name__.removeprefix('FSDP')} cannot be copied, since each rank has a piece of "
         "its weights; for a moving average set ema=0.999, or use ddp"

@@ -1,10 +1,9 @@
-"""Sums over all ranks, by the way that costs the slow link least: `sums.sum(tensor)`.
+"""Sums over all ranks: rounded for transfer, within hosts first, through host memory for GPUs with Gloo.
 
     sums = GradientSum(group, nodes=["a16", "a16", "a2000"], dtype=torch.bfloat16)
-    sums.sum(gradient)                       in place, blocking: travels in 16 bits, once between the two hosts
-    sums.begin(bucket).wait()                the same beside other work; sums go out in the order in which they began
+    sums.begin(bucket).wait()
 
-Every rank has to begin the same sums in the same order.
+Every rank must begin the same sums in the same order.
 """
 
 from __future__ import annotations
@@ -36,20 +35,18 @@ Arrived = Callable[[], None]
 _UNKNOWN_TYPE = re.compile(
     r"(unsupported|invalid|unconvertible|not support).*type|type.*(unsupported|not support)", re.I | re.S
 )
-"""What torch says of a kind of number that it cannot add up, and of no broken connection."""
+"""For number types, not for broken connections."""
 _PIECE = 1 << 22
 """Elements: 16 MiB of float32."""
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class GradientSum:
-    """nodes: of each rank its host, where those of one host shall add up among themselves first (Gloo; NCCL finds out
-    by itself which ranks share one). dtype: what numbers travel in; None: what they are. brake: holds this rank up
-    before each call of a blocking collective, where `slow` says so; held_up_s adds that up. executor: does what is done
-    to the numbers before and after they travel. devices: of each rank its kind of device (`cpu`, `cuda`); without them
-    all are CPUs.
+    """Raises TrainError if torch cannot add numbers of `dtype`.
 
-    Raises TrainError where this torch cannot add up such numbers.
+    nodes: each rank's host, for sums within hosts first (Gloo; NCCL does so by itself). dtype: for transfers; None:
+    keeps the tensor's. brake: delays blocking collectives. executor: runs local arithmetic. devices: each rank's device
+    type.
     """
 
     def __init__(
@@ -70,16 +67,14 @@ class GradientSum:
             raise TrainError(f"wire {name}: torch {torch.__version__} cannot add it up; use wire={other}")
         by_nccl, on_gpu = dist.get_backend(group) == "nccl", "cuda" in devices and devices[group.rank()] == "cuda"
         is_shared = 1 < len(set(nodes)) < len(nodes)
-        # What all ranks know alike decides: a relay's groups are made by all of them, or by none.
+        # All ranks must decide alike, since they make a relay's groups together.
         relays = not by_nccl and (is_shared or dtype is not None or "cuda" in devices)
         self.relay = Relay(group, nodes if is_shared else (), dtype, executor) if relays else None
         self.staging = Staging(self.relay) if self.relay and on_gpu else None
         self.aside = torch.cuda.Stream() if by_nccl else None
 
     def begin(self, tensor: Tensor, arrived: Arrived = lambda: None) -> Any:
-        """A future of the tensor, which by then holds the sum; nobody may touch it before. arrived: called as soon as
-        it does, for a mark on the device's own time line.
-        """
+        """A future of the sum, in place. arrived: called then, for a mark on the device."""
         if self.aside:
             return self._begin_aside(tensor, arrived, self.aside)
         if self.staging:
@@ -91,10 +86,8 @@ class GradientSum:
         return summed.then(partial(_finished, tensor=tensor, arrived=arrived))
 
     def _begin_aside(self, tensor: Tensor, arrived: Arrived, aside: torch.cuda.Stream) -> Any:
-        """A stream beside the one that computes waits for NCCL, and whoever waits for the future waits for that one.
-        NCCL's own future will not do: in torch 2.15 (ProcessGroupNCCL2) asking for it has the current stream wait, and
-        that is backward's.
-        """
+        # A stream waits for NCCL, and the future's users wait for that stream. In torch 2.15 (ProcessGroupNCCL2) NCCL's
+        # own future makes the current stream wait, which is backward's.
         sent = self._rounded(tensor)
         work = dist.all_reduce(sent, group=self.group, async_op=True)
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[tensor.device])
@@ -111,12 +104,12 @@ class GradientSum:
         return tensor if self.dtype is None else tensor.to(self.dtype)
 
     def begin_in_pieces(self, tensor: Tensor) -> list[Any]:
-        """Their futures: every connection has one, and one is rounded while another travels."""
+        """One per connection: a piece is rounded while another travels."""
         return [self.begin(piece) for piece in pieces_of(tensor, _PIECE)]
 
     def sum(self, tensor: Tensor) -> None:
         self.hold_up()
-        if self.aside:  # a plain call in the stream that computes: a future costs the host 50 us more
+        if self.aside:  # a future costs the host 50 us more
             dist.all_reduce(sent := self._rounded(tensor), group=self.group)
             if sent is not tensor:
                 tensor.copy_(sent)
@@ -125,18 +118,18 @@ class GradientSum:
             piece.wait()
 
     def hold_up(self) -> None:
-        """Before each blocking collective of an exchange; `sum` does it by itself."""
+        """Delays each blocking collective of an exchange; `sum` calls it itself."""
         self.held_up_s += self.brake.pause("call")
 
 
 def _finished(summed: Any, tensor: Tensor, arrived: Arrived) -> Tensor:
-    summed.wait()  # raises what went wrong with it
+    summed.wait()  # raises its errors
     arrived()
     return tensor
 
 
 def _adds_up(dtype: torch.dtype, group: Group) -> bool:
-    """Gloo says so before it sends anything: on every rank the same. Raises what else goes wrong."""
+    """Equal on all ranks: Gloo raises before it sends anything."""
     try:
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
         dist.all_reduce(torch.ones(1, dtype=dtype, device=device), group=group)
@@ -151,12 +144,10 @@ _SMALL, _LARGE, _TIMES = 1 << 8, 1 << 20, 5
 
 
 def fitted_bucket_bytes(sums: GradientSum, gradient_bytes: int, device: torch.device) -> int:
-    """The size of bucket with which a gradient's S bytes are through first, by t = alpha + beta * bytes, measured now.
-
-    Beside S * beta, k buckets cost k * alpha, and one bucket's S/k * beta lies before or behind all computing: the sum
-    is least for buckets of sqrt(S * alpha / beta) bytes. On every rank the same: the slowest one's, to the next half
-    power of two, so that the same link gives the same buckets, and the same order of sums, from run to run.
-    """
+    """The bucket size with the shortest exchange, by t = alpha + beta * bytes, measured now."""
+    # Besides S * beta, k buckets cost k * alpha, and one bucket's S/k * beta is not overlapped: sqrt(S * alpha / beta)
+    # bytes are best. Rounded to half powers of two, so that a link gives the same buckets, and order of sums, in every
+    # run.
     small_s, large_s = (_seconds(sums, torch.zeros(elements, device=device)) for elements in (_SMALL, _LARGE))
     beta = max(large_s - small_s, 1e-9) / (4 * (_LARGE - _SMALL))
     fitted = torch.tensor([(gradient_bytes * small_s / beta) ** 0.5], dtype=torch.float64)
@@ -165,7 +156,7 @@ def fitted_bucket_bytes(sums: GradientSum, gradient_bytes: int, device: torch.de
 
 
 def _seconds(sums: GradientSum, tensor: Tensor) -> float:
-    """The median, which leaves out the first one, with the connecting."""
+    # The median ignores the first exchange, which connects.
     taken = []
     for _ in range(_TIMES):
         began_s = time.perf_counter()
@@ -176,18 +167,10 @@ def _seconds(sums: GradientSum, tensor: Tensor) -> float:
     return statistics.median(taken)
 
 
-# A GPU's numbers summed over Gloo: through pinned memory of the host, and back.
-#
-#     staging = Staging(relay)
-#     staging.begin(bucket).wait()             in place, beside what the GPU computes meanwhile
-#
-# Gloo takes a GPU's tensors, too, but its own thread stands on the host's first GPU, whichever one the rank has, so
-# that
-# no mark can be set on the rank's own when a sum is there.
-
-
 class Staging:
-    """On the current GPU. Copies have a stream of their own: they neither wait for what is computed, nor hold it up."""
+    """Sums a GPU's numbers over Gloo, through pinned host memory. Copies use their own stream."""
+
+    # Gloo takes GPU tensors, but its thread uses the host's first GPU, so the rank's own GPU could not be marked.
 
     def __init__(self, relay: Relay) -> None:
         self.relay = relay
@@ -196,27 +179,25 @@ class Staging:
         threading.Thread(target=self._send_all, daemon=True).start()
 
     def begin(self, tensor: Tensor, arrived: Callable[[], None]) -> Any:
-        """A future of the tensor, in the order in which all ranks begin them. arrived: called in the stream, and on the
-        device, of the copy that brings the sum back.
-        """
-        computed = torch.cuda.Event(blocking=True)  # not at the cost of a core
+        """arrived: called in the stream of the last copy."""
+        computed = torch.cuda.Event(blocking=True)  # waits without using a core
         computed.record()
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[tensor.device])
         self.leaving.put(WaitingTensor(tensor, arrived, computed, future))
         return future
 
     def _send_all(self) -> None:
-        torch.cuda.set_stream(self.stream)  # and with it the device: a new thread's is the host's first GPU
+        torch.cuda.set_stream(self.stream)  # also sets the device, by default the host's first GPU
         while True:
             parcel = self.leaving.get()
             try:
                 summed = self.relay.begin(self._fetched(parcel))
                 summed.then(partial(self._deliver, parcel=parcel))
-            except Exception as error:  # whoever waits for the sum shall have it
+            except Exception as error:  # raised where the sum is awaited
                 parcel.future.set_exception(error)
 
     def _fetched(self, parcel: WaitingTensor) -> Tensor:
-        """A copy in the host's memory, in the order of the elements: all ranks send the same, whatever theirs is."""
+        # In the order of elements, which all ranks share, whatever their memory format.
         parcel.computed.synchronize()
         copy = torch.empty(parcel.tensor.shape, dtype=parcel.tensor.dtype, pin_memory=True)
         copy.copy_(parcel.tensor, non_blocking=True)
@@ -224,7 +205,6 @@ class Staging:
         return copy
 
     def _deliver(self, summed: Any, parcel: WaitingTensor) -> None:
-        """In the relay's last thread."""
         torch.cuda.set_stream(self.stream)
         try:
             parcel.tensor.copy_(summed.wait(), non_blocking=True)
@@ -235,36 +215,27 @@ class Staging:
 
 
 class WaitingTensor(NamedTuple):
-    """One tensor that waits to travel."""
-
     tensor: Tensor
     arrived: Callable[[], None]
     computed: torch.cuda.Event
-    """After this event the tensor holds what shall travel."""
+    """Recorded when `tensor` is ready."""
     future: Any
 
 
-# Sums over Gloo in several legs, each of which has the next tensor while this one is further on.
-#
-# relay = Relay(group, nodes=["a16", "a16", "a2000"], dtype=torch.bfloat16, executor=ON_DEVICE)
-# relay.begin(bucket).wait()               in place, in the host's memory
-
 Leg = Callable[[Tensor], Any]
 _MESSAGE = 1 << 18
-"""Elements: 1 MiB of float32, in which Gloo cuts its rings' messages anyway."""
+"""Elements: 1 MiB of float32, the message size of Gloo's rings."""
 
 
 class Relay:
-    """Sums on CPUs in several legs, with a thread for each, which begins it when the leg before has arrived: while one
-    tensor is between the hosts, the next is rounded or added up inside of them, and backward goes on. All keep the
-    order, so that it is the same on every host.
+    """Sums on CPUs in several legs, each with a thread, so that tensors overlap: one travels while the next is rounded.
 
-    nodes: each host adds up its own ranks' numbers, one rank a host carries the sum to the others, and gives it to its
-    own. With n ranks on h hosts a link carries 2(h-1)/h of the bytes each way instead of a ring's 2(n-1)/n
-    (hierarchical all-reduce, as in Horovod). A tensor goes in pieces, of which a message between hosts is 1 MiB: their
-    link is idle for as long as the first piece takes to get to it, and all ranks for as long as the last takes from it.
-    Without nodes it is one all-reduce. dtype: what a host's sum is rounded to before it travels.
+    nodes: each host adds up its ranks' numbers, one rank per host exchanges the sum and distributes it. dtype: for
+    transfers between hosts.
     """
+
+    # With n ranks on h hosts a link carries 2(h-1)/h of the bytes each way instead of a ring's 2(n-1)/n (hierarchical
+    # all-reduce, as in Horovod). Small pieces keep links and ranks from being idle at the beginning and end.
 
     def __init__(self, group: Group, nodes: Sequence[str], dtype: torch.dtype | None, executor: Executor) -> None:
         inside, between = _hosts_first(group, nodes) if nodes else ([], [_sum_of(group)])
@@ -285,7 +256,6 @@ class Relay:
         threading.Thread(target=_carry, args=(arriving, deliver, lambda _: None), daemon=True).start()
 
     def begin(self, tensor: Tensor) -> Any:
-        """A future of the tensor."""
         if not self.piece or tensor.numel() <= self.piece:
             return self._begin(tensor)
         futures = [self._begin(piece) for piece in pieces_of(tensor, self.piece)]
@@ -298,25 +268,25 @@ class Relay:
 
 
 class SumUnderWay(NamedTuple):
-    """One sum under way."""
+    """A sum in progress."""
 
     tensor: Tensor
-    """Where the sum is to be stored."""
+    """Receives the sum."""
     sent: Tensor
-    """What travels."""
+    """The numbers that travel."""
     work: Any
-    """Its leg that is not over, or None."""
+    """Its unfinished leg, or None."""
     future: Any
 
 
 def pieces_of(tensor: Tensor, elements: int) -> Sequence[Tensor]:
-    """Pieces of this many elements each, in the tensor's own memory."""
+    """Views of up to `elements` each."""
     return tensor.view(-1).split(elements) if tensor.is_contiguous() else (tensor,)
 
 
 def _whole(pieces: Any, tensor: Tensor) -> Tensor:
     for piece in pieces.value():
-        piece.wait()  # raises what went wrong with it
+        piece.wait()  # raises its errors
     return tensor
 
 
@@ -327,7 +297,7 @@ def _carry(arriving: Any, leg: Callable[[SumUnderWay], SumUnderWay], hand_on: Ca
             if parcel.work:
                 parcel.work.wait()
             hand_on(leg(parcel))
-        except Exception as error:  # whoever waits for the sum shall have it
+        except Exception as error:  # raised where the sum is awaited
             parcel.future.set_exception(error)
 
 
@@ -349,13 +319,13 @@ def _deliver(parcel: SumUnderWay, executor: Executor) -> SumUnderWay:
 
 
 def _sum_of(group: Group) -> Leg:
-    """Apart from what else the ranks sum up meanwhile, in whatever order a thread gets to it."""
+    # A separate group, independent of the order of other sums.
     own = _own_group([_ranks_of(group)])
     return lambda tensor: dist.all_reduce(tensor, group=own, async_op=True)
 
 
 def _hosts_first(group: Group, nodes: Sequence[str]) -> tuple[list[Leg], list[Leg]]:
-    """What leads to a host's sum, and what to everybody's."""
+    """The legs to a host's sum, and from there to the sum on all ranks."""
     of_hosts = [[r for r, n in zip(_ranks_of(group), nodes, strict=True) if n == node] for node in dict.fromkeys(nodes)]
     leaders = _own_group([[host[0] for host in of_hosts]])
     inward, outward = _own_group(of_hosts), _own_group(of_hosts)
@@ -371,11 +341,11 @@ def _hosts_first(group: Group, nodes: Sequence[str]) -> tuple[list[Leg], list[Le
 
 
 def _ranks_of(group: Group) -> list[int]:
-    """By their numbers among all ranks."""
+    """Numbered among all ranks."""
     return [dist.get_global_rank(group, rank) for rank in range(group.size())]
 
 
 def _own_group(of_ranks: Sequence[Sequence[int]]) -> Any:
-    """One group for each list, made by all ranks; the one that this rank is in, or None."""
+    """A collective call: one group per list. Returns this rank's group, or None."""
     made = [dist.new_group(list(ranks), backend="gloo", timeout=timeout()) for ranks in of_ranks]
     return next((group for group, ranks in zip(made, of_ranks, strict=True) if dist.get_rank() in ranks), None)

@@ -1,7 +1,6 @@
-"""`horovod`: gradients summed by Horovod (Sergeev and Del Balso 2018), by its own package, as they come.
+"""`horovod`: sums gradients during backward with Horovod (Sergeev and Del Balso 2018).
 
-Ranks are started as for every other strategy, without `horovodrun`. What that would tell them is known already: their
-numbers, and how to reach each other through torch's store (`loopback_store`).
+Works without `horovodrun`: ranks get their numbers from us and exchange addresses through torch's store.
 """
 
 from __future__ import annotations
@@ -26,14 +25,13 @@ from trainer.shared.errors import TrainError
 from trainer.strategies.base import Base, Exchange, refuse_unused, share_initial_state, weighted
 
 _meetings: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
-"""Of these ranks, whose addresses of an earlier meeting are still in the store."""
+"""Earlier meetings of these ranks, whose addresses are still in the store."""
 
 
 class Horovod(Base):
-    """Backward hands each gradient over as soon as it is there; Horovod joins what comes close together, and sums it
-    while backward goes on. nodes: of each rank its host.
+    """nodes: each rank's host.
 
-    Raises TrainError where the package is missing, does not suit the ranks' devices, or its ranks do not meet.
+    Raises TrainError if the package is missing or unsuitable, or ranks cannot connect.
     """
 
     def __init__(
@@ -48,9 +46,8 @@ class Horovod(Base):
         self.origins = [self._watch(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
 
     def _watch(self, name: str, weight: Tensor) -> Any:
-        """Where autograd adds up the weight's gradient, which lives as long as somebody holds it. torch keeps what the
-        hook gets where Python's collector cannot look: held strongly, all would stay for good.
-        """
+        """The node where autograd adds up the weight's gradient; it must be kept alive."""
+        # A weak reference, because Python's collector cannot see torch's hooks.
         with torch.enable_grad():
             used: Any = weight.expand_as(weight)
         origin = used.grad_fn.next_functions[0][0]
@@ -61,7 +58,7 @@ class Horovod(Base):
         if not self.is_last or weight.grad is None:
             return
         self.brake.pause("call")
-        sent = weight.grad.contiguous()  # Horovod takes no other
+        sent = weight.grad.contiguous()  # required by Horovod
         self.on_its_way.append((self.hvd.allreduce_async_(sent, name=name, op=self.hvd.Sum), sent, weight.grad))
 
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
@@ -88,7 +85,7 @@ class Horovod(Base):
 
 
 def package(device: torch.device, *, between_hosts: bool = False) -> Any:
-    """`horovod.torch`. Raises TrainError where it cannot be used here. between_hosts: are there several?"""
+    """`horovod.torch`. Raises TrainError if it cannot be used here."""
     try:
         import horovod.torch as hvd
     except (ImportError, OSError) as error:
@@ -116,9 +113,9 @@ def package(device: torch.device, *, between_hosts: bool = False) -> Any:
 
 
 def heeds_interface() -> bool:
-    """Whether all of its connections go over the interface that HOROVOD_GLOO_IFACE names. In 0.28.1 as published those
-    that carry gradients do not, and no connection proves who it is: our own build's version says that they do.
-    """
+    """Whether all connections use the interface HOROVOD_GLOO_IFACE."""
+    # In 0.28.1 as published, those with gradients do not, and no connection is authenticated. Our build's version has a
+    # mark.
     try:
         return metadata.version("horovod").endswith("+iface")
     except metadata.PackageNotFoundError:
@@ -126,7 +123,7 @@ def heeds_interface() -> bool:
 
 
 def meet(hvd: Any, group: dist.ProcessGroup, nodes: Sequence[str]) -> None:
-    """Has the group's ranks meet, and no others. Raises TrainError."""
+    """Connects the group's ranks. Raises TrainError."""
     if hvd.is_initialized():  # of another group
         hvd.shutdown()
     ranks = tuple(dist.get_global_rank(group, rank) for rank in range(group.size()))
@@ -138,13 +135,13 @@ def meet(hvd: Any, group: dist.ProcessGroup, nodes: Sequence[str]) -> None:
         except (RuntimeError, ValueError) as error:
             raise TrainError(
                 f"{nodes[group.rank()]}: rank {group.rank()} cannot meet {group.size()} ranks through Horovod "
-                f"({(str(error).splitlines() or [''])[0][:200]}): its lines above say more; try strategy=ddp"
+                f"({(str(error).splitlines() or [''])[0][:200]}): see its lines above; or try strategy=ddp"
             ) from error
     before_leaving("horovod", hvd.shutdown)
 
 
 def variables(rank: int, nodes: Sequence[str], server: LoopbackStore) -> dict[str, str]:
-    """What horovodrun would set. nodes: of each rank its host."""
+    """horovodrun's variables. nodes: each rank's host."""
     local_ranks = [nodes[:each].count(node) for each, node in enumerate(nodes)]
     across = [each for each, local in enumerate(local_ranks) if local == local_ranks[rank]]
     numbers = {

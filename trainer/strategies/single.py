@@ -1,4 +1,4 @@
-"""One process with the whole batch: `none` on one device, `dp` on all that its host has."""
+"""One process with the whole batch (`none`, `dp`), and torch's DistributedDataParallel (`ddp`)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ from trainer.strategies.gradient_sum import GradientSum, fitted_bucket_bytes
 
 
 class Alone(Base):
-    """No synchronisation between processes.
-
-    all_devices: torch's DataParallel copies the network to every GPU at each step, cuts the batch evenly, and brings
-    outputs and gradients back to the first; where there is none, it is the network itself.
-    """
+    """all_devices: torch's DataParallel, which splits the batch evenly over the GPUs at each step. Ignored on CPUs."""
 
     def __init__(self, model: nn.Module, timer: Timer, brake: Brake, all_devices: bool) -> None:
         self.network = model
@@ -40,9 +36,7 @@ class Alone(Base):
         return self.network
 
 
-# `ddp`: torch's DistributedDataParallel (Li et al. 2020), with this rank's own marks of what travelled when.
-
-# The name that newer torch gives to DDP's switch for overwriting buffers at each forward.
+# The newer name of DDP's switch for overwriting buffers in forward.
 _BUFFER_OPTION = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -51,11 +45,10 @@ _BUFFER_OPTION = next(
 
 
 class Ddp(Base):
-    """Buckets of gradients travel while backward still computes the next ones.
+    """torch's DistributedDataParallel (Li et al. 2020), with marks of each transfer. bucket_mib: 0 fits the link."""
 
-    bucket_mib: their size; 0 fits it to the link. Every rank keeps its own BatchNorm statistics (they are averaged
-    before an evaluation): DDP would overwrite them with rank 0's at each step.
-    """
+    # Every rank keeps its own BatchNorm statistics, averaged before evaluations; DDP would overwrite them with rank
+    # 0's.
 
     def __init__(self, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake, bucket_mib: float) -> None:
         self.sums = sums
@@ -73,12 +66,12 @@ class Ddp(Base):
             gradient_as_bucket_view=True,
             **keep_own_buffers,
         )
-        # torch keeps what the hook gets where Python's collector cannot look: held strongly, all would stay for good.
+        # A weak reference, because Python's collector cannot see torch's hooks.
         self.model.register_comm_hook(weakref.proxy(self), Ddp._send)
 
-    # Without annotations: DDP compares them with classes, and ours are text.
+    # Without annotations: DDP compares them with classes, but ours are text.
     def _send(self, bucket):  # type: ignore[no-untyped-def]
-        """DDP hands over buckets in order, so with the last one this rank has computed all its gradients."""
+        # DDP hands over buckets in order: with the last one, all gradients are computed.
         self.brake.pause("call")
         if bucket.is_last():
             self.brake.pause("sync")
@@ -102,12 +95,12 @@ class Ddp(Base):
                 "strategy ddp: a weight's gradient came twice in one update, as that of a checkpointed block that is "
                 "used twice: call torch.utils.checkpoint with use_reentrant=False, or use strategy=allreduce_flat"
             ) from error
-        if self.computed is None:  # a bucket is not full, and nothing of it was exchanged
+        if self.computed is None:  # a bucket was incomplete, so nothing was exchanged
             refuse_unused(self.whole(), loss_sum)
         return Exchange(self.computed, tuple(self.collectives))
 
     def no_loss(self) -> Tensor:
-        """By DDP's own forward, which gets its buckets ready."""
+        # DDP's forward prepares its buckets.
         self._either.is_called = False
         try:
             nothing: Tensor = self.model()
@@ -129,7 +122,7 @@ class Ddp(Base):
 
 
 class _OrNothing(nn.Module):
-    """The network, or if the rank has no samples a loss of none."""
+    """The network, or a zero loss if the rank has no samples."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
-"""BatchNorm over the whole batch of all ranks, for any shares, on CPUs and GPUs alike.
+"""BatchNorm over the whole batch of all ranks, for any shares, on CPUs and GPUs.
 
-    synchronise_batch_norm(model, group)        every BatchNorm of the model, in place; its state_dict stays as it was
+    synchronise_batch_norm(model, group)        in place; the state_dict keeps its form
 
-A rank without samples calls the network with an empty batch, or with somebody's samples that do not count: it sends
-nothing and takes part. In eval mode it is torch's own BatchNorm, with statistics that are the same on every rank.
+A rank without samples passes an empty batch, or samples that do not count.
 """
 
 from __future__ import annotations
@@ -23,17 +22,15 @@ from trainer.shared.errors import TrainError
 
 
 class SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Made by `synchronise_batch_norm`, which gives it its group."""
-
     group: dist.ProcessGroup
     counts = True
-    """Whether the samples are this rank's own; if not, they are normalised and counted nowhere."""
+    """Whether the samples count in the statistics."""
     name: str
     passed: list[str]
-    """Names of those that this pass has come through so far: one list for all of a network."""
+    """BatchNorms of this pass so far; one list per network."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SynchronisedBatchNorm:
-        """Of the same ranks: a script's own average is a copy of its network."""
+        # A copy keeps the group: a script may average by copying its network.
         memo[id(self.group)] = self.group
         copied = memo[id(self)] = self.__class__.__new__(self.__class__)
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -58,7 +55,7 @@ class SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @torch.no_grad()
     def _keep(self, count: Tensor, mean: Tensor, variance: Tensor) -> None:
-        """Moves the running statistics as torch does: the variance of a population, estimated from the batch."""
+        """Moves the running statistics like torch, with the unbiased variance."""
         if self.num_batches_tracked is None or self.running_mean is None or self.running_var is None:
             return  # track_running_stats=False
         self.num_batches_tracked += 1
@@ -68,21 +65,20 @@ class SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def synchronise_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Has every BatchNorm of the model count the samples of all ranks of the group; alone it does so already."""
+    """Does nothing in a group of one rank."""
     if group.size() == 1:
         return
     passed: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             synchronised = cast(SynchronisedBatchNorm, module)
-            synchronised.__class__ = SynchronisedBatchNorm  # parameters, buffers and hooks stay where they are
+            synchronised.__class__ = SynchronisedBatchNorm  # keeps parameters, buffers and hooks
             synchronised.group, synchronised.name, synchronised.passed = group, name, passed
 
 
 def refuse_other_ways(model: nn.Module) -> None:
-    """Called by all ranks after a forward pass. Raises TrainError if they came through other BatchNorms, as many on
-    each: their statistics are mixed then. (If one came through fewer of them, the others wait for it in vain.)
-    """
+    """A collective call after forward. Raises TrainError if ranks used different BatchNorms, equally many on each."""
+    # With different numbers, some ranks would wait until the timeout.
     synchronised = [module for module in model.modules() if isinstance(module, SynchronisedBatchNorm)]
     if not synchronised:
         return
@@ -92,8 +88,8 @@ def refuse_other_ways(model: nn.Module) -> None:
     passed.clear()
     if others:
         raise TrainError(
-            f"sync_bn: ranks use different BatchNorm layers in one update (left out on a rank: {others}), and all have "
-            "to use the same ones: leave sync_bn out"
+            f"sync_bn: ranks use different BatchNorm layers in one update (left out on a rank: {others}), but all must "
+            "use the same layers: leave sync_bn out"
         )
 
 
@@ -102,11 +98,9 @@ def is_synchronised(model: nn.Module) -> bool:
 
 
 def whole_batch_statistics(images: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Values a channel (as a tensor), mean and biased variance over all ranks.
-
-    Each rank's count, mean and squared distance from its own mean are merged (Chan, Golub and LeVeque 1979): sums of
-    squares would lose what float32 has to say where a mean is large.
-    """
+    """Values per channel (a tensor), mean and biased variance over all ranks."""
+    # Merges counts, means and squared distances (Chan, Golub and LeVeque 1979): sums of squares lose precision in
+    # float32 if a mean is large.
     images = _at_least_float32(images)
     channels = images.shape[1]
     own = images.new_zeros(1 + 2 * channels)
@@ -122,7 +116,7 @@ def whole_batch_statistics(images: Tensor, group: dist.ProcessGroup) -> tuple[Te
 
 
 class _Normalise(torch.autograd.Function):
-    """(x - mean) / sqrt(variance + eps) * weight + bias, whose gradient knows that mean and variance came from x."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias, with mean and variance as functions of x."""
 
     @staticmethod
     def forward(
@@ -145,9 +139,9 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """With y = (x - mean) / std: dx = weight / std * (dy - mean(dy) - y * mean(dy * y)), the means over all ranks.
+        """With y = (x - mean) / std: dx = weight / std * (dy - mean(dy) - y * mean(dy * y)), with means over all ranks.
 
-        The gradients of weight and bias are this rank's own sums: the strategy adds them up with all others.
+        Gradients of weight and bias are this rank's sums.
         """
         images, weight, mean, inverse_std, count = context.saved_tensors
         gradient, channel = _at_least_float32(output_gradient), [1, -1, *[1] * (images.dim() - 2)]

@@ -1,1 +1,1 @@
-"""The channels of every layer cut over the ranks: each computes its own for the whole batch."""
+"""Tensor parallelism: each rank computes some channels of every layer, for the whole batch."""

@@ -1,7 +1,4 @@
-"""Slices that keep a GPU's time in place of computing: what the ranks gather and add up is real, the numbers are not.
-
-Each layer takes its part of forward, then the ranks meet; backward takes the layers in the opposite order.
-"""
+"""Tensor parallelism of simulated GPUs: computing is timed, transfers are real, numbers are meaningless."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from trainer.tensor.sliced_layers import Layer, Meeting
 
 
 class PacedSlices(PacedPart):
-    """Weights like this rank's slices; takes images, gives logits of no meaning. meeting: set before the first pass."""
+    """Has weights like this rank's slices. meeting: set before the first pass."""
 
     meeting: Meeting
 
@@ -29,7 +26,7 @@ class PacedSlices(PacedPart):
         super().__init__(like, clock)
         self.layers, self.rank, self.classes = layers, rank, classes
         self.there_s = self.late_s = 0.0
-        self._room = torch.zeros(0)
+        self._buffer = torch.zeros(0)
 
     def forward(self, images: Tensor) -> Tensor:
         token = images.new_zeros((len(images), self.classes))
@@ -39,8 +36,8 @@ class PacedSlices(PacedPart):
         return token
 
     def compute(self, layer: Layer, part: float, samples: int) -> None:
-        """Returns when this rank is through with its channels of a layer, of which that is a part; what it was late
-        before, it makes up for.
+        """Returns when this rank's part of the layer would be done; catches up on lateness.
+        part: FORWARD or BACKWARD.
         """
         own = layer.slices.own(self.rank)[1] / sum(layer.slices.channels)
         task_s = part * self.stopwatch.task_s(samples, own * layer.work, 1 / len(self.layers))
@@ -48,27 +45,25 @@ class PacedSlices(PacedPart):
         self.late_s = max(0.0, self.stopwatch.clock.now() - self.stopwatch.free_s)
 
     def gather(self, layer: Layer, samples: int) -> None:
-        """Every rank's channels of its output."""
         whole = math.prod(layer.gives) // sum(layer.slices.channels)
         counts = [samples * whole * count for count in layer.slices.channels]
-        room = self.room(sum(counts)).view(self.meeting.sums.dtype or torch.float32)[: sum(counts)]
-        self.meeting.gather_into(list(room.split(counts)))
+        received = self.buffer(sum(counts)).view(self.meeting.sums.dtype or torch.float32)[: sum(counts)]
+        self.meeting.gather_into(list(received.split(counts)))
         self.there_s = self.stopwatch.clock.now()
 
     def add_up(self, layer: Layer, samples: int) -> None:
-        """The gradient of its input."""
-        self.meeting.add_up(self.room(samples * math.prod(layer.takes)))
+        self.meeting.add_up(self.buffer(samples * math.prod(layer.takes)))
         self.there_s = self.stopwatch.clock.now()
 
-    def room(self, numbers: int) -> Tensor:
-        """The same memory each time: to make it would take this CPU longer than a GPU its layer."""
-        if len(self._room) < numbers:
-            self._room = torch.zeros(numbers)
-        return self._room[:numbers]
+    def buffer(self, numbers: int) -> Tensor:
+        """Reuses memory: allocating it would take longer than a GPU's layer."""
+        if len(self._buffer) < numbers:
+            self._buffer = torch.zeros(numbers)
+        return self._buffer[:numbers]
 
 
 class _Meets(torch.autograd.Function):
-    """One layer. The first one in a pass is the last one backward, when all weights get gradients: themselves."""
+    """One layer. All weights get gradients (themselves) at the end of backward."""
 
     @staticmethod
     def forward(

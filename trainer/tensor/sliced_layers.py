@@ -1,4 +1,6 @@
-"""A network whose layers hold this rank's slices alone: `cut(model, layers, meeting)`, in place."""
+"""Layers that compute a slice of their output channels on each rank: which ones, how they are
+cut, and their exchanges.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from trainer.strategies.gradient_sum import GradientSum
 
 
 def cut(model: nn.Module, layers: Sequence[Layer], meeting: Meeting) -> nn.Module:
-    """layers: as `survey` gives them; one that is called twice is there twice, and cut once."""
+    """In place. layers: from `survey`; a layer that is called twice occurs twice."""
     for layer in layers:
         parent, _, name = layer.name.rpartition(".")
         holder, whole = model.get_submodule(parent), model.get_submodule(layer.name)
@@ -31,16 +33,12 @@ def cut(model: nn.Module, layers: Sequence[Layer], meeting: Meeting) -> nn.Modul
     return model
 
 
-# Layers that hold a slice of their output channels, and give all of them.
-#
-# Forward computes the slice from the whole input and gathers the others'. Backward takes the slice of the output's
-# gradient, which is the same on all ranks; what it gives for the slice's weights is whole, and for the input one part
-# of
-# the sum over ranks (Shoeybi et al. 2019, there for pairs of layers).
+# Forward computes the slice from the whole input and gathers the others. Backward gives whole gradients for the slice's
+# weights, and for the input a part of the sum over ranks (Shoeybi et al. 2019, for pairs of layers).
 
 
 class Sliced(nn.Module):
-    """Weight and bias keep their names, so that a slice is found in a whole network's state."""
+    """Weight and bias keep their names in the state."""
 
     weight: Tensor
     bias: Tensor | None
@@ -62,7 +60,6 @@ class Sliced(nn.Module):
         return whole
 
     def compute(self, inputs: Tensor) -> Tensor:
-        """This rank's channels."""
         raise NotImplementedError
 
 
@@ -88,9 +85,7 @@ class SlicedConv2d(Sliced):
         return conv2d(inputs, self.weight, self.bias, groups=self.groups, **self.how)
 
     def _compute_nothing(self, inputs: Tensor) -> Tensor:
-        """torch refuses a convolution without channels; the shape, and gradients of nothing, are that of one of a
-        single channel.
-        """
+        # torch refuses a convolution without channels, so this computes one and drops it.
         inputs = inputs.narrow(1, 0, self.weight.shape[1])
         weight = torch.cat([self.weight, self.weight.new_zeros(1, *self.weight.shape[1:])])
         bias = None if self.bias is None else torch.cat([self.bias, self.bias.new_zeros(1)])
@@ -98,7 +93,7 @@ class SlicedConv2d(Sliced):
 
 
 class _AddUp(torch.autograd.Function):
-    """Passes its input on; in backward each rank's gradient becomes their sum."""
+    """The identity; backward sums gradients over ranks."""
 
     @staticmethod
     def forward(context: Any, inputs: Tensor, meeting: Meeting) -> Tensor:
@@ -107,7 +102,7 @@ class _AddUp(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # In 32 bits at least: rounded to 16 after each addition, the sum would depend on the number of ranks.
+        # In at least 32 bits: with rounding to 16 after each addition, the sum would depend on the number of ranks.
         summed = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).contiguous()
         context.meeting.add_up(summed)
         return summed.to(gradient.dtype), None
@@ -125,44 +120,33 @@ class _Gather(torch.autograd.Function):
         return gradient.narrow(layer.axis, layer.first, layer.count), None
 
 
-# Which channels of a layer each rank computes. Pure.
-#
-# slices = cut_channels(64, groups=1, shares=(73, 183))       Slices(channels=(18, 46), ...)
-# slices.own(rank=1)                                          (18, 46): its first channel, and how many
-
-
 @dataclass(frozen=True)
 class Slices:
-    """Output channels of one layer by rank, in the order of ranks; some may have none."""
+    """Output channels of one layer by rank; may be 0."""
 
     channels: tuple[int, ...]
     groups: tuple[int, ...]
-    """The layer's groups that these are; 1 a rank of a layer that has a single one."""
+    """Groups by rank; 1 for a layer with a single group."""
 
     def own(self, rank: int) -> tuple[int, int]:
-        """The rank's first channel, and how many."""
+        """The rank's first channel, and their number."""
         return sum(self.channels[:rank]), self.channels[rank]
 
 
 def cut_channels(channels: int, groups: int, shares: Sequence[int]) -> Slices:
-    """In the proportion of the shares, by the largest remainder. A grouped layer is cut between its groups, each of
-    which reads input channels of its own; where it has few of them that is coarse.
-    """
+    """In the proportion of `shares`. Grouped layers are cut between groups."""
     if groups == 1:
         return Slices(scale_shares(shares, channels), (1,) * len(shares))
     of_ranks = scale_shares(shares, groups)
     return Slices(tuple(count * channels // groups for count in of_ranks), of_ranks)
 
 
-# Which layers of a network can be cut, what they take and give: `layers_of(model, images, shares)`, without computing.
-#
-# Weights of other kinds (BatchNorm's) are held and moved by every rank: all see the same activations and gradients, so
-# that they stay alike with nothing exchanged.
+# Other weights (BatchNorm's) are equal on every rank without an exchange, because activations and gradients are.
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One that is cut. takes, gives: the shapes of a sample's input and output."""
+    """A cut layer. takes, gives: shapes of a sample's input and output."""
 
     name: str
     slices: Slices
@@ -171,13 +155,12 @@ class Layer:
     takes: tuple[int, ...]
     gives: tuple[int, ...]
     axis: int
-    """That of the channels, in a batch's output."""
+    """The dimension of the channels in the output."""
 
 
 def is_cut(module: nn.Module) -> bool:
-    """Not subclasses: some (of attention) are never called, others read their weights. Nor what would be lost with the
-    layer that a slice takes the place of: its hooks, those of its weights, a forward pass of its own.
-    """
+    # No subclasses: attention's are never called, or their weights are read elsewhere. No layers with hooks or their
+    # own forward, which a slice would lose.
     if has_hooks(module) or "forward" in vars(module):
         return False
     weights = [module._parameters.get(name) for name in ("weight", "bias")]
@@ -187,7 +170,7 @@ def is_cut(module: nn.Module) -> bool:
 
 
 def _names_of_cut(model: nn.Module) -> set[str]:
-    """Of the layers that are cut. Those whose weights others use as well stay whole, on every rank."""
+    # Layers whose weights are also used elsewhere stay whole, on every rank.
     used = Counter(storage_of(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
     read = {id(layer) for encoder in encoders for layer in encoder.children()}
@@ -195,18 +178,18 @@ def _names_of_cut(model: nn.Module) -> set[str]:
         name
         for name, module in model.named_modules()
         if is_cut(module)
-        and id(module) not in read  # as its fast path does in evaluations, without a call
+        and id(module) not in read  # the encoder's fast path in evaluations reads its layers' weights
         and all(used[storage_of(weight)] == 1 for weight in module.parameters(recurse=False))
     }
 
 
 def survey(name: str, shape: tuple[int, int, int], classes: int, shares: Sequence[int]) -> tuple[Layer, ...]:
-    """In the order in which forward comes to them. shares: each rank's part, of a batch or in any other unit."""
+    """In the order of forward. shares: in any unit."""
     return layers_of(skeleton_of(name, shape, classes), torch.zeros(2, *shape, device="meta"), shares)
 
 
 def layers_of(model: nn.Module, images: Tensor, shares: Sequence[int]) -> tuple[Layer, ...]:
-    """images: two at least. Both on torch's meta device."""
+    """images: at least two. Both on torch's meta device."""
     visits: list[tuple[str, nn.Module, Tensor, Tensor]] = []
     names = _names_of_cut(model)
     hooks = [
@@ -214,7 +197,7 @@ def layers_of(model: nn.Module, images: Tensor, shares: Sequence[int]) -> tuple[
     ]
     try:
         model(images)
-    except Exception as error:  # whatever the network itself, or torch's meta device, raises
+    except Exception as error:  # errors of the network, or of torch's meta device
         raise TrainError(f"strategy tensor: {type(model).__name__} {how_it_failed(error)}; use ddp") from error
     for hook in hooks:
         hook.remove()
@@ -245,22 +228,16 @@ def _slices(module: Any, shares: Sequence[int]) -> Slices:
 
 
 def _work(module: Any, output: Tensor) -> float:
-    """Its weights times the positions at which they are applied."""
     return float(module.weight.numel() * output.numel() / len(module.weight))
 
-
-# Where the ranks meet in a pass: outputs are gathered, and gradients of inputs added up.
-#
-# meeting = Meeting(sums, timer)
-# whole = meeting.gather(own, channels=(18, 46), axis=1)      every rank's channels, in the order of ranks
-# meeting.add_up(gradient)                                    in place
-# spans, held_up_s = meeting.take()                           when, and how long this rank was held up on purpose
 
 Spans = list[tuple[Any, Any]]
 
 
 class Meeting:
-    """sums: over all ranks; what it travels in is what activations travel in, too."""
+    """Exchanges of a pass: gathers outputs and sums gradients. sums: over all ranks; its dtype
+    is also for activations.
+    """
 
     def __init__(self, sums: GradientSum, timer: Timer) -> None:
         self.sums, self.timer = sums, timer
@@ -271,22 +248,21 @@ class Meeting:
         self._held_up_s = sums.held_up_s
 
     def __deepcopy__(self, _: object) -> Meeting:
-        """A copy of a network meets the same ranks: a script's own average is such a copy."""
+        # A copied network uses the same ranks: a script may average by copying.
         return self
 
     def gather(self, own: Tensor, channels: Sequence[int], axis: int) -> Tensor:
-        """own: this rank's channels, all others' differ in their number alone."""
+        """own: this rank's channels. Returns all channels, by rank."""
         sent = self._sent(own)
         parts = [sent if rank == self.rank else _like(sent, count, axis) for rank, count in enumerate(channels)]
         self.gather_into(parts)
         return torch.cat(parts, axis).to(own.device, own.dtype)
 
     def gather_into(self, parts: Sequence[Tensor]) -> None:
-        """By rank: this one's is there, the others' are written into. As messages from one to another, which may differ
-        in size; a collective would have all padded to the largest.
-        """
+        """parts: by rank; this rank's is sent, the others are overwritten."""
+        # Messages may differ in size; a collective would pad them to the largest.
         begin = self.timer.mark()
-        if self.sums.dtype:  # what rounding, and the way back, take a GPU that is stood in for
+        if self.sums.dtype:  # times the rounding of a simulated GPU
             self.sums.executor(gpu_work.cast(2 * 4 * sum(part.numel() for part in parts)), lambda: None)
         self.sums.hold_up()
         self._exchange(parts)
@@ -294,7 +270,7 @@ class Meeting:
 
     def _exchange(self, parts: Sequence[Tensor]) -> None:
         own, others = parts[self.rank], [rank for rank in range(self.size) if rank != self.rank]
-        # Each begins with the rank behind it, so that not all send to one.
+        # Each begins with the next rank, so that not all send to one.
         others = others[self.rank :] + others[: self.rank]
         asked = [self._message(dist.isend, own, rank) for rank in others if own.numel()]
         asked += [self._message(dist.irecv, parts[rank], rank) for rank in reversed(others) if parts[rank].numel()]
@@ -307,9 +283,7 @@ class Meeting:
         self._spans.append((begin, self.timer.mark()))
 
     def take(self) -> tuple[Spans, float]:
-        """Since the last call: marks of begin and end of each meeting, and the seconds for which `slow` held this rank
-        up before them.
-        """
+        """Since the last call: begin and end of each exchange, and the injected delay in seconds."""
         spans, self._spans = self._spans, []
         held_up_s, self._held_up_s = self.sums.held_up_s - self._held_up_s, self.sums.held_up_s
         return spans, held_up_s
@@ -318,7 +292,6 @@ class Meeting:
         return dist.P2POp(how, tensor, dist.get_global_rank(self.group, rank), self.group)
 
     def _sent(self, own: Tensor) -> Tensor:
-        """This rank's channels as they travel: in one piece of memory, where the group can see it."""
         if self.sums.dtype and own.dtype == torch.float32:
             own = own.to(self.sums.dtype)
         return (own.cpu() if self.on_cpu else own).contiguous()

@@ -1,9 +1,6 @@
-"""Layers cut over the ranks: `strategy = TensorParallel(model, layers, meeting, brake)`.
+"""`tensor`: all ranks take the whole batch, and each computes some output channels of every layer.
 
-Every rank takes the whole batch and computes some of each layer's output channels; what lies between (BatchNorm, ReLU,
-pooling, sums of branches) all of them compute alike from the gathered outputs. So the update is that of one process,
-and over a link go, for each layer, a batch's outputs forward and the gradient of its inputs backward, whatever the
-weights' number. As long as these travel nobody computes: this is for ranks that are close to each other.
+The update is that of one process. Each layer's outputs and input gradients travel, with no overlap: for close ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from trainer.strategies.base import Base, Exchange, weighted
 from trainer.tensor.sliced_layers import Layer, Meeting
 
 READER = 0
-"""The rank that samples, losses and judgements count for: all ranks have the same."""
+"""The rank whose samples, losses and evaluations count; all ranks have the same."""
 
 
 class TensorParallel(Base):
@@ -38,22 +35,20 @@ class TensorParallel(Base):
         return self.model
 
     def outputs(self, network: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """All ranks compute all batches, and one judges them."""
+        """All ranks compute all batches; one evaluates them."""
         for pair in super().outputs(network, batches):
             self.meeting.take()
             if self.counts:
                 yield pair
 
     def average_statistics(self, network: nn.Module, batches: Iterable[Tensor], *, again: bool = False) -> None:
-        """BatchNorm's are the same on all ranks, which read the same batches."""
+        # BatchNorm's statistics are equal on all ranks.
         if again and has_batch_norm(network):
             estimate_running_statistics(network, batches)
             self.meeting.take()
 
 
 class SlicedParts:
-    """Which part of a whole network's state lies on which rank."""
-
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.slices = {f"{layer.name}.{kind}": layer.slices for layer in layers for kind in ("weight", "bias")}
 

@@ -1,1 +1,1 @@
-"""One run's parts and its progress; its records, what it prints, and the network that an evaluation sees."""
+"""A run's parts, progress, records, console and shared network."""

@@ -1,13 +1,10 @@
-"""An exponential moving average of the weights, which evaluations and checkpoints see beside the weights themselves.
+"""A moving average of the weights (`ema`), and the evaluation of an experiment.
 
-    ema = Ema(model, decay=0.999)
-    ema.update(updates)                 after each update, the first of which is 1
-    with ema.in_place():                the network has the average's weights
-        ...
-
-The decay of update n is at most (1 + n) / (10 + n), so that the first weights are soon forgotten, as TensorFlow's
-ExponentialMovingAverage has it.
+ema.update(updates)                 after each update, the first is 1
+with ema.in_place():                the network has the average's weights
 """
+# The decay of update n is at most (1 + n) / (10 + n), to forget the first weights soon, as in TensorFlow's
+# ExponentialMovingAverage.
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from trainer.ranks.agreement import sum_over_ranks
 
 
 class Ema:
-    """model: what this rank holds of the network; the average is of the same part."""
+    """model: this rank's part of the network."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -35,8 +32,8 @@ class Ema:
 
     @torch.no_grad()
     def update(self, updates: int) -> None:
-        """updates: of the whole run, this one among them."""
-        if not self.means:  # all frozen, as a stage of a pipeline may be
+        """updates: of the whole run."""
+        if not self.means:  # all frozen, possible in a pipeline stage
             return
         decay = min(self.decay, (1 + updates) / (10 + updates))
         torch._foreach_mul_(self.means, decay)
@@ -44,7 +41,7 @@ class Ema:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Afterwards the network has its own weights again, to the last bit."""
+        """Restores the weights bit-identically."""
         own = [weight.clone() for weight in self.weights]
         _write(self.weights, self.means)
         try:
@@ -53,12 +50,12 @@ class Ema:
             _write(self.weights, own)
 
     def restart(self, state: Mapping[str, Tensor]) -> None:
-        """With these weights, by name; without any with the network's as they are now."""
+        """state: by name; empty: the network's weights."""
         _write(self.means, [state[name] for name in self.names] if state else self.weights)
 
 
 def _held(weight: Any) -> Tensor:
-    """Without its history; of fsdp's the piece that this rank has."""
+    """Detached; with fsdp this rank's piece."""
     held = weight.detach()
     piece: Tensor = held.to_local() if hasattr(held, "to_local") else held
     return piece
@@ -70,20 +67,12 @@ def _write(places: list[Tensor], values: list[Tensor]) -> None:
         place.copy_(value)
 
 
-# Loss and accuracy on the test data: every sample exactly once, whatever the number of ranks.
-#
-# result = judged(model, outputs, classes, device)
-# result.accuracy, result.per_class, result.samples
-
-
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation gave, over all ranks."""
-
     samples: int
     accuracy: float
     per_class: tuple[float | None, ...]
-    """Accuracy of each class; None where the test data have no sample of it."""
+    """By class; None without samples."""
     loss: float
 
 
@@ -91,10 +80,11 @@ class Evaluation:
 def judged(
     model: nn.Module, outputs: Iterable[tuple[Tensor, Tensor]], classes: int, device: torch.device
 ) -> Evaluation:
-    """outputs: logits and labels of what this rank is to judge, which may be nothing; the model computes as they are
-    drawn. Waits for all ranks.
+    """Every test sample once, over all ranks. A collective call.
+
+    outputs: logits and labels of this rank, computed as they are drawn.
     """
-    counts = torch.zeros((2, classes), dtype=torch.float64, device=device)  # of each class: right, samples
+    counts = torch.zeros((2, classes), dtype=torch.float64, device=device)  # by class: correct, samples
     loss = torch.zeros((), dtype=torch.float64, device=device)
     with evaluated(model):
         for output, labels in outputs:

@@ -1,4 +1,4 @@
-"""How far a run has come: what a checkpoint holds beside the network and its optimiser."""
+"""A run's position and random generators."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from torch import Tensor
 
 from trainer.compute.batch_norm_kernels import REMEMBERED
 
-# The generators that a rank draws from: `state = random_state()`, `set_random_state(state)`.
-
 
 class RandomState(NamedTuple):
     torch: Tensor
-    """Bytes of torch's generator of the CPU, then of the GPU if there is one."""
+    """torch's CPU generator, then the GPU's."""
     others: dict[str, Any]
-    """Of the modules `random` and, if it is loaded, `numpy.random`: their global states, in plain values."""
+    """Global states of `random` and, if loaded, `numpy.random`."""
 
 
 def random_state() -> RandomState:
@@ -46,23 +44,21 @@ def set_random_state(state: RandomState) -> None:
 
 @dataclass
 class Progress:
-    """How far a run has come: what changes from update to update beside the network and its optimiser."""
-
     epoch: int = 0
-    """The next update's epoch."""
+    """The next update's."""
     step: int = 0
-    """The next update's number within its epoch."""
+    """The next update's, in its epoch."""
     loss_sum: float = 0.0
-    """The sum over this rank's samples of this epoch so far."""
+    """This rank's, in this epoch."""
     samples: int = 0
-    """This rank's samples of this epoch so far."""
+    """This rank's, in this epoch."""
     recent: float = 0.0
-    """This rank's samples, those of older updates counted less, as BatchNorm's running statistics count them."""
+    """A decaying sum, like BatchNorm's running statistics."""
     random: RandomState | None = None
-    """The generators' states, to be restored once the epoch's batches have been opened."""
+    """Restored after the epoch's batches are opened."""
 
     def advance(self, samples: int) -> None:
-        """After an update with so many samples of this rank. Its loss follows when the device has come to it."""
+        """samples: of this rank. The loss follows later."""
         self.step += 1
         self.samples += samples
         self.recent = REMEMBERED * self.recent + samples
@@ -71,7 +67,7 @@ class Progress:
         self.epoch, self.step, self.loss_sum, self.samples = self.epoch + 1, 0, 0.0, 0
 
     def restore_random(self) -> None:
-        """To open an epoch's batches draws from the generator, and that has been done before."""
+        # Opening an epoch's batches draws from the generator, which the interrupted run had done already.
         if self.random is not None:
             set_random_state(self.random)
             self.random = None

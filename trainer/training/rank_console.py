@@ -1,7 +1,4 @@
-"""What rank 0 says to people: about one line a second, and a last one with the result; and what others say aside.
-
-epoch 1  step 120/938  loss 0.3121  3821 samples/s  (load 0.4  compute 7.1  exposed 2.1  optimiser 0.5 ms)
-"""
+"""Prints rank 0's progress, about a line per second, and other ranks' remarks."""
 
 from __future__ import annotations
 
@@ -16,12 +13,10 @@ INTERVAL_S = 1.0
 
 
 class Console:
-    """Silent on every rank but 0, save `aside`. Speeds count the samples of all ranks and leave out the warm-up and
-    evaluations.
-    """
+    """Only rank 0 prints, except `aside`. Speeds are over all ranks, without warm-up and evaluations."""
 
     def __init__(self, info: RankInfo, settings: Settings, steps: int, name: str) -> None:
-        self.speaks, self.rank = info.rank == 0, info.rank
+        self.prints, self.rank = info.rank == 0, info.rank
         self.warmup_steps = settings.warmup_steps if steps > settings.warmup_steps else 0
         self.steps = steps
         self.first_step: int | None = None
@@ -36,18 +31,17 @@ class Console:
         self.say(f"{what}, batch {settings.batch} over {ranks}, {how}{self.paced}")
 
     def count(self, step: int, batch: int, step_ms: float) -> None:
-        """batch: samples of this step over all ranks."""
+        """batch: of all ranks."""
         self.first_step = step if self.first_step is None else self.first_step
         if step - self.first_step >= self.warmup_steps:
             self.samples += batch
             self.train_s += step_ms / 1000
 
     def is_due(self, step: int) -> bool:
-        """Whether to speak of this step."""
         return time.monotonic() >= self.next_s or step + 1 >= self.steps
 
     def step(self, step: int, epoch: int, batch: int, own: int, loss: float | None, times: Mapping[str, float]) -> None:
-        """batch, own: samples of this step over all ranks and of this one; loss: the sum over its own; None: paced."""
+        """batch, own: samples of all ranks, and of this rank."""
         self.next_s = time.monotonic() + INTERVAL_S
         mean = f"loss {loss / own:.4f}" if own and loss is not None else "loss -"
         self.say(
@@ -64,7 +58,7 @@ class Console:
         )
 
     def judged(self, epoch: int, samples: int, found: Mapping[str, float]) -> None:
-        """Of a script of one's own, which names its numbers itself."""
+        """For a script, which names its numbers."""
         self.say("  ".join([f"epoch {epoch + 1}", *(f"{name} {value:.4f}" for name, value in found.items())])
                  + f"  of {samples}")  # fmt: skip
 
@@ -78,9 +72,9 @@ class Console:
         self.say(f"done: {updates} steps in {total_s:.1f} s, {speed:.0f} samples/s{accuracy}")
 
     def aside(self, line: str) -> None:
-        """What concerns this rank alone, whichever it is: it stands in its own log."""
-        print(line if self.speaks else f"rank {self.rank}: {line}", flush=True)
+        """For any rank's own log."""
+        print(line if self.prints else f"rank {self.rank}: {line}", flush=True)
 
     def say(self, line: str) -> None:
-        if self.speaks:
+        if self.prints:
             print(line, flush=True)

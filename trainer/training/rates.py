@@ -1,4 +1,4 @@
-"""An optimiser's learning rates in the course of a run: `rates.before_update(stream, progress)`."""
+"""Learning rates during a run, and clipping of gradients."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from trainer.training.progress import Progress
 
 
 class Rates:
-    """Each group of weights keeps its rate's proportion to the others'.
+    """Keeps the proportions of groups. scale: of all rates."""
 
-    scale: of all rates, for the whole run. Where that and the schedule leave rates as they are, nobody touches them: a
-    script may have a schedule of its own.
-    """
+    # Constant rates are never set, because a script may have its own schedule.
 
     def __init__(self, optimizer: Any, schedule: Schedule, scale: float = 1.0) -> None:
         self.schedule = schedule
@@ -30,19 +28,18 @@ class Rates:
         self._full = [group["lr"] for group in self._groups]
 
     def before_update(self, stream: SampleStream, progress: Progress) -> None:
-        """Those of the run's next update."""
         if not self.schedule.is_constant:
             self.set(middle_of_update(stream, progress))
 
     def set(self, seen: float) -> None:
-        """seen: as of `Schedule.factor`."""
+        """seen: see `Schedule.factor`."""
         factor = self.schedule.factor(seen)
         for group, full in zip(self._groups, self._full, strict=True):
             group["lr"] = full * factor
 
 
 def rates_of(settings: Settings, optimizer: Any, stream: SampleStream) -> Rates:
-    """Of all epochs, whatever `steps` leaves of them: a run that it ends early is the beginning of a longer one."""
+    """Over all epochs, even if `steps` ends the run early."""
     schedule = Schedule(
         settings.lr_schedule,
         epoch_samples=stream.size,
@@ -51,30 +48,22 @@ def rates_of(settings: Settings, optimizer: Any, stream: SampleStream) -> Rates:
         steps=parse_lr_steps(settings.lr_steps),
         step_factor=settings.lr_factor,
     )
-    # Linear scaling: k times the samples an update, k times the rate (Goyal et al. 2017, section 2.1).
+    # Linear scaling: k times the samples per update, k times the rate (Goyal et al. 2017, section 2.1).
     return Rates(optimizer, schedule, scale=settings.batch / settings.lr_batch if settings.lr_batch else 1.0)
 
 
 def samples_before(stream: SampleStream, epoch: int, step: int) -> int:
-    """All ranks' samples before an epoch's step."""
     return epoch * stream.size + min(step * stream.batch, stream.size)
 
 
 def middle_of_update(stream: SampleStream, progress: Progress) -> float:
-    """Samples that the run has seen by the middle of its next update."""
     return samples_before(stream, progress.epoch, progress.step) + stream.batch_at(progress.step) / 2
 
 
-# Gradients scaled down to a largest norm, between the exchange and the optimiser: `Clipping(model, 1.0, ...)()`.
-#
-# The norm is that of the whole network's gradient, wherever its parts lie: each weight's squares count on one rank, and
-# all scale by the same number (Pascanu et al. 2013, algorithm 1, with torch's 1e-6 against a division by zero). So
-# neither shares nor the way in which the network is cut change it, and ranks stay alike to the last bit.
-
-
 class Clipping:
-    """limit: of the norm. counted: names of the weights whose squares count on this rank; None: of all. group: of the
-    ranks whose squares add up; None where each rank's gradient is its own.
+    """Limits the norm of the whole network's gradient, however it is cut (Pascanu et al. 2013, algorithm 1).
+
+    counted: names of weights whose squares count on this rank; None: all. group: ranks whose squares are summed.
     """
 
     def __init__(
@@ -84,7 +73,7 @@ class Clipping:
         self.counted = {name for name, _ in model.named_parameters()} if counted is None else set(counted)
 
     def __call__(self) -> None:
-        """Scales .grad, in place."""
+        """Scales .grad in place."""
         weights = self.model.named_parameters()
         gradients = {name: _held(weight.grad) for name, weight in weights if weight.grad is not None}
         device = next(self.model.parameters()).device
@@ -100,6 +89,6 @@ class Clipping:
 
 
 def _held(gradient: Any) -> Tensor:
-    """Of fsdp's the piece that this rank has."""
+    """With fsdp this rank's piece."""
     held: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     return held

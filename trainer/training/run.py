@@ -1,4 +1,4 @@
-"""A run: what stays the same from its first update to its last."""
+"""Everything that stays the same during a run."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ from trainer.training.rates import Clipping, Rates
 
 @dataclass(frozen=True)
 class Run:
-    """What stays the same from the first update to the last."""
-
     settings: Settings
     info: RankInfo
     metrics: MetricsWriter
@@ -53,7 +51,7 @@ class Run:
     ema: Ema | None
     graphs: Graphs | None
     material: Any
-    """What is trained, as `trainer.setup.material` has it."""
+    """See `trainer.setup.material`."""
     order: RankBatches
     micro_batches: MicroBatches
     rebalancer: Rebalancer | None
@@ -61,12 +59,12 @@ class Run:
     test_batches: Callable[[], Batches] | None
     batches_of: Callable[[RankBatches], Batches]
     some_samples: Callable[[], Any]
-    """A batch of samples that are in the data, for a rank without any."""
+    """A batch for ranks without samples."""
     last_step: int
     learns: bool
-    """False where a rank is paced."""
+    """False if a rank is paced."""
 
     @property
     def stream(self) -> SampleStream:
-        """As it is cut now."""
+        """With the current shares."""
         return self.order.stream

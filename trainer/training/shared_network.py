@@ -1,4 +1,4 @@
-"""What an evaluation and a checkpoint see of a run, which goes on as if nobody had looked.
+"""The network for evaluations and checkpoints. Using it does not change the run.
 
 with shared_network(run, progress) as network:           on every rank
     result = judged(network, run.strategy.outputs(network, batches), classes, run.device)
@@ -23,16 +23,14 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def shared_network(run: Run, progress: Progress) -> Iterator[nn.Module]:
-    """The network that all ranks share: weights (their moving average, with `ema`), and the BatchNorm statistics that
-    belong to them. Nobody may change its weights. Afterwards every rank has its own statistics and generators back.
-    """
+    """The common weights (with `ema` their average) with matching BatchNorm statistics. Do not change them."""
     with run.ema.in_place() if run.ema else contextlib.nullcontext(), trained_network(run, progress) as network:
         yield network
 
 
 @contextlib.contextmanager
 def trained_network(run: Run, progress: Progress, *, own_weights: bool = False) -> Iterator[nn.Module]:
-    """The same with the weights that training has now. own_weights: even if there is an average of them."""
+    """own_weights: the trained weights even if `ema` is on."""
     random, network, again = random_state(), run.strategy.whole(), bool(run.ema) and not own_weights
     own = [
         (module, name, buffer, buffer.clone())
@@ -49,18 +47,17 @@ def trained_network(run: Run, progress: Progress, *, own_weights: bool = False) 
         yield network
     finally:
         for module, name, buffer, kept in own:
-            module._buffers[name] = buffer  # some passes put another tensor in its place
+            module._buffers[name] = buffer  # some forward passes replace the tensor
             buffer.copy_(kept)
         set_random_state(random)
 
 
 def estimated_again(run: Run, network: nn.Module) -> int:
-    """From training samples; gives the number of this rank's."""
     return estimate_running_statistics(network, training_images(run))
 
 
 def training_images(run: Run) -> Iterator[Tensor]:
-    """This rank's part of the epoch's first updates, in its micro-batches."""
+    """This rank's, of the epoch's first updates."""
     for step, (images, *_) in enumerate(run.batches_of(run.order.first(BATCHES))):
         sizes = run.micro_batches.sizes(run.stream.shares_at(step, run.order.epoch), run.order.rank)
         yield from (part for part in images.to(run.device).split(sizes) if len(part))

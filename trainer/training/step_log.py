@@ -1,16 +1,12 @@
-"""The `step` records, each written when the device has come to the end of its step.
+"""Writes `step` records, each after the device has finished the step.
 
-    with StepLog(run, progress) as log:
-        begin = log.begin()                  a mark, with the time of day
-        ...
-        log.add(Step(...))                   writes the step before, whose marks the device has reached by now
-        log.flush()                          writes all
-
-A GPU runs behind the program that feeds it. Whoever reads a step's marks and loss at its end waits for the GPU, which
-then waits for the host to queue the next step; so they are read one step late, when that has been queued. On a CPU they
-are there at once, and with `shares=auto`, whose ranks decide together after each step. What a CPU's marks come to is
-worked out where the line is written, beside training.
+with StepLog(run, progress) as log:
+    begin = log.begin()
+    log.add(Step(...))                   writes the step before
+    log.flush()
 """
+# Reading a step's marks at its end would make host and GPU wait for each other, so they are read one step late; not on
+# a CPU, nor with `shares=auto`, whose ranks decide after each step.
 
 from __future__ import annotations
 
@@ -39,19 +35,17 @@ MOMENT_S = 1.0
 
 
 class Step(NamedTuple):
-    """One update: what it trained on, and its marks in the order in which the device comes to them. The exchange holds
-    the one between `loaded` and `summed`.
-    """
+    """Marks are in the device's order; `exchange` has the one between `loaded` and `summed`."""
 
     number: int
     """In the whole run."""
     epoch: int
     batch: int
-    """Samples over all ranks."""
+    """Samples of all ranks."""
     samples: int
-    """Samples of this rank."""
+    """This rank's."""
     loss: Tensor | float | None
-    """The sum over these samples, or on its way to the host, where it is by `end`; None in a paced run."""
+    """Sum over these samples, possibly in transfer until `end`; None if paced."""
     exchange: Exchange
     begin: Any
     loaded: Any
@@ -60,13 +54,13 @@ class Step(NamedTuple):
     end: Any
 
     def times(self, timer: Timer) -> dict[str, float]:
-        """In milliseconds, as the `step` record names them."""
+        """Fields of the `step` record."""
         computed, held_up_ms = self.exchange.computed, 1000 * self.exchange.held_up_s
         waited_ms = covered_ms(timer, self.begin, self.exchange.waits)
         averaging_ms, sum_ms = timer.ms(self.updated, self.end), timer.ms(computed, self.summed)
         beside = self.exchange.collectives
         under_way_ms = covered_ms(timer, self.begin, beside) if beside else sum_ms
-        # Others wait for a pause made on purpose as they wait for computing.
+        # Others wait for an injected delay as for computing.
         compute_ms = timer.ms(self.loaded, computed) - waited_ms + held_up_ms
         return {
             "t_ms": round(timer.ms(self.begin, self.end), 3),
@@ -79,9 +73,7 @@ class Step(NamedTuple):
 
 
 class StepLog:
-    """Around one epoch's steps. Left by an exception it writes those that the device finishes within a moment: what the
-    others wait for may never come.
-    """
+    """For one epoch. After an exception writes only steps that finish within MOMENT_S."""
 
     def __init__(self, run: Run, progress: Progress) -> None:
         self.run, self.progress = run, progress
@@ -89,7 +81,7 @@ class StepLog:
         self.left: deque[Step] = deque()
 
     def begin(self) -> Any:
-        """Where the next step begins."""
+        """The mark of the next step's begin."""
         mark = self.run.timer.mark()
         self.run.timer.wait_for(mark)
         self.began = mark, time.time()
@@ -110,7 +102,7 @@ class StepLog:
             self.flush()
             return
         deadline_s = time.monotonic() + MOMENT_S
-        with contextlib.suppress(RuntimeError):  # a GPU that failed says so again to whoever asks it anything
+        with contextlib.suppress(RuntimeError):  # a failed GPU raises at every call
             while self.left and time.monotonic() < deadline_s:
                 if self.run.timer.is_over(self.left[0].end):
                     self._write(len(self.left) - 1)
@@ -118,7 +110,7 @@ class StepLog:
                     time.sleep(0.001)
 
     def _write(self, keep: int) -> None:
-        """All but the newest so many."""
+        """All but the newest `keep`."""
         while len(self.left) > keep:
             step = self.left.popleft()
             self.run.timer.wait_for(step.end)
@@ -130,7 +122,7 @@ class StepLog:
         if loss is not None and not math.isfinite(loss):
             report_not_finite(run, step.number, step.epoch, loss)
         line = partial(line_of, timer, step, loss, self.began)
-        if timer.behind:  # a GPU that failed says so here, to whom it ends
+        if timer.behind:  # a failed GPU raises here, ending the run
             run.metrics.write("step", **line())
         else:
             run.metrics.write_beside("step", line)
@@ -150,7 +142,7 @@ class StepLog:
         self.run.console.step(step.number, step.epoch, step.batch, samples, said, step.times(self.run.timer))
 
     def _record_tasks(self, step: Step) -> None:
-        """Of one step in many: what a stage of a pipeline did when."""
+        """For some steps: times of a pipeline stage's tasks."""
         console = self.run.console
         if console.first_step is not None and has_marks(step.number - console.first_step, console.warmup_steps):
             rows = task_rows(self.run.timer, step.exchange, step.begin, step.summed, step.updated)
@@ -159,7 +151,7 @@ class StepLog:
 
 
 def line_of(timer: Timer, step: Step, loss: float | None, began: tuple[Any, float]) -> dict[str, Any]:
-    """The fields of its record. began: a mark, and the time of day then."""
+    """began: a mark, and the time of day then."""
     mark, wall_s = began
     return {
         "step": step.number,
@@ -172,21 +164,20 @@ def line_of(timer: Timer, step: Step, loss: float | None, began: tuple[Any, floa
     }
 
 
-# What a stage of a pipeline did in a step, for its records.
-#
-# stage_times(timer, exchange)            {"bubble_before_ms": 1.2, "bubble_behind_ms": 0.0, "wire_ms": 4.1}
-# task_rows(timer, exchange, ...)         [["forward", 0, 0.1, 2.3, None, 2.2], ...], as the `tasks` event has them
-
 Row = list[Any]
 
 
 def stage_times(timer: Timer, exchange: Exchange) -> dict[str, float | None]:
-    """In milliseconds, as the `step` record names them; null outside a pipeline."""
+    """Fields of the `step` record; None without a pipeline."""
     if exchange.wire_ms is None:
         return dict.fromkeys(STAGE_TIMES)
     before_ms, behind_ms = (
         sum(
-            (timer.ms(one.since, one.begin) for one in exchange.tasks if one.task is task and one.since is not None),
+            (
+                timer.ms(done.since, done.begin)
+                for done in exchange.tasks
+                if done.task is task and done.since is not None
+            ),
             0.0,
         )
         for task in (Task.FORWARD, Task.BACKWARD)
@@ -195,18 +186,14 @@ def stage_times(timer: Timer, exchange: Exchange) -> dict[str, float | None]:
 
 
 def has_marks(updates: int, warmup_steps: int) -> bool:
-    """Do the marks of this update go into the records? updates: before it, of this process. So it is for the first one
-    after the warm-up, and for the 10th, 100th and so on: readers take the latest, and a run of any length has one.
-    """
+    """For the first update after the warm-up, the 10th, 100th and so on. updates: earlier ones of this process."""
+    # Readers use the latest, so a run of any length has one.
     is_power_of_ten = updates >= 10 and str(updates).rstrip("0") == "1"
     return updates == warmup_steps or (updates > warmup_steps and is_power_of_ten)
 
 
 def task_rows(timer: Timer, exchange: Exchange, begin: Any, summed: Any, updated: Any) -> list[Row]:
-    """Milliseconds since a step's begin, on the clock of the device; the host's is compared with it now.
-
-    begin, summed, updated: the marks of the step's begin, of its summed gradient and of the optimiser's end.
-    """
+    """On the device's clock. begin, summed, updated: marks of the step."""
     now = timer.mark()
     timer.wait_for(now)
     now_s, now_ms = time.perf_counter(), timer.ms(begin, now)
@@ -218,8 +205,8 @@ def task_rows(timer: Timer, exchange: Exchange, begin: Any, summed: Any, updated
         return None if moment_s is None else round(now_ms + 1000 * (moment_s - now_s), 3)
 
     tasks: list[Row] = [
-        [one.task.value, one.number, of_mark(one.begin), of_mark(one.end), of_host(one.came_s), of_mark(one.sent)]
-        for one in exchange.tasks
+        [task.task.value, task.number, of_mark(task.begin), of_mark(task.end), of_host(task.came_s), of_mark(task.sent)]
+        for task in exchange.tasks
     ]
     return [
         *tasks,

@@ -1,13 +1,8 @@
-"""One update of the weights, with the body of the training loop in between.
+"""One update of the weights, around the body of the training loop.
 
-    update = Differentiated(run, batch, progress, begin)        of a pipeline: Piped(...)
-    for part in update.parts():         the micro-batches whose losses this rank computes
-        update.take(loss_sum)           backward, and after the last one the exchange between ranks
-        update.optimise()               moves the weights, where their gradients are ready
-    update.step                         what it took
-
-On a rank that computes no loss (a stage of a pipeline but its last one; a rank without samples) there are fewer
-micro-batches, or none: what the others need of it is done in `parts`.
+for part in update.parts():         micro-batches whose losses this rank computes
+    update.take(loss_sum)           backward, and after the last one the exchange
+    update.optimise()               moves the weights if gradients are ready
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Update(ABC):
-    """begin: the mark at which it began."""
+    """begin: a mark."""
 
     def __init__(self, run: Run, batch: Any, progress: Progress, begin: Any) -> None:
         timer, stream = run.timer, run.stream
@@ -42,17 +37,17 @@ class Update(ABC):
         self.shares = stream.shares_at(progress.step, run.order.epoch)
         self.batch = moved(batch, run.device)
         self.is_ready = False
-        """Whether gradients are what the optimiser shall use."""
+        """Gradients are final."""
         self._is_due = False
-        """Whether the loss of the micro-batch that the loop's body has is still to come."""
+        """The current micro-batch's loss is missing."""
         self._is_counted = True
-        """Whether the samples that the body has are this rank's own."""
+        """The body's samples are this rank's own."""
         self._is_whole = True
-        """Not in the midst of a backward pass or of moving the weights, nor after one that failed."""
+        """False during backward or a change of weights, and after one failed."""
         self.number = progress.epoch * run.stream.steps + progress.step
-        """In the whole run, from 0 on."""
+        """In the whole run, from 0."""
         self.step: Step | None = None
-        """When all is over."""
+        """Set at the end."""
         self._loaded = timer.mark()
 
         run.brake.pause("start")
@@ -61,12 +56,12 @@ class Update(ABC):
 
     @abstractmethod
     def parts(self) -> Iterator[Any]:
-        """Raises TrainError where the body has not done its part."""
+        """Raises TrainError if the body is faulty."""
 
     def take(self, loss_sum: Tensor, weight: Weight | None) -> None:
-        """Of the micro-batch that came last. Raises TrainError for a second one, and for what is no sum."""
+        """Raises TrainError for a second loss, or no sum."""
         if not self._is_due:
-            raise TrainError("step was called twice for one batch: add the losses up, and call it with their sum")
+            raise TrainError("step was called twice for one batch: add the losses, and call it once with their sum")
         loss_sum = checked(loss_sum)
         self.run.weights.take(weight, is_counted=self._is_counted)
         self._is_due = self._is_whole = False
@@ -84,18 +79,18 @@ class Update(ABC):
             self._is_whole = True
 
     def _handed(self, part: Any) -> Iterator[Any]:
-        """To the loop's body. Raises TrainError where it has not done its part with it."""
+        """Raises TrainError if the body is faulty."""
         self._is_due = True
         yield part
         if self._is_due:
-            raise TrainError("a batch's loss is missing: the loop's body calls step(loss_sum) for each batch")
+            raise TrainError("a batch's loss is missing: call step(loss_sum) for each batch in the loop's body")
         if not self._is_whole:
-            raise TrainError("an update is not whole: the loop's body caught an error of step(loss_sum) and went on")
+            raise TrainError("an update is incomplete: the loop's body caught an error of step(loss_sum) and continued")
         if self.is_ready:
-            raise TrainError("an update is missing: after backward(loss_sum) the loop's body calls update()")
+            raise TrainError("an update is missing: call update() after backward(loss_sum) in the loop's body")
 
     def _make_ready(self, loss_sum: Tensor | float, exchange: Exchange) -> None:
-        """loss_sum: of this rank's samples, as `kept` gives it. exchange: what left the whole batch's gradient."""
+        """loss_sum: from `kept`."""
         run = self.run
         run.precision.unscale(run.optimizer)
         factor = run.weights.factor(sum(self.shares))
@@ -111,7 +106,6 @@ class Update(ABC):
         self.is_ready = True
 
     def _end(self) -> None:
-        """When the weights have been moved."""
         run, timer, at, number = self.run, self.run.timer, self.at, self.number
         counts = run.strategy.counts
         if run.ema:
@@ -134,23 +128,17 @@ class Update(ABC):
 
 
 def kept(loss_sum: Tensor) -> Tensor | float:
-    """What is needed of it once it has been differentiated: its number, or on a GPU where that will be."""
+    """A number, or on a GPU a detached tensor."""
     return loss_sum.item() if loss_sum.device.type == "cpu" else loss_sum.detach()
 
 
 def on_its_way(loss_sum: Tensor | float) -> Tensor | float:
-    """To the host: a copy, which the loop's body may not change any more."""
+    """In transfer to the host, safe from the loop's body."""
     return loss_sum if isinstance(loss_sum, float) else loss_sum.to("cpu", non_blocking=True, copy=True)
 
 
-# An update of a rank that has the whole network, or its part of each layer: `Differentiated(run, batch, progress,
-# begin)`.
-
-
-class Differentiated(Update):
-    """Forward and backward, micro-batch by micro-batch, and the exchange of the last one. With `local_batch` each but
-    the last is an update, too.
-    """
+class FullUpdate(Update):
+    """The whole network, or slices of it. With `local_batch` each micro-batch is an update."""
 
     def __init__(self, run: Run, batch: Any, progress: Progress, begin: Any) -> None:
         super().__init__(run, batch, progress, begin)
@@ -164,16 +152,14 @@ class Differentiated(Update):
     def parts(self) -> Iterator[Any]:
         *others, last = pieces(self.batch, self.sizes)
         if self.run.graphs:
-            self.run.graphs.enabled = not others or self.alone  # what several passes add up, a replay would write over
+            self.run.graphs.enabled = not others or self.alone  # a replay would overwrite accumulated gradients
         for part in others:
             with self.strategy.without_sync():
                 yield from self._given(part)
         yield from self._given(last)
 
     def _given(self, part: Any) -> Iterator[Any]:
-        """To the loop's body. If it is empty only if ranks meet in the forward pass, and then with samples that count
-        for nothing.
-        """
+        """Without samples, runs the body only if ranks exchange in forward."""
         if self.sizes[len(self.losses)]:
             yield from self._handed(part)
         elif self.strategy.meets_in_forward:
@@ -212,7 +198,7 @@ class Differentiated(Update):
             self.strategy.accumulate(scaled, samples, batch)
 
     def _exchanged(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
-        """Raises TrainError, with the rank, for a network whose parameters are not all used, or not the same on all."""
+        """Raises TrainError, naming the rank."""
         try:
             if self.run.settings.sync_bn:
                 refuse_other_ways(self.run.model)
@@ -229,22 +215,18 @@ class Differentiated(Update):
 
     @property
     def _is_last(self) -> bool:
-        """Was the loss that came last that of the last micro-batch?"""
+        """Whether the last loss belongs to the last micro-batch."""
         return len(self.losses) == len(self.sizes)
 
     def _hold_up(self, _: Tensor) -> None:
-        """As a hook of backward it may give nothing back."""
         self.run.brake.pause("backward")
 
 
-# An update of one rank of a pipeline: `Piped(run, batch, progress, begin)`.
-
-
-class Piped(Update):
-    """Forward and backward of a pipeline's micro-batches; of its last stage the loop computes their losses."""
+class StageUpdate(Update):
+    """A pipeline's rank. The loop computes losses on the last stage."""
 
     _next: Any = None
-    """The micro-batch whose loss is needed."""
+    """Its loss is needed next."""
 
     def parts(self) -> Iterator[Any]:
         strategy, step = cast(Pipeline, self.run.strategy), self.at.step
@@ -252,12 +234,12 @@ class Piped(Update):
         inputs, labels = self.batch
         self._tasks: Any = strategy.update(inputs, labels, self.run.stream.batch_at(step))
         self._backward(None)
-        self.optimise()  # on a stage that computes no loss
+        self.optimise()  # on a stage without losses
         while self._next is not None:
             yield from self._handed(self._next)
 
     def _backward(self, loss_sum: Tensor | None) -> None:
-        """To the next micro-batch whose loss is needed, or the end."""
+        """To the next micro-batch that needs a loss, or the end."""
         try:
             self._next = self._tasks.send(loss_sum)
         except StopIteration as end:
@@ -267,12 +249,12 @@ class Piped(Update):
 
 
 def announce(run: Run, strategy: Pipeline, step: int) -> None:
-    """This update and the next one of the epoch: their first micro-batches come while this one is not over."""
+    """Also announces the next update, whose micro-batches come early."""
     ends = min(run.stream.steps, run.last_step - run.order.epoch * run.stream.steps)
     for number in range(step + len(strategy.ahead), min(step + 2, ends)):
         strategy.announce(entering(run, strategy, number))
 
 
 def entering(run: Run, strategy: Pipeline, step: int) -> Mapping[int, Sequence[int]]:
-    """The micro-batches of each rank that reads samples for this rank's pipeline."""
+    """Micro-batches of each rank that reads samples for this pipeline."""
     return strategy.layout.entering(strategy.pipeline, run.micro_batches, run.stream.shares_at(step, run.order.epoch))
