@@ -137,7 +137,7 @@ def test_a_script_that_does_not_import_it_is_sent_alone(capfd, line, runs):
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("--set lr=0.1 train.py", "lr: is the script's own business"),
+        ("--set lr=0.1 train.py", "lr: is decided by the script"),
         ("--set strategy=auto train.py", "the script's network is unknown"),
         ("--set stratgy=ddp train.py", "did you mean strategy?"),
         ("--batch 3 --set batch=4 train.py", "contradict each other"),

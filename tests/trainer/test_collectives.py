@@ -167,7 +167,7 @@ def test_a_wrong_value_ends_the_run_on_every_rank(three: Path) -> None:
 
 
 def test_one_rank_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TrainError, match="one rank alone"):
+    with pytest.raises(TrainError, match="a single rank has no other rank"):
         collectives.measure(settings_for(), read_rank_info({}), MetricsWriter(None))
 
 

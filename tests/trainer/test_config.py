@@ -126,14 +126,17 @@ def test_a_batch_has_an_upper_bound() -> None:
         ({"fidelity": "half", "compress_after": "0"}, "compress_after: does nothing with fidelity half"),
         ({"optimizer": "adamw", "momentum": "0.5"}, "momentum: does nothing with optimizer adamw"),
         ({"optimizer": "adamw", "fused_sgd": "on"}, "fused_sgd: does nothing with optimizer adamw"),
-        ({"optimizer": "adamw", "strategy": "parameter_average"}, "optimizer: parameter_average is exact where"),
+        ({"optimizer": "adamw", "strategy": "parameter_average"}, "optimizer: parameter_average is exact only if"),
         ({"strategy": "parameter_average", "clip_norm": "1"}, "clip_norm: parameter_average has no gradient of the"),
         ({"strategy": "pipeline", "fidelity": "local", "clip_norm": "1"}, "clip_norm: with fidelity local no rank of"),
-        ({"strategy": "parameter_average", "ema": "0.9"}, "ema: under strategy parameter_average each rank has"),
-        ({"fidelity": "local", "ema": "0.9"}, "ema: under fidelity local each rank has weights of its own"),
-        ({"sync_bn": "true", "ema": "0.9"}, "ema: BatchNorm's statistics are estimated again by each rank alone"),
+        ({"strategy": "parameter_average", "ema": "0.9"}, "ema: with strategy parameter_average each rank has"),
+        ({"fidelity": "local", "ema": "0.9"}, "ema: with fidelity local each rank has its own weights"),
+        ({"sync_bn": "true", "ema": "0.9"}, "ema: each rank estimates BatchNorm's statistics by itself"),
         ({"profile_s": "5", "checkpoint_every": "3"}, "checkpoint_every: does nothing with profile_s"),
-        ({"strategy": "parameter_average", "shares": "auto"}, "shares: auto changes what each rank's own momentum"),
+        (
+            {"strategy": "parameter_average", "shares": "auto"},
+            "shares: auto changes the weight of each rank's momentum",
+        ),
     ],
 )
 def test_what_would_do_nothing_or_not_what_it_says_is_refused(pairs: dict[str, str], said: str) -> None:

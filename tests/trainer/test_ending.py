@@ -144,7 +144,7 @@ def test_processes_that_load_know_the_epoch_and_run_no_script(tmp_path: Path, st
 def test_a_script_that_a_loading_process_runs_again_says_so(tmp_path: Path) -> None:
     done = run_file(tmp_path, WORKERS.replace("START", 'multiprocessing.set_start_method("forkserver", force=True)'))
     assert done.returncode == 1
-    assert "error: a process that loads samples has run the script once more" in done.stderr
+    assert "error: a process that loads samples has run the script again" in done.stderr
 
 
 COMPILED = """

@@ -100,7 +100,7 @@ def test_a_class_that_val_lacks_keeps_the_numbers_of_the_others(images: Path) ->
         ),
         (lambda root: (root / "val").rename(root / "test"), r"data/val cannot be listed \(No such file"),
         (lambda root: (root / "train" / "red").rename(root / "train" / "green"), "data/val/red: train has no class of"),
-        (lambda root: (root / "train" / "empty").mkdir(), "data/train/empty holds no image; known are .jpg"),
+        (lambda root: (root / "train" / "empty").mkdir(), "data/train/empty holds no image of a known type: .jpg"),
         (lambda root: [file.unlink() for file in (root / "val").rglob("*.JPG")], "data/val holds no image"),
     ],
 )

@@ -234,18 +234,18 @@ PARTS = ("pipeline", "tensor")
 REASONS = {
     r"BatchNorm needs two": lambda drawn, leg: drawn.network == "BatchNorm",
     r"^(clip_norm|ema): .*parameter_average": lambda drawn, leg: leg.strategy == "parameter_average",
-    r"^strategy parameter_average makes the update of one process if": lambda drawn, leg: "adam" in drawn.optimiser,
-    r"^ema: BatchNorm's statistics .* by each rank alone": lambda drawn, leg: leg.settings.get("sync_bn") == "true",
+    r"^strategy parameter_average is exact only if": lambda drawn, leg: "adam" in drawn.optimiser,
+    r"^ema: each rank estimates BatchNorm's statistics": lambda drawn, leg: leg.settings.get("sync_bn") == "true",
     r"ema: BatchNorm's statistics .* the first tensor of each batch": lambda drawn, leg: drawn.form != "pair",
-    r"strategy pipeline: it takes batches of inputs and labels": lambda drawn, leg: (
+    r"strategy pipeline: needs batches of inputs and labels": lambda drawn, leg: (
         leg.strategy == "pipeline" and (drawn.form != "pair" or drawn.network in SEVERAL)
     ),
-    r"strategy pipeline: \w+ is no chain of blocks": lambda drawn, leg: drawn.network not in SEQUENTIAL,
-    r"has a forward pass of its own": lambda drawn, leg: drawn.network not in SEQUENTIAL,
-    r"takes several tensors a sample": lambda drawn, leg: (
+    r"strategy pipeline: \w+ is not a known chain of blocks": lambda drawn, leg: drawn.network not in SEQUENTIAL,
+    r"has its own forward pass": lambda drawn, leg: drawn.network not in SEQUENTIAL,
+    r"takes several tensors per sample": lambda drawn, leg: (
         leg.strategy in PARTS and (drawn.form != "pair" or drawn.network in SEVERAL)
     ),
-    r"fails without numbers, on torch's meta device": lambda drawn, leg: leg.strategy in PARTS,
+    r"fails on torch's meta device": lambda drawn, leg: leg.strategy in PARTS,
     r"^weight: with fidelity local or compressed": lambda drawn, leg: drawn.loss == "tokens",
     r"run.keep\(average=...\): the checkpoint's state does not fit": lambda drawn, leg: (
         drawn.average == "own" and any(one.strategy in PARTS for one in drawn.legs) and len(set(drawn.legs)) > 1

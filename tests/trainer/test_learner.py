@@ -210,7 +210,7 @@ def test_a_cut_where_more_would_be_sent_than_by_the_other_is_refused():
     ("words", "said"),
     [
         (["--strategy", "tensor"], "use another strategy than tensor"),
-        (["--checkpoint_every", "3"], "nothing that could be kept"),
+        (["--checkpoint_every", "3"], "no weights that could be kept"),
     ],
 )
 def test_what_a_learner_cannot_do_is_refused(tmp_path, words, said):

@@ -118,7 +118,7 @@ def test_a_schedule_of_a_scripts_own_is_left_alone() -> None:
     [
         ({"lr_steps": "3,5"}, "lr_steps: does nothing with lr_schedule cosine; use step"),
         ({"lr_factor": "0.5", "lr_schedule": "constant"}, "lr_factor: does nothing with lr_schedule constant; use"),
-        ({"lr_schedule": "step"}, "lr_steps: say after which epochs the rate falls, like lr_steps=30,60,80"),
+        ({"lr_schedule": "step"}, "lr_steps: name the epochs after which the rate falls, like lr_steps=30,60,80"),
         ({"lr_schedule": "step", "lr_steps": "5,x"}, "lr_steps: '5,x' is not a list of epochs like 30,60,80"),
         ({"lr_schedule": "step", "lr_steps": "5,3"}, "lr_steps: '5,3': expected epochs above 0, each later than"),
         ({"warmup": "5"}, "warmup: no such setting; did you mean lr_warmup?"),

@@ -400,14 +400,14 @@ EXACT: dict[str, Network] = {
     "several labels a sample": (sequence, plain_of(of=number), mean_squares),
 }
 REFUSED: dict[str, tuple[Network, str]] = {
-    "own forward pass": ((own_forward, plain_of(), entropy), "Residual has a forward pass of its own"),
+    "own forward pass": ((own_forward, plain_of(), entropy), "Residual has its own forward pass"),
     "own forward pass of the instance": (
         (own_forward_of_instance, plain_of(), entropy),
-        "Sequential has a forward pass of its own",
+        "Sequential has its own forward pass",
     ),
-    "a hook before": ((lambda: hooked("before"), plain_of(), entropy), "Sequential has hooks of its own"),
-    "a hook after": ((lambda: hooked("after"), plain_of(), entropy), "Sequential has hooks of its own"),
-    "a hook backward": ((lambda: hooked("back"), plain_of(), entropy), "Sequential has hooks of its own"),
+    "a hook before": ((lambda: hooked("before"), plain_of(), entropy), "Sequential has hooks, which"),
+    "a hook after": ((lambda: hooked("after"), plain_of(), entropy), "Sequential has hooks, which"),
+    "a hook backward": ((lambda: hooked("back"), plain_of(), entropy), "Sequential has hooks, which"),
     "a module used twice": ((used_twice_far_apart, plain_of(), entropy), "1.weight is used again in 5"),
     "a tied embedding": (
         (tied_embedding, plain_of(words, lambda g: int(words(g)[0])), entropy),
@@ -415,7 +415,7 @@ REFUSED: dict[str, tuple[Network, str]] = {
     ),
     "two weights in one memory": ((one_memory, plain_of(), entropy), "1.weight is used again in 5"),
     "a counter in two places": ((shared_counter, plain_of(), entropy), "share 1.counter and change it"),
-    "weights of the whole": ((further_weights, plain_of(), entropy), "scale is of no block"),
+    "weights of the whole": ((further_weights, plain_of(), entropy), "scale belongs to no block"),
     "tuples between blocks": ((tuples, plain_of(), entropy), "block 1 (Two) returns a tuple"),
     "a block that changes its input": ((in_place, plain_of(), entropy), "block 1 (InPlace)"),
     "a block without a gradient": ((no_way_back, plain_of(), entropy), "block 1 (Cut) gives no gradient"),
@@ -423,7 +423,7 @@ REFUSED: dict[str, tuple[Network, str]] = {
     "samples not first": ((across_samples, plain_of(words), entropy), "block 1 (AcrossSamples)"),
     "own ResNet": (
         (own_resnet, plain_of(lambda g: torch.randn(3, 8, 8, generator=g, dtype=torch.float64)), entropy),
-        "Shifted has a forward pass of its own",
+        "Shifted has its own forward pass",
     ),
     "several inputs": ((sequence, plain_of(named), entropy), "batches of inputs and labels"),
     "named inputs": ((sequence, plain_of(one_named), entropy), "batches of inputs and labels"),

@@ -160,10 +160,10 @@ def test_a_pipeline_that_counts_for_too_much_shows(gang: Gang) -> None:
 
 
 SAID = {
-    "stages=node0:0,node1:1": "a single pipeline has none to average with",
+    "stages=node0:0,node1:1": "fidelity=local: averages several pipelines",
     "local_batch=4": "local_batch: a pipeline's micro-batches make one update",
-    "local_after=5": "local_after: pipelines average from the first update on",
-    "amp=fp16": "amp: fp16 leaves out updates that overflow",
+    "local_after=5": "local_after: pipelines average from the first update",
+    "amp=fp16": "amp: fp16 skips updates that overflow",
 }
 
 

@@ -183,7 +183,7 @@ def test_a_network_that_no_gpu_holds_alone_trains_as_a_pipeline(tmp_path: Path) 
         ({"strategy": "pipeline", "stages": "a"}, "stages: 'a': expected a host and its blocks"),
         ({"strategy": "pipeline", "shares": "auto"}, "shares: auto moves samples from rank to rank"),
         ({"strategy": "pipeline", "sync_bn": "true"}, "sync_bn: a pipeline's BatchNorm sees a micro-batch"),
-        ({"strategy": "pipeline", "profile_s": "3"}, "profile_s: measures each rank alone"),
+        ({"strategy": "pipeline", "profile_s": "3"}, "profile_s: measures the whole network on each rank"),
         ({"strategy": "pipeline", "fidelity": "compressed"}, "fidelity: compressed goes with strategy ddp"),
     ],
 )

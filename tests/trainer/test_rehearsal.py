@@ -104,7 +104,7 @@ def test_a_loop_that_ends_where_it_learns_nothing_is_measured_whatever_its_learn
 
 @pytest.mark.parametrize(
     ("body", "words"),
-    [("no step", "loss is missing"), ("two steps", "once for each batch"), ("paced", "run only experiments")],
+    [("no step", "loss is missing"), ("two steps", "once per batch"), ("paced", "run only experiments")],
 )
 def test_a_loop_that_cannot_be_measured_is_told_why(gang, tmp_path, body, words):
     told = [told for _, told, _ in gang.run(rehearsed, (body, str(tmp_path)))]

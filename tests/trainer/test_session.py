@@ -275,7 +275,7 @@ def mistaken(rank: int, mistake: str) -> str:
         ("a number", "not a float"),
         ("detached", "was detached"),
         ("twice", "step was called twice"),
-        ("no update", "calls update()"),
+        ("no update", "call update()"),
         ("no step", "a batch's loss is missing"),
         ("swallowed", "caught an error of step"),
         ("swallowed, and more follow", "caught an error of step"),
@@ -330,7 +330,7 @@ def test_averaged_weights_are_exact_for_updates_that_add_up(is_function):
     assert Own(model, adam, Points(3), default_collate).optimizer(
         parse_settings("script", {**averages, "fidelity": "local"}), model
     )
-    with pytest.raises(TrainError, match="shares: auto changes what each rank's own momentum counts for"):
+    with pytest.raises(TrainError, match="shares: auto changes the weight of each rank's momentum"):
         Own(model, optimiser(model, 0.9), Points(3), default_collate).optimizer(
             parse_settings("script", {**averages, "shares": "auto"}), model
         )
@@ -370,12 +370,12 @@ def test_the_command_line_wins_over_the_script_which_wins_over_what_is_usual():
         settings = parse_settings("script", asked_for({ASKED: '{"batch": "12"}'}), {"batch": 256, "epochs": 7})
     assert (settings.batch, settings.epochs, settings.strategy) == (12, 7, "ddp")
     for name, value in (("lr", "0.1"), ("model", "lenet"), ("data", "mnist"), ("samples", "10")):
-        with pytest.raises(SettingsError, match=f"{name}: is the script's own business"):
+        with pytest.raises(SettingsError, match=f"{name}: is decided by the script"):
             parse_settings("script", {name: value})
     for name, value, words in (("batch", "many", "not a whole number"), ("bacth", 3, "did you mean batch")):
         with pytest.raises(SettingsError, match=words):
             parse_settings("script", {}, {name: value})
-    with pytest.raises(SettingsError, match="what a script brings"):
+    with pytest.raises(SettingsError, match="only for a script"):
         parse_settings("mnist_lenet", {"model": "own"})
     for wrong in ("[1]", "batch=3"):
         with pytest.raises(TrainError, match="no JSON object"):

@@ -254,7 +254,10 @@ def test_an_update_that_overflows_on_one_rank_is_left_out_on_all(gang: Gang) -> 
 def test_16_bits_are_refused_where_torch_only_warns() -> None:
     with patch.object(arithmetic, "_computes_in", return_value=False), pytest.raises(TrainError) as refused:
         build_precision("fp16", CPU, dist.group.WORLD)
-    assert str(refused.value) == f"amp fp16: torch {torch.__version__} cannot compute so on cpu; use amp=none or a GPU"
+    assert (
+        str(refused.value)
+        == f"amp fp16: torch {torch.__version__} cannot compute in fp16 on cpu; use amp=none or a GPU"
+    )
 
 
 def refusal(rank: int, name: str) -> str:
@@ -269,7 +272,7 @@ def refusal(rank: int, name: str) -> str:
 
 @pytest.mark.parametrize("name", ["none", "dp"])
 def test_several_ranks_without_synchronisation_are_refused(gang: Gang, name: str) -> None:
-    message = f"strategy {name} is for a process alone, there are 4 ranks: use ddp or allreduce"
+    message = f"strategy {name} is for a single process, but there are 4 ranks: use ddp or allreduce"
     assert gang.run(refusal, name) == [message] * RANKS
 
 
@@ -306,7 +309,7 @@ def test_fsdp_joins_small_neighbours_up_to_the_size_of_a_piece() -> None:
 
 @pytest.mark.parametrize("strategy", ["parameter_average", "dp"])
 def test_a_batch_norm_over_all_ranks_is_refused_where_there_is_no_whole_batch(strategy: str) -> None:
-    with pytest.raises(SettingsError, match=f"sync_bn: strategy {strategy} has no one network"):
+    with pytest.raises(SettingsError, match=f"sync_bn: strategy {strategy} has no single network"):
         parse_settings("resnet152_cifar", {"strategy": strategy, "sync_bn": "true"})
 
 

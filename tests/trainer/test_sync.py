@@ -266,7 +266,7 @@ def test_the_brakes_places_are_before_forward_before_backward_and_after_the_last
 
 def test_a_brake_for_a_rank_that_is_not_there_is_refused_by_every_rank(results: list[dict[str, Any]]) -> None:
     (message,) = {result["no such rank"] for result in results}
-    assert message == "slow: rank:3,at:start,ms:1 names a rank that is not there; the last one is 2"
+    assert message == "slow: rank:3,at:start,ms:1 names a rank that does not exist; the last rank is 2"
 
 
 def test_a_paced_rank_without_the_memory_ends_the_others_too(results: list[dict[str, Any]]) -> None:
@@ -283,7 +283,7 @@ def test_a_paced_rank_keeps_up_with_ranks_that_compute(results: list[dict[str, A
 def test_what_needs_a_paced_ranks_arithmetic_is_refused_by_every_rank(results: list[dict[str, Any]]) -> None:
     (messages,) = {tuple(result["not paced"]) for result in results}
     for setting, line in zip(("strategy=fsdp", "sync_bn=true", "amp=bf16"), messages, strict=True):
-        assert line.startswith(f"node1: {setting} needs ranks that compute, this one is paced: ")
+        assert line.startswith(f"node1: {setting} needs ranks that compute, but this rank is paced: ")
 
 
 def test_batch_norms_statistics_are_averaged_by_samples(results: list[dict[str, Any]]) -> None:

@@ -49,9 +49,9 @@ def test_paced_ranks_that_learn_nothing_are_refused_a_target(tmp_path: Path) -> 
     paced = [{"ORCH_PACED": '{"samples_per_s": 1000}'}, {}]
     with started(tmp_path, [*SMALL[:-2], "--target_accuracy", "0.9"], 2, of_ranks=paced) as ranks:
         said = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert all("error: target_accuracy: a run with paced ranks learns nothing" in line for line in said)
+    assert all("error: target_accuracy: a run with paced ranks trains no network" in line for line in said)
 
 
 def test_a_target_without_evaluations_is_refused() -> None:
-    with pytest.raises(SettingsError, match="eval_every: is 0, and target_accuracy is what an evaluation reaches"):
+    with pytest.raises(SettingsError, match="eval_every: is 0, but target_accuracy needs evaluations"):
         parse_settings("mnist_lenet", {"target_accuracy": "0.9", "eval_every": "0"})

@@ -184,9 +184,12 @@ def test_a_killed_rank_ends_all_and_no_other_blames_itself(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("pairs", "said"),
     [
-        ({"shares": "auto"}, "shares: auto moves samples from rank to rank, tensor's ranks take all; use measured"),
+        (
+            {"shares": "auto"},
+            "shares: auto moves samples from rank to rank, but tensor's ranks take all of them; use measured",
+        ),
         ({"sync_bn": "true"}, "sync_bn: tensor's ranks each see the whole batch already"),
-        ({"profile_s": "3"}, "profile_s: measures each rank alone"),
+        ({"profile_s": "3"}, "profile_s: measures the whole network on each rank"),
         ({"stages": "a:0-3"}, "stages: does nothing with strategy tensor; use pipeline"),
         ({"fidelity": "local"}, "fidelity: local goes with strategy ddp, parameter_average, pipeline, not with tensor"),
     ],

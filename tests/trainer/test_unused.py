@@ -188,7 +188,7 @@ def test_with_fsdp_a_branch_that_only_some_ranks_take_ends_the_run_in_a_line(
 ) -> None:
     """Gloo would abort the processes."""
     for said in gang.run(of_fsdp, bucket_mib, timeout_s=60):
-        assert re.search(rf"different parts of the network in one update \(they part at {parts}\)", str(said)), said
+        assert re.search(rf"different parts of the network in one update \(they differ at {parts}\)", str(said)), said
 
 
 class Normal(Branches):

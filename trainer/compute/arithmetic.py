@@ -216,7 +216,7 @@ def build_precision(amp: str, device: torch.device, group: dist.ProcessGroup | N
         )
     if not _computes_in(DTYPES[amp], device):
         raise TrainError(
-            f"amp {amp}: torch {torch.__version__} cannot compute in it on {device}; use amp=none or a GPU"
+            f"amp {amp}: torch {torch.__version__} cannot compute in {amp} on {device}; use amp=none or a GPU"
         )
     return Bf16(device) if amp == "bf16" else Fp16(device, group)
 
