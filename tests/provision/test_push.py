@@ -190,7 +190,7 @@ def test_a_broken_link_is_dialled_again_while_the_push_gets_on(here, tmp_path):
         (lambda root: (root / "x").symlink_to("/etc/passwd"), "is a link out of"),
         (lambda root: (root / "x").symlink_to("/etc"), "is a link out of"),
         (lambda root: (root / "x").symlink_to(root / "gone"), "link to nothing"),
-        (lambda root: (root / RAW / "x").symlink_to(root), "folder that it is in"),
+        (lambda root: (root / RAW / "x").symlink_to(root), "folder above it"),
         (lambda root: (root / "x").symlink_to(root / "x"), "is a circular link"),
         (lambda root: os.mkfifo(root / "x"), "neither a file nor a folder"),
     ],
