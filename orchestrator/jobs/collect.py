@@ -1,12 +1,11 @@
-"""Pulls a job's logs into its run folder: only what is new, in place, checked by hash.
+"""Copies a job's logs from its hosts into its run folder: only new bytes, checked by SHA-256.
 
     with claimed(run):
         collected = collect(plan, hosts, run)
 
-A file here only grows: at any moment, even after a broken link or a kill, it is a beginning of the host's file, and the
-next collect continues at its end. At the end of each pull the host's SHA-256 of all bytes that it handed out has to
-match. A file that does not match, or that was cut, replaced or rotated on its host, is pulled anew; what it held before
-goes to the end of `stdout.log.previous`. We choose the file names; the host only fills the files.
+A local file only grows: after a broken connection or a kill it is a prefix of the host's file, and the next collect
+continues there. A file that differs, or was cut, replaced or rotated on its host, is copied again; its old content is
+appended to `stdout.log.previous`.
 """
 
 from __future__ import annotations
@@ -36,37 +35,34 @@ from orchestrator.transport.ask import ConnectedHost
 from orchestrator.units import format_bytes
 
 ORPHAN_S = 0.5
-"""A collect that is killed just as it starts a program leaves its lock with the child until that has become the other
-program (fork(2) shares the lock, execve(2) drops it)."""
+"""A killed collect's lock lives in a child that it just started until that runs its program: fork(2) shares the lock,
+execve(2) drops it.
+"""
 MAX_LOG_BYTES = 1 << 30
 SPARE_BYTES, LOOK_BYTES = 16 << 20, 4 << 20
-"""Left free on the disk here, which is checked each time this many new bytes have come."""
+"""Free space to keep on the local disk, checked after each LOOK_BYTES."""
 MOST_RESTARTS = 10
-"""How often a host may restart one file during one collect."""
 
 
 class HeldError(OrchError):
-    """Another program is pulling into this run folder."""
+    pass
 
 
 @dataclass
 class Collected:
-    """The outcome of one collect, by node."""
+    """By node."""
 
     new_bytes: int = 0
     agents: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The hosts' records."""
     errors: dict[str, HostError] = field(default_factory=dict)
     """Hosts whose part is missing or incomplete."""
     notices: list[str] = field(default_factory=list)
-    """For the user: files that are pulled anew or not completely."""
+    """For the user."""
 
 
 @contextlib.contextmanager
 def claimed(run: RunFolder) -> Iterator[None]:
-    """Keeps other collects out of this folder, and removes files that a killed collect left half written. Raises
-    HeldError, which names the holder; the lock disappears with its holder, however that ends.
-    """
+    """Removes half-written files. Raises HeldError, which names the holder; the lock ends with its process."""
     with alone(run.lock, f"is collecting into {run.root}", "try again when it is done"):
         for leftover in [*run.root.glob(".*.????????"), *run.nodes.glob("*/.*.????????")]:
             leftover.unlink(missing_ok=True)  # temporary files of `files.write_atomic`
@@ -75,7 +71,7 @@ def claimed(run: RunFolder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone(lock: Path, doing: str, remedy: str) -> Iterator[None]:
-    """Holds this lock file. doing: the holder's work, for the HeldError that others get."""
+    """doing: the holder's work, for the HeldError of others."""
     resolved(lock).parent.mkdir(parents=True, exist_ok=True)
     with open(lock, "a+", errors="replace") as file:
         if not _locked_within(file, ORPHAN_S):
@@ -89,7 +85,6 @@ def alone(lock: Path, doing: str, remedy: str) -> Iterator[None]:
 
 
 def _locked_within(file: IO[str], timeout_s: float) -> bool:
-    """Whether the lock was free in time."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -98,7 +93,7 @@ def _locked_within(file: IO[str], timeout_s: float) -> bool:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 return False
-            time.sleep(0.02)  # flock(2) knows no time limit
+            time.sleep(0.02)  # flock(2) has no time limit
 
 
 def collect(
@@ -109,9 +104,8 @@ def collect(
     *,
     limit_bytes: int = MAX_LOG_BYTES,
 ) -> Collected:
-    """The folder should be `claimed`. progress(node, bytes) is called for every piece. limit_bytes: the most that
-    is pulled of each file. A host that fails, or no longer has the job, changes nothing here. Raises OSError if the
-    disk here is nearly full.
+    """Needs `claimed`. progress(node, bytes): called for every piece. limit_bytes: per file. A host that fails or no
+    longer has the job changes nothing here. Raises OSError if the local disk is nearly full.
     """
     fetch = _Fetch(plan, run, progress, limit_bytes)
     damaged = fetch.stream({node.name: hosts[node.name] for node in plan.nodes if node.name in hosts})
@@ -124,8 +118,6 @@ def collect(
 
 
 class _Fetch:
-    """One collect from all hosts."""
-
     def __init__(
         self, plan: LaunchPlan, run: RunFolder, progress: Callable[[str, int], None], limit_bytes: int
     ) -> None:
@@ -135,7 +127,7 @@ class _Fetch:
         self._look_at = LOOK_BYTES
 
     def stream(self, hosts: Mapping[str, ConnectedHost]) -> dict[str, list[str]]:
-        """One stream of every host to its end. Returns, by node, the files that were damaged and have to come anew."""
+        """Returns, by node, damaged files to copy again."""
         damaged: dict[str, list[str]] = {}
         offsets = {name: self._pulls[name].held() for name in hosts}
         try:
@@ -163,13 +155,12 @@ class _Fetch:
 
     def _keep_record(self, name: str, record: dict[str, Any]) -> None:
         self.collected.agents[name] = record
-        if record.get("gone") is True:  # the record here is the best that there is
+        if record.get("gone") is True:  # the local record is the best left
             return
         if record.get("state") != "lost" or not self._run.agent(name).exists():
             write_json(self._run.agent(name), record)
 
     def _end(self, name: str, end: End) -> list[str]:
-        """The files that were damaged; they are set aside."""
         pull = self._pulls[name]
         damaged = pull.damaged(end.files)
         self.collected.notices += pull.note_left(self._run.left(name), end.left)
@@ -178,13 +169,13 @@ class _Fetch:
 
 
 def refuse_if_full(folder: Path, needed_bytes: int = 0) -> None:
-    """Raises OSError while the disk of this folder still has some room, which other programs need."""
+    """Raises OSError before the disk is completely full: other programs need some space."""
     if shutil.disk_usage(folder).free < needed_bytes + SPARE_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 class _Pull:
-    """The files of one node in its folder. `.pulled.json` there has the inode of each file on its host."""
+    """`.pulled.json` holds each file's inode on its host."""
 
     def __init__(self, node: NodePlan, folder: Path) -> None:
         self._node, self._folder = node, folder
@@ -194,7 +185,6 @@ class _Pull:
         self._grown: set[Path] = set()
 
     def held(self) -> dict[str, Held]:
-        """By the host's name of the file, what is here already."""
         found = {}
         for name in names_of(self._node.rank_numbers):
             with contextlib.suppress(FileNotFoundError), open(self._folder / name, "rb") as file:
@@ -203,7 +193,6 @@ class _Pull:
         return found
 
     def add(self, piece: FilePiece) -> list[str]:
-        """Appends it. Returns notices."""
         path, notices = self._folder / piece.file, []
         path.parent.mkdir(parents=True, exist_ok=True)
         if piece.restarted:
@@ -212,7 +201,7 @@ class _Pull:
                 raise ProbeError(self._node.name, f"restarted {piece.file} more than {MOST_RESTARTS} times")
             notices.append(self.set_aside(piece.file, "was cut, replaced or rotated on its host"))
         if piece.offset == 0 and self._inodes.get(piece.file) != piece.inode:
-            # Before the first byte: whenever this program is killed, the note describes the file that is here.
+            # Before the first byte, so that after a kill the note describes the file that is here.
             self._inodes[piece.file] = piece.inode
             write_json(self._note, self._inodes)
         with open(path, "ab") as file:
@@ -221,11 +210,11 @@ class _Pull:
         return notices
 
     def damaged(self, files: Mapping[str, tuple[int, str]]) -> list[str]:
-        """The files that differ from the host's (size, SHA-256)."""
+        """files: the host's (size, SHA-256)."""
         return [name for name, expected in files.items() if _fingerprint(self._folder / name) != expected]
 
     def set_aside(self, name: str, why: str) -> str:
-        """Moves the file's content to the end of NAME.previous, so that it can come anew. Returns a notice."""
+        """Appends the content to NAME.previous. Returns a notice."""
         path = self._folder / name
         previous = path.with_name(f"{path.name}.previous")
         if not path.exists():
@@ -243,7 +232,7 @@ class _Pull:
         return f"{self._node.name}: {name} {why}; it is pulled anew, and its earlier content is in {previous.name}"
 
     def note_left(self, note: Path, left: Mapping[str, int]) -> list[str]:
-        """Records the bytes that were beyond the limit, by file. Returns notices."""
+        """left: bytes beyond the limit. Returns notices."""
         if left or note.exists():
             write_json(note, left)
         return [
@@ -252,7 +241,6 @@ class _Pull:
         ]
 
     def sync(self) -> None:
-        """So that a power cut takes away nothing that has come."""
         grown = [path for path in self._grown if path.exists()]
         for path in [*grown, *{path.parent for path in grown}]:
             sync(path)
@@ -260,7 +248,7 @@ class _Pull:
 
 
 def _read_inodes(note: Path) -> dict[str, int | None]:
-    """By file. Without a valid note a file is recognised by its beginning."""
+    """{} if the note is invalid; a file is then recognised by its beginning."""
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
         inodes = json.loads(note.read_text())
         return {str(name): inode for name, inode in inodes.items() if isinstance(inode, int)}

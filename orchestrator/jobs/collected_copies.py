@@ -1,9 +1,4 @@
-"""What is here of a job whose hosts may no longer hold anything of it: the run folders that it was collected into.
-
-copy = newest_copy(jobs, plan.job)          the newest run folder with its logs, wherever it lies
-raise nothing_left(jobs, plan)              an error that says what removed the files, and where the copy is
-for lines in copied_lines(plan, copy): ...
-"""
+"""Local copies of a job's logs, for jobs whose hosts no longer have them; and the last lines of a job's logs."""
 
 from __future__ import annotations
 
@@ -35,38 +30,35 @@ PIECE_BYTES = 1 << 18
 
 
 def newest_copy(jobs: RememberedJobs, job: str) -> RunFolder | None:
-    """None where the job was collected nowhere, as far as this $ORCH_HOME knows."""
+    """None without a known copy."""
     copies = [RunFolder(folder) for folder in jobs.run_folders(job)]
     return next((copy for copy in copies if copy.summary.is_file()), None)
 
 
 def is_removed(jobs: RememberedJobs, plan: LaunchPlan) -> bool:
-    """Whether `orch down` has removed the job's files from all of its hosts."""
     removal = jobs.removal(plan.job)
     return removal is not None and {node.name for node in plan.nodes} <= {*removal.nodes}
 
 
 def nothing_left(jobs: RememberedJobs, plan: LaunchPlan) -> OrchError:
-    """What to tell a person who asks the hosts for this job's files."""
     removal, copy = jobs.removal(plan.job), newest_copy(jobs, plan.job)
     what = f"its files were removed by `orch down` on {_date(removal.at)}" if removal else "no host holds its files"
-    what += "" if copy else "; as far as is known here it was collected nowhere"
+    what += "" if copy else "; no collected copy is known here"
     if copy:
-        written = copy.job if copy.job.is_file() else copy.summary  # which a report writes anew
+        written = copy.job if copy.job.is_file() else copy.summary  # a report writes the summary again
         when = datetime.fromtimestamp(written.stat().st_mtime).astimezone().isoformat(timespec="seconds")
-        remedy = f"what was collected on {_date(when)} is in {copy.root}; `orch report --job {plan.job}` shows it"
+        remedy = f"the copy collected on {_date(when)} is in {copy.root}; `orch report --job {plan.job}` shows it"
     else:
         remedy = "`orch report --out DIR` looks for it in another folder of runs"
     return OrchError(f"{plan.job}: {what}", remedy)
 
 
 def _date(iso: str) -> str:
-    """`2026-11-22 06:40`, in this machine's time."""
+    """`2026-11-22 06:40`, in local time."""
     return datetime.fromisoformat(iso).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def copied_lines(plan: LaunchPlan, run: RunFolder) -> Iterator[tuple[LogLine, ...]]:
-    """Every line of every rank that was collected, log after log."""
     splitter = Splitter()
     ranks = [(node.name, rank) for node in plan.nodes for rank in node.rank_numbers]
     for (node, rank), log in itertools.product(ranks, LOGS):
@@ -78,9 +70,7 @@ def copied_lines(plan: LaunchPlan, run: RunFolder) -> Iterator[tuple[LogLine, ..
 
 
 def last_of(events: Iterable[Event], lines: int) -> Iterator[Event]:
-    """The last of each log in the order in which they were printed, where that is known, else log after log. What is no
-    line comes before them.
-    """
+    """In the order of printing if known, else log after log. Other events pass through first."""
     kept: dict[tuple[str, int, str], deque[LogLine]] = {}
     for event in events:
         if isinstance(event, tuple):
@@ -98,13 +88,13 @@ def _pieces(path: Path, name: str, rank: int) -> Iterator[FilePiece]:
             yield FilePiece(name, rank, file.tell() - len(data), data)
 
 
-# The last lines of a job's logs: where they begin on each host, which a watch then takes for what is here already.
+# The last lines of a job's logs: the offset on each host at which they begin. `watch` then skips everything before.
 #
-# offsets = tails(plan, hosts, wanted, follow=False)      wanted: lines by rank; of all others nothing comes
-# for name, item in watch(plan, hosts, offsets=offsets, follow=False): ...
+#     offsets = tails(plan, hosts, wanted, follow=False)      wanted: lines by rank; none of other ranks
+#     for name, item in watch(plan, hosts, offsets=offsets, follow=False): ...
 
 FILES_ASKED = 100
-"""At once: each answers with up to 6 KB."""
+"""Each takes up to 6 KB of an answer."""
 
 
 def tails(
@@ -115,9 +105,8 @@ def tails(
     follow: bool,
     since_wall: float | None = None,
 ) -> dict[str, dict[str, Held]]:
-    """By node and file. wanted: how many lines of each log of a rank, None for all. follow: what tells of the job's
-    progress comes whole. since_wall: of these lines those that were printed then or later, by this machine's clock.
-    Raises HostsError.
+    """By node and file. wanted: lines per log of each rank, None for all. follow: with the files that show progress.
+    since_wall: by the local clock. Raises HostsError.
     """
     found = on_all(plan, lambda name: _of_host(plan, hosts[name], wanted, follow, since_wall), ASK_S, only=hosts)
     if errors(found):
@@ -135,7 +124,7 @@ def _of_host(
     if not follow:
         names |= {f"rank-{rank}/metrics.jsonl": 0 for rank in node.rank_numbers} | dict.fromkeys(NODE_FILES, 0)
     for lines in _parts(names):
-        since_s = None if since_wall is None else max(0.0, time.time() - since_wall)  # the host has a clock of its own
+        since_s = None if since_wall is None else max(0.0, time.time() - since_wall)  # the host has its own clock
         request = {"workdir": node.workdir, "job": plan.job, "lines": lines, "since_s": since_s}
         answer = ask.ask(host, "tails", request, timeout_s=ASK_S)
         held |= ask.understood(host.node, partial(_held, answer, lines))
@@ -149,7 +138,6 @@ def _parts(names: Mapping[str, int | None]) -> Iterator[dict[str, int | None]]:
 
 
 def _held(answer: Mapping[str, Any], asked: Mapping[str, int | None]) -> dict[str, Held]:
-    """Raises ValueError, KeyError, TypeError, AttributeError for what a host would not say."""
     held = {}
     for name, (offset, inode, text) in answer["files"].items():
         head = base64.b64decode(text, validate=True)

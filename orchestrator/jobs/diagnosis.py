@@ -1,13 +1,12 @@
-"""Who holds a job up, and why, from what its hosts saw of their ranks. Pure.
+"""Which rank holds a job up, and why, from its hosts' snapshots. Pure.
 
     verdict = diagnose(plan, {"a": HostLook(...), "b": HostError(...)})
     verdict.kind, verdict.node, verdict.rank, verdict.place     "missed-collective", "b", 1, "train.py:31 in step"
 
-Nothing is a stall while any rank writes, moves data, or comes to another line: what only looks like one for a moment is
-a slow step. A rank that is idle stands still after QUIET_S in which no rank has written anything, one that waits for a
-disk after LONG_S; where steps take longer, later. Who uses the CPU at one line may compute, or wait as NCCL does: after
-LONG_S it is said to wait where another rank is idle, and by itself only after VERY_LONG_S. Until then it is busy, which
-is no alarm. A process that is stopped, or a host that is silent, needs no time.
+A rank that writes, moves data or changes its line makes progress. An idle rank stands still after QUIET_S without
+output of any rank, a rank that waits for a disk after LONG_S, both later if steps take longer. A rank that uses the CPU
+at one line computes, or waits as NCCL does: it counts as waiting after LONG_S if another rank is idle, else after
+VERY_LONG_S. Stopped processes and silent hosts need no time.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from orchestrator.units import counted, format_duration
 
 QUIET_S, LONG_S, VERY_LONG_S = 20.0, 60.0, 1800.0
 STEPS, LONG_STEPS = 3, 10
-"""A stall lasts longer than so many of the longest of the last steps."""
+"""In steps: a stall lasts longer than this many times the longest recent step."""
 RETRIES = 2
-"""So often in a row the same bytes are sent again where a link is dead, not busy."""
+"""Repetitions of the same bytes after which a connection is dead, not busy."""
 LOW_CLOCK, BUSY_PERCENT = 0.6, 50
 
 ALL_FRAMES = "`orch why --stacks` shows all frames"
@@ -45,16 +44,16 @@ class StalledJob:
     silent: Mapping[str, HostError]
 
     @cached_property
-    def standings(self) -> list[Standing]:
-        return standings_of(self.hosts)
+    def ranks(self) -> list[RankActivity]:
+        return activities_of(self.hosts)
 
     @cached_property
-    def live(self) -> list[Standing]:
-        return [one for one in self.standings if one.is_live]
+    def live(self) -> list[RankActivity]:
+        return [one for one in self.ranks if one.is_live]
 
     @cached_property
     def quiet_s(self) -> float:
-        """Since any of its ranks wrote something."""
+        """Since any rank's last output."""
         return min((one.look.quiet_s for one in self.live), default=0.0)
 
     @cached_property
@@ -77,187 +76,184 @@ class StalledJob:
         return self.is_quiet and self.quiet_s >= max(seconds, LONG_STEPS * self._step_s)
 
     @cached_property
-    def idle(self) -> list[Standing]:
-        """Those that do nothing at all."""
+    def idle(self) -> list[RankActivity]:
         return [one for one in self.live if not one.moves]
 
     @cached_property
-    def spinning(self) -> list[Standing]:
-        """Those that use the CPU and come to no other line than one at which ranks wait for others: with NCCL they may
-        well do that, and need not.
-        """
+    def spinning(self) -> list[RankActivity]:
+        """Ranks that use the CPU at a line at which ranks wait for others: with NCCL they may be waiting."""
         at_one = (one for one in self.live if one.at == "collective" and one.moves and one.script_is_same)
         return [one for one in at_one if self.is_long_quiet and not one.look.moves_data]
 
     @cached_property
-    def waiting(self) -> list[Standing]:
-        """Those that wait in a collective."""
+    def waiting(self) -> list[RankActivity]:
+        """Ranks that wait in a collective."""
         idle = [one for one in self.live if one.at == "collective" and not one.moves]
         is_sure = any(one.at != "collective" for one in self.idle) or self.is_very_long_quiet
         return sorted([*idle, *(self.spinning if is_sure else ())], key=lambda one: one.rank)
 
     @cached_property
-    def others(self) -> list[Standing]:
+    def others(self) -> list[RankActivity]:
         return [one for one in self.live if one not in self.waiting]
 
     @cached_property
-    def working(self) -> list[Standing]:
-        """Those that get on, so that others may well be right to wait for them."""
+    def working(self) -> list[RankActivity]:
+        """Ranks for which others may rightly wait."""
         return [] if self.is_very_long_quiet else [one for one in self.others if one.moves]
 
     @property
-    def for_so_long(self) -> str:
+    def silence(self) -> str:
         return f"no rank has written anything for {format_duration(self.quiet_s)}"
 
 
 def diagnose(plan: LaunchPlan, outcomes: Mapping[str, HostLook | HostError]) -> Verdict:
     hosts = {name: found for name, found in outcomes.items() if isinstance(found, HostLook)}
     silent = {name: found for name, found in outcomes.items() if isinstance(found, HostError)}
-    scene = StalledJob(plan, hosts, silent)
-    found = (verdict for find in FINDERS if (verdict := find(scene)))
-    return next(found, None) or _no_stall(scene)
+    job = StalledJob(plan, hosts, silent)
+    found = (verdict for find in FINDERS if (verdict := find(job)))
+    return next(found, None) or _no_stall(job)
 
 
 # ---- what needs no time ---------------------------------------------------------------------------------------------
 
 
-def _stopped(scene: StalledJob) -> Verdict | None:
-    for one in scene.live:
+def _stopped(job: StalledJob) -> Verdict | None:
+    for one in job.live:
         if one.at == "stopped" and one.process:
             reason = f"{one.name} is stopped by a signal (state {one.process.state})"
-            return _of(one, "stopped", reason, f"`orch ssh {one.node} -- kill -CONT {one.process.pid}` lets it go on")
-    for name, host in scene.hosts.items():
+            return _of(one, "stopped", reason, f"`orch ssh {one.node} -- kill -CONT {one.process.pid}` continues it")
+    for name, host in job.hosts.items():
         if host.frozen:
             reason = f"the {host.frozen[0]} of the job on {name} is stopped by a signal"
             return Verdict("stopped", reason, f"`orch ssh {name}`, then `kill -CONT` with its number", name)
     return None
 
 
-def _full_pipe(scene: StalledJob) -> Verdict | None:
-    for one in scene.live:
+def _full_pipe(job: StalledJob) -> Verdict | None:
+    for one in job.live:
         if one.at == "pipe":
             is_stopped = one.look.wrapper in ("T", "t")
             why = ": the process of orch that reads it is stopped by a signal" if is_stopped else ""
-            reason = f"{one.name} writes to {one.look.full_pipes[0]}, and nobody takes it: the pipe is full{why}"
-            again = f"`orch ssh {one.node} -- kill -CONT {one.look.wrapper_pid}` lets it be read again"
+            reason = f"{one.name} writes to {one.look.full_pipes[0]}, and no process reads it: the pipe is full{why}"
+            again = f"`orch ssh {one.node} -- kill -CONT {one.look.wrapper_pid}` continues the reader"
             return _of(one, "full-pipe", reason, again if is_stopped else "is it a pipe of the script's own? Read it")
     return None
 
 
-def _silent(scene: StalledJob) -> Verdict | None:
-    if not scene.silent or not scene.hosts or len(scene.idle) < len(scene.live):
+def _silent(job: StalledJob) -> Verdict | None:
+    if not job.silent or not job.hosts or len(job.idle) < len(job.live):
         return None
-    name, error = next(iter(scene.silent.items()))
-    still = f"none of {counted(len(scene.live), 'rank')} on the other hosts gets on"
+    name, error = next(iter(job.silent.items()))
+    still = f"none of {counted(len(job.live), 'rank')} on the other hosts gets on"
     return Verdict("half-dead-link", f"{name} gives no answer ({reasons([error])[0]}), and {still}", error.remedy, name)
 
 
 # ---- what stands still ----------------------------------------------------------------------------------------------
 
 
-def _disk(scene: StalledJob) -> Verdict | None:
-    """A slow disk that takes a checkpoint, or gives a batch, lets it get on now and then."""
-    for one in scene.live if scene.is_long_quiet else ():
+def _disk(job: StalledJob) -> Verdict | None:
+    """A slow disk makes some progress now and then."""
+    for one in job.live if job.is_long_quiet else ():
         if one.at == "disk" and one.process and one.process.stands:
             where = f" ({one.process.wchan})" if one.process.wchan else ""
-            reason = f"{one.name} waits in the kernel{where}, for a disk or the server of one; {scene.for_so_long}"
+            reason = f"{one.name} waits in the kernel{where}, for a disk or the server of one; {job.silence}"
             remedy = f"`orch ssh {one.node} -- dmesg`, and its mounts: is a server gone? A slow disk ends it by itself"
             return _of(one, "dead-mount", reason, remedy)
     return None
 
 
-def _link(scene: StalledJob) -> Verdict | None:
-    for one in scene.live if scene.is_quiet else ():
-        for way in () if one.look.moves_data else one.look.connections:
-            if way.retransmits >= RETRIES:
-                hosts = [node.name for node in scene.plan.nodes if node.address == way.to]
-                peer = hosts[0] if len(hosts) == 1 else f"{way.to} port {way.port}"
-                tries = f"{way.unsent:,} bytes were sent again {counted(way.retransmits, 'time')}"
-                reason = f"{one.name} sends to {peer} and hears nothing: {tries}"
+def _link(job: StalledJob) -> Verdict | None:
+    for one in job.live if job.is_quiet else ():
+        for link in () if one.look.moves_data else one.look.connections:
+            if link.retransmits >= RETRIES:
+                hosts = [node.name for node in job.plan.nodes if node.address == link.to]
+                peer = hosts[0] if len(hosts) == 1 else f"{link.to} port {link.port}"
+                tries = f"{link.unsent:,} bytes were sent again {counted(link.retransmits, 'time')}"
+                reason = f"{one.name} sends to {peer} and gets no answer: {tries}"
                 return _of(
                     one, "half-dead-link", reason, "`orch status`; then the cable, switch or firewall between them"
                 )
     return None
 
 
-def _idle_one(scene: StalledJob) -> Verdict | None:
-    """One that does nothing, and not in a collective: it is the cause, whatever the others do."""
-    idle = [one for one in scene.others if not one.moves and one.at != "disk"]
-    if not scene.is_quiet or not idle or scene.working:
+def _idle_one(job: StalledJob) -> Verdict | None:
+    """An idle rank outside of collectives is the cause, whatever the others do."""
+    idle = [one for one in job.others if not one.moves and one.at != "disk"]
+    if not job.is_quiet or not idle or job.working:
         return None
     if found := next((one for one in idle if one.at == "loader"), None):
-        return _of(found, "loader", *_loader_words(scene, found))
+        return _of(found, "loader", *_loader_words(job, found))
     if found := next((one for one in idle if one.at == "lock"), None):
         besides = f"; another of its threads stands at {', '.join(found.besides[:2])}" if found.besides else ""
-        reason = f"{found.name} waits for a lock, or for another of its threads{besides}; {scene.for_so_long}"
+        reason = f"{found.name} waits for a lock, or for another of its threads{besides}; {job.silence}"
         return _of(found, "deadlock", reason, f"who holds it? {ALL_FRAMES}, and other threads")
     found = _odd([one for one in idle if one.place] or idle)
-    if scene.waiting and found.place:
-        return _missed(scene, found, "is idle")
-    if scene.waiting:
-        where = f"{_ranks(scene.waiting)} waits in a collective at {scene.waiting[0].place}"
+    if job.waiting and found.place:
+        return _missed(job, found, "is idle")
+    if job.waiting:
+        where = f"{_ranks(job.waiting)} waits in a collective at {job.waiting[0].place}"
         reason = f"{found.name} shows no line{_program(found)}, and {where}: it may wait there, too"
-        return _of(found, "stands-still", f"{reason}; {scene.for_so_long}", "ask again; then `orch logs`")
-    reason = f"{found.name} does nothing{_program(found)}; {scene.for_so_long}"
+        return _of(found, "stands-still", f"{reason}; {job.silence}", "ask again; then `orch logs`")
+    reason = f"{found.name} does nothing{_program(found)}; {job.silence}"
     return _of(found, "stands-still", reason, f"what does it wait for there? {ALL_FRAMES}")
 
 
-def _loader_words(scene: StalledJob, one: Standing) -> tuple[str, str]:
+def _loader_words(job: StalledJob, one: RankActivity) -> tuple[str, str]:
     worker, script = one.process, one.look.script
     remedy = "what does the data set wait for there? `num_workers=0` shows it in the rank itself"
     if worker is script or worker is None:
-        return f"{one.name} waits for a batch of its DataLoader; {scene.for_so_long}", remedy
+        return f"{one.name} waits for a batch of its DataLoader; {job.silence}", remedy
     if worker.state in ("T", "t"):
         reason = f"{one.name} waits for a batch: its DataLoader's worker, pid {worker.pid}, is stopped by a signal"
-        return reason, f"`orch ssh {one.node} -- kill -CONT {worker.pid}` lets it go on"
+        return reason, f"`orch ssh {one.node} -- kill -CONT {worker.pid}` continues it"
     return (
-        f"{one.name} waits for a batch that its DataLoader's worker, pid {worker.pid}, makes; {scene.for_so_long}",
+        f"{one.name} waits for a batch that its DataLoader's worker, pid {worker.pid}, makes; {job.silence}",
         remedy,
     )
 
 
-def _absent_one(scene: StalledJob) -> Verdict | None:
-    """Others wait, and one is no longer there, or not yet."""
-    if not scene.is_quiet or not scene.waiting:
+def _absent_one(job: StalledJob) -> Verdict | None:
+    """Others wait for a rank that has ended or not begun."""
+    if not job.is_quiet or not job.waiting:
         return None
-    for one in scene.standings:
+    for one in job.ranks:
         if one.at == "ended":
             how = f"on {one.look.signal}" if one.look.signal else f"with exit code {one.look.exit_code}"
-            return _missed(scene, one, f"has ended {how}")
+            return _missed(job, one, f"has ended {how}")
         if one.at == "begins":
-            return _missed(scene, one, "has not begun")
+            return _missed(job, one, "has not begun")
     return None
 
 
-def _busy_one(scene: StalledJob) -> Verdict | None:
-    """Others wait, and one works: it evaluates, compiles, unpacks or saves, for all that can be seen."""
-    if not scene.is_quiet or not scene.waiting or not scene.others:
+def _busy_one(job: StalledJob) -> Verdict | None:
+    """Others wait for a rank that evaluates, compiles, unpacks or saves, as far as can be seen."""
+    if not job.is_quiet or not job.waiting or not job.others:
         return None
-    odd = _odd(scene.others)
+    odd = _odd(job.others)
     how = "waits for a disk" if odd.at == "disk" else "is at work"
-    reason = f"{odd.name} {how}{_program(odd)}, and {_ranks(scene.waiting)} waits for it at {scene.waiting[0].place}"
-    return _of(odd, "still-busy", f"{reason}; {scene.for_so_long}", f"if it should be done by now: {ALL_FRAMES}")
+    reason = f"{odd.name} {how}{_program(odd)}, and {_ranks(job.waiting)} waits for it at {job.waiting[0].place}"
+    return _of(odd, "still-busy", f"{reason}; {job.silence}", f"if it should be done by now: {ALL_FRAMES}")
 
 
-def _all_wait(scene: StalledJob) -> Verdict | None:
-    if not scene.is_quiet or not scene.waiting or scene.others:
+def _all_wait(job: StalledJob) -> Verdict | None:
+    if not job.is_quiet or not job.waiting or job.others:
         return None
-    odd = _odd(scene.waiting)
-    elsewhere = [one for one in scene.waiting if one.place != odd.place]
+    odd = _odd(job.waiting)
+    elsewhere = [one for one in job.waiting if one.place != odd.place]
     if elsewhere:
         reason = f"{odd.name} and {_ranks(elsewhere)}, at {elsewhere[0].place}, do not wait in the same collective"
         return _of(odd, "missed-collective", reason, "all ranks have to make the same calls in the same order")
-    reason = f"all ranks wait for each other at {odd.place}; {scene.for_so_long}"
+    reason = f"all ranks wait for each other at {odd.place}; {job.silence}"
     return Verdict("stands-still", reason, "the network between them: `orch status`, and NCCL_DEBUG=INFO", None, None)
 
 
-def _throttled(scene: StalledJob) -> Verdict | None:
-    for name, host in scene.hosts.items():
+def _throttled(job: StalledJob) -> Verdict | None:
+    for name, host in job.hosts.items():
         for gpu in _last_readings(host):
             if not gpu.sm_mhz or not gpu.max_sm_mhz or (gpu.utilisation or 0) < BUSY_PERCENT:
                 continue
             if gpu.sm_mhz < LOW_CLOCK * gpu.max_sm_mhz:
-                why = slowed_by_words(gpu.slowed_by or 0) or "its driver does not say why"
+                why = slowed_by_words(gpu.slowed_by or 0) or "its driver reports no reason"
                 clock = f"{gpu.sm_mhz:,.0f} of at most {gpu.max_sm_mhz:,.0f} MHz under load ({why})"
                 reason = f"nothing stands still, but GPU {gpu.index} of rank {gpu.rank} on {name} runs at {clock}"
                 return Verdict(
@@ -270,58 +266,58 @@ FINDERS: Sequence[Callable[[StalledJob], Verdict | None]] = (
     *(_stopped, _full_pipe, _silent, _disk, _link),
     *(_idle_one, _absent_one, _busy_one, _all_wait, _throttled),
 )
-"""In the order in which a cause goes before what comes of it."""
+"""Causes before their consequences."""
 
 
-def _no_stall(scene: StalledJob) -> Verdict:
-    if not scene.live:
-        begun = not scene.standings or any(one.at == "begins" for one in scene.standings)
+def _no_stall(job: StalledJob) -> Verdict:
+    if not job.live:
+        begun = not job.ranks or any(one.at == "begins" for one in job.ranks)
         return Verdict("no-stall", "its ranks have not begun" if begun else "its ranks have ended")
-    if len(scene.idle) == len(scene.live):
-        since = format_duration(scene.quiet_s)
+    if len(job.idle) == len(job.live):
+        since = format_duration(job.quiet_s)
         return Verdict(
-            "no-stall", f"no rank moves at this moment, but the last word came only {since} ago", "ask again"
+            "no-stall", f"no rank moves at this moment, but the last output came only {since} ago", "ask again"
         )
-    held = f"; {_ranks(scene.waiting)} waits for others" if scene.waiting else ""
-    moving = [one for one in scene.live if one.moves]
-    reason = f"{len(moving)} of {len(scene.live)} ranks that run get on{held}"
-    if not scene.is_quiet:
+    held = f"; {_ranks(job.waiting)} waits for others" if job.waiting else ""
+    moving = [one for one in job.live if one.moves]
+    reason = f"{len(moving)} of {len(job.live)} ranks that run get on{held}"
+    if not job.is_quiet:
         return Verdict("no-stall", reason)
     odd = _odd(moving)
-    if len(scene.spinning) == len(scene.live):
+    if len(job.spinning) == len(job.live):
         elsewhere = next((f", others at {one.place}" for one in moving if one.place != odd.place), "")
-        reason = f"all ranks use the CPU{elsewhere}: they compute, or wait as NCCL does; only time tells"
-    return _of(odd, "still-busy", f"{reason}; {scene.for_so_long}", "")
+        reason = f"all ranks use the CPU{elsewhere}: they compute, or wait as NCCL does; ask again later"
+    return _of(odd, "still-busy", f"{reason}; {job.silence}", "")
 
 
 # ---- words ----------------------------------------------------------------------------------------------------------
 
 
-def _of(one: Standing, kind: Kind, reason: str, remedy: str) -> Verdict:
+def _of(one: RankActivity, kind: Kind, reason: str, remedy: str) -> Verdict:
     text = one.frame.text if one.frame else ""
     return Verdict(kind, reason, remedy, one.node, one.rank, one.place, text)
 
 
-def _missed(scene: StalledJob, one: Standing, how: str, remedy: str = EVERY_RANK) -> Verdict:
-    where = scene.waiting[0].place
-    reason = f"{one.name} {how}{_program(one)}, while {_ranks(scene.waiting)} waits in a collective at {where}"
-    return _of(one, "missed-collective", f"{reason}; {scene.for_so_long}", remedy)
+def _missed(job: StalledJob, one: RankActivity, how: str, remedy: str = EVERY_RANK) -> Verdict:
+    where = job.waiting[0].place
+    reason = f"{one.name} {how}{_program(one)}, while {_ranks(job.waiting)} waits in a collective at {where}"
+    return _of(one, "missed-collective", f"{reason}; {job.silence}", remedy)
 
 
-def _program(one: Standing) -> str:
-    """Of what shows no Python line: its name and what the kernel says of it."""
+def _program(one: RankActivity) -> str:
+    """For a process without Python frames: its name and its state in the kernel."""
     process = one.process
     if one.place or process is None:
         return ""
     return f" ({process.name}, state {process.state}{f', {process.wchan}' if process.wchan else ''})"
 
 
-def _ranks(some: Sequence[Standing]) -> str:
+def _ranks(some: Sequence[RankActivity]) -> str:
     return some[0].name if len(some) == 1 else f"each of {len(some)} ranks"
 
 
-def _odd(some: Sequence[Standing]) -> Standing:
-    """The one whose place the fewest share; the last of these, since rank 0 often does more than others."""
+def _odd(some: Sequence[RankActivity]) -> RankActivity:
+    """The rank with the least common place; of several the last, since rank 0 often does more than others."""
     places = [one.place for one in some]
     return min(reversed(some), key=lambda one: places.count(one.place))
 
@@ -334,12 +330,8 @@ def _last_readings(host: HostLook) -> Iterator[Reading]:
     yield from last.values()
 
 
-# What one rank is at, from what its host saw of it in two looks. Pure.
-#
-#     standing = standing_of("alpha", rank_look, src)
-#     standing.at, standing.moves, standing.place         "collective", False, "train.py:31 in step"
-#
-# A frame of the person's own code is named where there is one, not torch's below it.
+# Activity of a rank, from two snapshots. Pure. Its place is a frame of the user's code if there is one, not torch's
+# frame below.
 
 At = Literal["ended", "begins", "stopped", "pipe", "disk", "loader", "collective", "lock", "elsewhere"]
 
@@ -348,30 +340,30 @@ FETCHES = re.compile(r"/torch/utils/data/_utils/fetch\.py$")
 COLLECTIVE = re.compile(r"/torch/(distributed|autograd|cuda|nn/parallel)/|/horovod/")
 LOCK = re.compile(r"/(threading|queue|concurrent/futures/\w+|multiprocessing/\w+)\.py$")
 LOCK_WORDS = re.compile(r"\bacquire\(|^(async )?with ")
-"""What a line holds that waits for a lock without a frame of Python's library below it."""
+"""In source lines that wait for a lock without a frame of Python's library below."""
 COLLECTIVE_WORDS = re.compile(
     r"\b(wait|synchronize|item|backward|barrier|all_\w+|broadcast\w*|reduce\w*|gather|scatter|recv|send)\(",
     re.IGNORECASE,
 )
-"""The same of a line that waits for other ranks, or for a GPU that does."""
+"""In source lines that wait for other ranks, or for a GPU that does."""
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankActivity:
     node: str
     rank: int
     at: At
     moves: bool
-    """Whether it got on between the two looks: moved data, used the CPU, or stood at another line."""
+    """Between the snapshots it moved data, used the CPU, or changed its line."""
     look: RankLook
     frame: StackFrame | None
-    """Where it stands, of the person's own code if possible."""
+    """In the user's code if possible."""
     place: str
-    """The same in words; "" where nothing is known."""
+    """The frame's text; "" if unknown."""
     process: ProcessLook | None
-    """The one that stands there: the script, or a worker of its DataLoader."""
+    """The script, or a worker of its DataLoader."""
     besides: tuple[str, ...] = ()
-    """Where its other threads stand, those of the person's own code."""
+    """Places of its other threads in the user's code."""
 
     @property
     def name(self) -> str:
@@ -386,14 +378,14 @@ class Standing:
         return self.at not in ("ended", "begins")
 
 
-def standings_of(outcomes: Mapping[str, HostLook | HostError]) -> list[Standing]:
-    """Of all ranks that were seen, in their order. outcomes: by host."""
+def activities_of(outcomes: Mapping[str, HostLook | HostError]) -> list[RankActivity]:
+    """By rank. outcomes: by host."""
     seen = {name: found for name, found in outcomes.items() if isinstance(found, HostLook)}
-    found = [standing_of(name, rank, host.src) for name, host in seen.items() for rank in host.ranks]
+    found = [activity_of(name, rank, host.src) for name, host in seen.items() for rank in host.ranks]
     return sorted(found, key=lambda one: one.rank)
 
 
-def standing_of(node: str, look: RankLook, src: str) -> Standing:
+def activity_of(node: str, look: RankLook, src: str) -> RankActivity:
     script = look.script
     at = _at(look, src)
     process = script
@@ -402,7 +394,7 @@ def standing_of(node: str, look: RankLook, src: str) -> Standing:
     frame = process.own_frame(src) if process else None
     gets_on = script is not None and (look.grew or look.does == "busy" or not script.same or look.moves_data)
     moves = gets_on and at != "stopped"
-    return Standing(
+    return RankActivity(
         node=node,
         rank=look.rank,
         at=at,
@@ -436,7 +428,7 @@ def _at(look: RankLook, src: str) -> At:
 
 
 def _by_frames(script: ProcessLook, src: str) -> At:
-    """The frames below the person's own say what the line waits for; those above it, whether it makes a batch."""
+    """Frames below the user's code show for what a line waits; frames above, whether it makes a batch."""
     own = script.own_frame(src)
     below = [frame.file for frame in script.frames[: script.frames.index(own)]] if own else []
     if _any(COLLECTIVE, below):
@@ -452,7 +444,7 @@ def _by_frames(script: ProcessLook, src: str) -> At:
 
 
 def _stuck_workers(look: RankLook, at: At) -> Iterator[ProcessLook]:
-    """Those of its processes that hold it up: that wait for a disk, or make a batch and stand still."""
+    """Its processes that wait for a disk, or make a batch and stand still."""
     for one in look.processes[1:]:
         holds_up = one.state == "D" if at == "disk" else _makes_batch(one)
         if holds_up and one.stands:
@@ -460,7 +452,7 @@ def _stuck_workers(look: RankLook, at: At) -> Iterator[ProcessLook]:
 
 
 def _makes_batch(one: ProcessLook) -> bool:
-    """A worker that is stopped shows no frames, and is known by the name that torch gives it."""
+    """A stopped worker shows no frames, only torch's name for it."""
     files = [frame.file for frame in one.frames]
     return _any(FETCHES, files) or (one.state in ("T", "t", "D") and one.name == "pt_data_worker")
 

@@ -1,13 +1,10 @@
-"""What a person who follows a job sees: lines, notices and how it goes, from what its hosts send. Pure but for
-the clock, and the thread in which it asks.
+"""Events for a user who follows a job, from the frames that its hosts send. Pure, except for the clock and the thread
+that diagnoses stalls.
 
     follow = Follow(plan, remember, until_end=True, ask=ask_why)
     for event in follow.events(watch(...)):     lines that came together, Notice, RunProgress, Bars, Silence, Standstill
         ...
-    for event in follow.last_words():           what is known once all has come
-
-The job goes on, or has ended (`ended_at_s`): then hosts that still send have LATE_S to come to their own end. A job
-that was lost may be found again. A link is up, broken (dialled again) or refused (no longer dialled).
+    for event in follow.last_words():           lost output, final progress
 """
 
 from __future__ import annotations
@@ -27,21 +24,17 @@ from orchestrator.jobs.stall import Asker, News, dropped_words, standstill
 from orchestrator.planning.launch_plan import LaunchPlan
 
 LATE_S = 10.0
-"""After the job's last word, so long do we wait for hosts that have not ended their stream."""
+"""After the job's end, hosts that still send get this long to finish."""
 PROGRESS_S = 0.25
-"""Between two values of a run's progress."""
 BARS_S = 1.0
-"""Between two states of lines that ranks draw over and over; and between two words about a silence."""
+"""For redrawn lines and `Silence`."""
 
 Event = tuple[LogLine, ...] | Notice | RunProgress | Bars | Silence | Standstill
 
 
 class Follow:
-    """remember: takes each host's record, or why there is none, and gives the job's record that comes of them.
-
-    until_end: the job is followed until it has ended, with its progress a few times a second, and with what ranks draw
-    over and over once a second; else only what is there now is shown. ask: asks the hosts why no rank prints, and gives
-    the job's record with what came of it; None where nobody is to ask.
+    """remember: stores the hosts' records and returns the job's. until_end: else only the current content. ask:
+    diagnoses a stall and returns the job's record.
     """
 
     def __init__(
@@ -54,25 +47,25 @@ class Follow:
     ) -> None:
         self.heard = Heard()
         self.ended_at_s: float | None = None
-        """None while the job goes on; else when its end was known, or somebody last had something to show."""
+        """None while the job runs; else the time of its end, or of later data. A lost job may be found again."""
         self._plan, self._remember, self._until_end = plan, remember, until_end
         self._links = _Links(dials_again=until_end)
         self._splitter, self._view, self._news = Splitter(), LiveView(plan), News(plan)
         self._asker = Asker(ask) if ask and until_end else None
-        self._standstill = Standstill()
+        self._last_standstill = Standstill()
         self._is_silent, self._has_progress = until_end, False
         self._progress_due_s, self._bars_due_s = 0.0, time.monotonic() + BARS_S
 
     def events(self, items: Iterable[tuple[str, Frame | HostError]]) -> Iterator[Event]:
-        """Until the items end, or the job has and its hosts are late. items: as `watch` gives them."""
+        """items: from `watch`."""
         for name, item in items:
             now_s = time.monotonic()
-            has_word = self.heard.take(name, item, now_s)
+            is_changed = self.heard.take(name, item, now_s)
             yield from self._links.words(name, item)
             if isinstance(item, FilePiece):
                 yield from self._piece(name, item)
-            if has_word:
-                yield from self._word(now_s)
+            if is_changed:
+                yield from self._update(now_s)
             yield from self._when_due()
             if self.ended_at_s is not None and time.monotonic() > self.ended_at_s + LATE_S:
                 break
@@ -80,7 +73,7 @@ class Follow:
             yield lines
 
     def last_words(self) -> Iterator[Event]:
-        """What was lost, and how it went last. Raises HostsError where hosts refuse us while the job goes on."""
+        """Raises HostsError if hosts refused the connection while the job runs."""
         yield from map(Notice, dropped_words(self._plan, self.heard.records))
         has_ended, refused = self.ended_at_s is not None, self._links.refused if self._until_end else []
         for error in refused if has_ended else ():
@@ -91,23 +84,21 @@ class Follow:
             raise HostsError(refused)
 
     def _piece(self, name: str, piece: FilePiece) -> Iterator[Event]:
-        """A piece of a file: the lines in it, and what it adds to the progress."""
         if piece.restarted:
             yield Notice(f"{name}: {piece.file} was cut, replaced or rotated on its host; it starts again here")
         if lines := tuple(self._splitter.split(name, piece)):
             self._is_silent = False
             yield lines
         self._has_progress |= self._until_end and self._view.take(name, piece)
-        if self.ended_at_s is not None:  # who still has something to show is not late
+        if self.ended_at_s is not None:  # a host that still sends is not late
             self.ended_at_s = time.monotonic()
 
-    def _word(self, now_s: float) -> Iterator[Event]:
-        """What hosts say of the job may have changed its state."""
+    def _update(self, now_s: float) -> Iterator[Event]:
         record = self._remember(self.heard.found(now_s))
         if self._asker:
             self._asker.tell(record)
         if self._until_end and not (self._asker and self._asker.is_at_work):
-            yield from self._stands(record)
+            yield from self._stall_events(record)
         if record.state not in FINAL_STATES:
             self.ended_at_s = None
         elif self.ended_at_s is None:
@@ -115,17 +106,15 @@ class Follow:
                 yield Notice(f"{', '.join(sorted(missed))}: no answer; the job's state is as the other hosts report it")
             self.ended_at_s = time.monotonic()
 
-    def _stands(self, record: JobRecord) -> Iterator[Event]:
-        """Why no rank prints anything, where that is so; and who has met nobody."""
-        if (now := standstill(record)) != self._standstill:
-            self._standstill = now
+    def _stall_events(self, record: JobRecord) -> Iterator[Event]:
+        if (now := standstill(record)) != self._last_standstill:
+            self._last_standstill = now
             yield now
         yield from map(Notice, self._news.of(record))
 
     def _when_due(self) -> Iterator[Event]:
-        """What is shown at intervals, however fast it comes; and what has been asked meanwhile."""
         if self._asker and (record := self._asker.answer()):
-            yield from self._stands(record)
+            yield from self._stall_events(record)
         if self._has_progress and time.monotonic() > self._progress_due_s:
             self._has_progress, self._progress_due_s = False, time.monotonic() + PROGRESS_S
             self._is_silent = False
@@ -145,13 +134,13 @@ class Follow:
 
 
 class _Links:
-    """How the links to the hosts stand. dials_again: a broken one is dialled again, and nothing is lost by that."""
+    """dials_again: `watch` reconnects broken connections."""
 
     def __init__(self, *, dials_again: bool) -> None:
         self._dials_again = dials_again
         self._broken = set[str]()
         self.refused: list[HostError] = []
-        """Why hosts are no longer dialled, for example one whose key changed: what they print is not shown."""
+        """Hosts that are no longer dialled, for example because their key changed."""
 
     def words(self, name: str, item: Frame | HostError) -> Iterator[Notice]:
         if isinstance(item, ConnectError) and self._dials_again:
@@ -161,30 +150,26 @@ class _Links:
         elif isinstance(item, HostError):
             self.refused.append(item)
             yield Notice(f"{item}; the job does not depend on this link and keeps running")
-        elif name in self._broken and item != Beat():  # its program spoke, not our own clock
+        elif name in self._broken and item != Beat():  # sent by the host, not by our own clock
             self._broken.discard(name)
             yield Notice(f"{name}: connected again")
 
 
 def since_s(plan: LaunchPlan) -> float:
-    """Since the job was planned, by this machine's clock."""
     with suppress(ValueError):
         return max(0.0, time.time() - datetime.fromisoformat(plan.created).timestamp())
     return 0.0
 
 
-# What the hosts of a job say while it is followed, and whose last word has grown too old to count. Pure.
+# The hosts' last records while a job is followed. Pure.
 #
-#     heard = Heard()
-#     if heard.take("a", frame, now_s):           # something changed that the job's state may depend on
-#         combine(plan, heard.found(now_s), known, now)
-#
-# A host that loses power says nothing more, and its last record says for ever that its supervisor lives. So a record
-# that speaks of the present counts only while its host is heard, or was a moment ago; what is said of an end stays
-# said.
+# A host that loses power sends nothing more, and its last record claims for ever that the supervisor is alive. So a
+# record of a living supervisor expires SILENT_S after the last sign of its host; a record of an end stays.
 
 SILENT_S = 30.0
-"""Longer than LEASE_S of `remote/membership.py`: by then the other hosts have noticed, if it is more than our link."""
+"""Longer than LEASE_S of `remote/membership.py`: by then the other hosts have noticed, unless only our connection
+broke.
+"""
 
 
 class Heard:
@@ -197,13 +182,11 @@ class Heard:
         self._missed = frozenset[str]()
 
     def take(self, name: str, item: Frame | HostError, now_s: float) -> bool:
-        """name: "" for a beat that no host sent: all that came has been taken, and for a second nothing came. Returns
-        whether `found` may give something else than before.
-        """
+        """name: "" for the local clock's beat. Returns whether `found` may have changed."""
         if not name:
             for silent in self.records:
                 self._silent_since_s.setdefault(silent, now_s)
-        elif isinstance(item, ConnectError) or item == Beat():  # our own clock's beat: nothing came
+        elif isinstance(item, ConnectError) or item == Beat():  # the local clock's beat: nothing came
             self._silent_since_s.setdefault(name, now_s)
         elif isinstance(item, HostError):  # it is no longer dialled
             self._refused[name] = item
@@ -215,13 +198,12 @@ class Heard:
         return isinstance(item, Agent) or name in self._refused or self._missed != before
 
     def missed(self, now_s: float) -> frozenset[str]:
-        """The hosts whose last record speaks of a living supervisor and has grown too old to count."""
+        """Hosts whose record of a living supervisor has expired."""
         silent = {name for name, since_s in self._silent_since_s.items() if now_s - since_s > SILENT_S}
         return frozenset(name for name in silent if self.records.get(name, {}).get("alive"))
 
     def found(self, now_s: float) -> dict[str, Mapping[str, Any] | HostError]:
-        """What counts now, by host."""
-        words = f"no word for {SILENT_S:.0f} s"
+        words = f"no answer for {SILENT_S:.0f} s"
         alive = {name for name, record in self.records.items() if record.get("alive")}
         refused = {name: error for name, error in self._refused.items() if name in alive or name not in self.records}
         return {**self.records, **refused, **{name: ConnectError(name, words) for name in self.missed(now_s)}}

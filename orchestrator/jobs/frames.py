@@ -1,9 +1,8 @@
-"""The frames in which a host sends a job's files, each as a checked value. Pure.
+"""The frames in which a host sends a job's files, parsed into checked values. Pure.
 
     frame, due = parse_frame("v100", line, partial(rank_of_log, ranks=frozenset({0, 1})))
 
-The host is not trusted to name files: only names that this job's logs can have, or files that were requested from
-`remote/sender.py`, are accepted, and pieces have a largest size. Anything else is a ProbeError.
+The host is not trusted: unexpected file names and sizes raise ProbeError.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from orchestrator.transport.ask import MAX_NOISE_BYTES, endless
 
 MAX_PIECE_BYTES = 1 << 18
 LARGEST_WALL = 2.5e11
-"""In the year 9892: later times are rejected."""
+"""In the year 9892."""
 HEAD_BYTES = 1 << 12
 """A file is recognised by its inode and its first HEAD_BYTES."""
 LOGS = ("stdout.log", "stderr.log")
@@ -34,9 +33,8 @@ _RANK_FILE = re.compile(rf"rank-(\d{{1,5}})/({'|'.join(map(re.escape, RANK_FILES
 
 @dataclass(frozen=True)
 class FilePiece:
-    """New bytes of one file. rank: None for a file of the node itself. inode: on the host. restarted: the file was cut,
-    replaced or rotated on its host, and comes again from its beginning. wall: when these bytes were printed, in seconds
-    since 1970 by the host's clock; None if not requested or unknown.
+    """rank: None for a file of the node. restarted: the file was cut, replaced or rotated, and comes again from its
+    beginning. wall: when the bytes were printed, in seconds since 1970 by the host's clock; None if unknown.
     """
 
     file: str
@@ -54,35 +52,28 @@ class FilePiece:
 
 @dataclass(frozen=True)
 class Held:
-    """The part of a file that is here: its first `offset` bytes. head: the first HEAD_BYTES of them. inode: on the
-    host; None if unknown.
-    """
+    """The part of a file that is here. head: its first HEAD_BYTES."""
 
     offset: int = 0
     inode: int | None = None
     head: bytes = b""
 
     def request(self) -> dict[str, Any]:
-        """For `remote/reader.py`, to continue from here."""
+        """For `remote/reader.py`."""
         return {"offset": self.offset, "inode": self.inode, "head": hashlib.sha256(self.head).hexdigest()}
 
     def plus(self, piece: FilePiece) -> Held:
-        """With this piece, which begins where this ends."""
         return Held(piece.end, piece.inode, self.head + piece.data[: HEAD_BYTES - len(self.head)])
 
 
 @dataclass(frozen=True)
 class Agent:
-    """The supervisor's record, as it is now."""
-
     record: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class End:
-    """The last frame. files: size in bytes and SHA-256 of each file, of the bytes that were sent. left: by file, the
-    number of bytes beyond the limit.
-    """
+    """files: size and SHA-256 of the bytes sent. left: by file, bytes beyond the limit."""
 
     files: dict[str, tuple[int, str]]
     left: dict[str, int] = field(default_factory=dict)
@@ -90,7 +81,7 @@ class End:
 
 @dataclass(frozen=True)
 class Whole:
-    """All bytes of this file have come. sha256: of all of them, by the host."""
+    """A file has come completely."""
 
     file: str
     size: int
@@ -100,7 +91,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Left:
-    """The reason why a file does not come."""
+    """The host does not send this file."""
 
     file: str
     why: str
@@ -108,7 +99,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Beat:
-    """Nothing new. from_host: the host's program sent it, not our own clock."""
+    """Nothing new. from_host: not from the local clock."""
 
     from_host: bool = False
 
@@ -117,18 +108,16 @@ Frame = FilePiece | Agent | Whole | Left | End | Beat
 
 
 def names_of(ranks: Iterable[int]) -> list[str]:
-    """All files of a job that a host with these ranks may have."""
     return [f"rank-{rank}/{name}" for rank in ranks for name in RANK_FILES] + list(NODE_FILES)
 
 
 def asked_for(name: str, asked: frozenset[str]) -> None:
-    """Raises ValueError for a name that was not requested."""
     if name not in asked:
         raise ValueError(f"file name {name!r}")
 
 
 def rank_of_log(name: str, ranks: frozenset[int]) -> int | None:
-    """Raises ValueError for a name that this job's logs cannot have."""
+    """None for a node's file. Raises ValueError."""
     match = _RANK_FILE.fullmatch(name)
     if match and int(match[1]) in ranks and name == f"rank-{int(match[1])}/{match[2]}":
         return int(match[1])
@@ -138,8 +127,8 @@ def rank_of_log(name: str, ranks: frozenset[int]) -> int | None:
 
 
 def parse_frame(node: str, line: bytes, rank_of: Callable[[str], int | None]) -> tuple[Frame, int]:
-    """The frame, and the number of bytes that follow it. rank_of: `asked_for` or `rank_of_log`. Raises ProbeError for
-    an invalid frame, HostError for an error that the host reports.
+    """Returns also the number of bytes that follow the frame. rank_of: `asked_for` or `rank_of_log`. Raises ProbeError
+    for an invalid frame, HostError for an error that the host reports.
     """
     try:
         header = json.loads(line)
@@ -185,14 +174,8 @@ def _whole(header: dict[str, Any]) -> Whole:
     return whole
 
 
-# Reads the stream of `remote/reader.py` or `remote/sender.py`: bytes from a host in, checked values out. Pure.
-#
-#     held = {}
-#     for frame in read_frames("v100", chunks, frozenset({0, 1}), held):  # updates `held`
-#         ...
-#
-# A piece has to begin where the piece before it ended (or at the beginning of its file), and a line has a largest size.
-# Anything else ends the stream with a ProbeError, as does an invalid frame (`frames`).
+# Streams of `remote/reader.py` and `remote/sender.py`, parsed. Pure. A piece has to begin where the previous one of its
+# file ended, or at the beginning, and a line has a largest size; anything else is a ProbeError.
 
 MAX_LINE_BYTES = 1 << 20
 
@@ -206,11 +189,9 @@ def read_frames(
     marker: bytes = b"",
     limit_bytes: int | None = None,
 ) -> Iterator[Frame]:
-    """The logs of a job with these ranks on this node.
-
-    chunks: as a transport's stream yields them (b"" gives a Beat). marker: begins each frame; bytes between two frames
-    are skipped. held: by file, the part that is here; updated before each piece is yielded. A piece is yielded part by
-    part as its bytes come, so that a broken connection loses none of them. limit_bytes: requested of each file.
+    """The frames of a job's logs. chunks: b"" gives a Beat. marker: begins each frame; bytes between frames are
+    skipped. held: by file; updated before each piece is yielded. A piece is yielded in parts as its bytes come, so that
+    a broken connection loses none. limit_bytes: per file.
     """
     frames = _Frames(node, partial(rank_of_log, ranks=ranks), {} if held is None else held, marker, limit_bytes)
     return frames.read(chunks)
@@ -224,13 +205,11 @@ def read_files(
     *,
     marker: bytes = b"",
 ) -> Iterator[Frame]:
-    """The files that were requested (`asked`). For the other arguments see `read_frames`."""
+    """asked: the names requested. See `read_frames`."""
     return _Frames(node, partial(asked_for, asked=asked), {} if held is None else held, marker, None).read(chunks)
 
 
 class _Frames:
-    """Frames from bytes, however these are cut."""
-
     def __init__(
         self,
         node: str,
@@ -239,7 +218,6 @@ class _Frames:
         marker: bytes,
         limit_bytes: int | None,
     ) -> None:
-        """rank_of: raises ValueError for a file that was not requested."""
         self._node, self._rank_of, self._held = node, rank_of, held
         self._marker, self._limit_bytes = marker, limit_bytes
         self._buffer = bytearray()
@@ -263,14 +241,13 @@ class _Frames:
             raise ConnectError(self._node, "its answer broke off in the middle of a frame")
 
     def _part_of(self, coming: FilePiece) -> FilePiece:
-        """The bytes of it that have come."""
         part = replace(coming, data=bytes(self._buffer[: self._due]))
         del self._buffer[: len(part.data)]
         self._coming, self._due = replace(coming, offset=part.end), self._due - len(part.data)
         return _follow_on(self._node, part, self._held)
 
     def _header(self) -> tuple[Frame, int] | None:
-        """The next frame, and the number of bytes that follow it; None until its line is complete."""
+        """Returns also the number of bytes that follow; None until the line is complete."""
         self._skipped += _skip_noise(self._buffer, self._marker)
         if self._skipped > MAX_NOISE_BYTES:
             raise endless(self._node, self._buffer)
@@ -281,7 +258,6 @@ class _Frames:
         return parse_frame(self._node, line, self._rank_of)
 
     def _begun(self, frame: Frame, due: int) -> Iterator[Frame]:
-        """The frame, unless it is a piece, whose bytes are still to come."""
         self._due = due
         if not isinstance(frame, FilePiece):
             yield frame
@@ -302,7 +278,7 @@ def _follow_on(node: str, piece: FilePiece, held: MutableMapping[str, Held]) -> 
 
 
 def _skip_noise(buffer: bytearray, marker: bytes) -> int:
-    """Removes the bytes before the next marker, except the beginning of a marker. Returns their number."""
+    """Keeps the beginning of a marker. Returns the number of bytes removed."""
     at = buffer.find(marker)
     size = at if at >= 0 else max(0, len(buffer) - len(marker) + 1)
     del buffer[:size]
@@ -310,7 +286,7 @@ def _skip_noise(buffer: bytearray, marker: bytes) -> int:
 
 
 def _take_line(node: str, buffer: bytearray, marker: bytes) -> bytes | None:
-    """Removes one complete line and its marker from the front of the buffer. None until the line is complete."""
+    """Without the marker; None until the line is complete."""
     if not buffer.startswith(marker):
         return None
     end = buffer.find(b"\n", 0, MAX_LINE_BYTES)

@@ -1,11 +1,10 @@
-"""A run that waits for its GPUs: its tickets on its hosts, renewed until it may start.
+"""The queue for GPUs: a waiting run's tickets on its hosts, renewed until it may start.
 
-    with Turn(plan, memory, connections, say, limit_s=None) as turn:     # a ticket on every host, until the block ends
+    with Turn(plan, memory, connections, say, limit_s=None) as turn:     # a ticket on every host until the block ends
         turn.wait()                                                      # its GPUs are free, and no job is ahead of it
-        ...                                                              # start; meanwhile the tickets keep its place
+        ...                                                              # start
 
-The hosts decide: each refuses a start out of turn (`remote/keeper.py`), and the claim on a GPU keeps a second job off
-it. The queue's order is in `remote/gpu_queue.py`.
+The hosts decide: each refuses a start out of turn (`remote/keeper.py`, `remote/gpu_queue.py`).
 """
 
 from __future__ import annotations
@@ -30,21 +29,18 @@ from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import errors, errors_by_node, for_each, values
 from orchestrator.units import format_duration
 
-# A job's place in the queue for its GPUs, from its hosts' answers (`remote/gpu_queue.py`). Pure.
+# A job's place in the queue, from its hosts' answers (`remote/gpu_queue.py`). Pure.
 #
-# place_of({"a": read_answer("a", answer), ...})       PlaceInQueue(holders=(...), before=(...))
-# queue_of({"a": ..., "b": ...})                       every job that waits there, in the queue's order
+#     place_of({"a": read_answer("a", answer), ...})       PlaceInQueue(holders=(...), before=(...))
+#     queue_of({"a": ..., "b": ...})                       all waiting jobs in order
 
 MOST = 4096
-"""Rows that one host may report."""
 SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Rival:
-    """A job that has GPUs or waits for them. since_s: how long; None if unknown. number: its ticket's, 0 if it has
-    GPUs.
-    """
+    """since_s: None if unknown. number: of its ticket; 0 if it has GPUs."""
 
     job: str
     user: str = ""
@@ -59,9 +55,7 @@ class Rival:
 
 @dataclass(frozen=True)
 class HostAnswer:
-    """One host's view of the queue. lost: the host has no ticket of the job. silent: logins whose sockets look like
-    tickets but gave no answer.
-    """
+    """lost: the host has no ticket of the job. silent: logins whose sockets look like tickets but gave no answer."""
 
     tickets: tuple[Rival, ...] = ()
     ahead: tuple[Rival, ...] = ()
@@ -73,7 +67,7 @@ class HostAnswer:
 
 @dataclass(frozen=True)
 class PlaceInQueue:
-    """holders: jobs that have the GPUs. before: jobs that came earlier and wait for one of them."""
+    """holders: jobs with the GPUs. before: jobs ahead of it."""
 
     holders: tuple[Rival, ...] = ()
     before: tuple[Rival, ...] = ()
@@ -88,9 +82,7 @@ class PlaceInQueue:
 
     @property
     def behind(self) -> frozenset[tuple[str, int, tuple[str, ...]]]:
-        """A change of this is worth another line. It has the holders' hosts, too: a job that is just starting has GPUs
-        on only some of them.
-        """
+        """A change of this is reported. It has the holders' hosts: a starting job has GPUs on only some of them."""
         holders = {(rival.job, 0, rival.nodes) for rival in self.holders}
         return frozenset(holders | {(rival.job, rival.number, ()) for rival in self.before})
 
@@ -106,7 +98,7 @@ def _for(rival: Rival) -> str:
 
 
 def read_answer(node: str, answer: Mapping[str, Any]) -> HostAnswer:
-    """Raises ValueError, TypeError, KeyError, AttributeError for a malformed answer."""
+    """Raises ValueError, TypeError, KeyError, AttributeError if malformed."""
     if answer.get("lost") is True:
         return HostAnswer(lost=True)
     tickets, ahead, held = (
@@ -141,7 +133,6 @@ def _in_order(rivals: Iterable[Rival]) -> list[Rival]:
 
 
 def _by_job(rivals: Iterable[Rival]) -> list[Rival]:
-    """One rival per job, with all its nodes."""
     rows: dict[str, list[Rival]] = {}
     for rival in rivals:
         rows.setdefault(rival.job, []).append(rival)
@@ -156,22 +147,22 @@ def _joined(one: Rival, other: Rival) -> Rival:
 
 ASK_S = 30.0
 POLL_S, MOST_POLL_S = 3.0, 15.0
-"""Between two looks at the queue; longer the more jobs are ahead, since each look costs the hosts something."""
+"""Longer with more jobs ahead, since each query costs the hosts something."""
 OCCUPIED_S = 15.0
-"""Between two looks at GPUs that other programs use."""
+"""For GPUs that other programs use."""
 AWAY_S = 300.0
-"""How long a host may give no answer while its job waits."""
+"""Seconds without an answer of a host before the run gives up."""
 TRIES = 3
-"""Starts that hosts refuse although no job is ahead."""
+"""Refused starts although no job is ahead."""
 START_LEASE_S = 300.0
-"""The tickets are not renewed while the job starts."""
+"""Tickets are not renewed while the job starts."""
 CROSSED_S = 10.0
-"""Two starts within this time of each other count as simultaneous; the second one waits that long for the first."""
+"""Two starts within this time count as simultaneous; the second waits this long for the first."""
 LOST = "lost its ticket for this job; it is at the end of the queue again"
 
 
 class Turn:
-    """say: called with each line for the user. limit_s: the longest wait; None for no limit."""
+    """say: gets each line for the user."""
 
     def __init__(
         self,
@@ -204,7 +195,7 @@ class Turn:
             self._say(f"{self._plan.job} has left the queue")
 
     def wait(self) -> None:
-        """Raises TurnError at the time limit or if the run is cancelled, RefusedError if a host stays away."""
+        """Raises TurnError at the time limit or if cancelled, RefusedError if a host stays away."""
         while not self._has_come():
             self._refuse_late()
             time.sleep(self._pause_s)
@@ -212,7 +203,7 @@ class Turn:
         self._hosts.ask("renew", lease_s=START_LEASE_S)
 
     def goes_on(self, error: HostsError) -> bool:
-        """Whether to wait again after a start that failed with this error. Pauses before it returns True."""
+        """error: of the failed start. Pauses before it returns True."""
         if all(isinstance(each, OccupiedError) for each in error.errors):
             self._report(error.message, f"waits: {error.message}")
             self._refuse_late()
@@ -244,7 +235,7 @@ class Turn:
         return queue.is_turn and not errors(answers)
 
     def _take(self) -> None:
-        """On every host, with one number for all. Raises RefusedError."""
+        """Raises RefusedError."""
         answers = self._hosts.ask("look")
         if not errors(answers):
             numbers = (ticket.number for answer in values(answers).values() for ticket in answer.tickets)
@@ -259,13 +250,11 @@ class Turn:
         self._hosts.ask("leave")
 
     def _report(self, state: object, line: str) -> None:
-        """Once, until the state is another."""
         if state != self._reported:
             self._reported = state
             self._say(line)
 
     def _report_silent(self, answers: Mapping[str, HostAnswer]) -> None:
-        """Once for each login of a host."""
         silent = {(name, login) for name, answer in answers.items() for login in answer.silent}
         for name, login in sorted(silent - self._silent):
             whose = login or "another login"
@@ -273,7 +262,7 @@ class Turn:
         self._silent |= silent
 
     def _refuse_away(self, away: Mapping[str, HostError]) -> None:
-        """Reports hosts that give no answer. Raises RefusedError for those that have given none for AWAY_S."""
+        """Reports hosts without an answer. Raises RefusedError after AWAY_S."""
         now = time.monotonic()
         self._answered |= {name: now for name in self._answered if name not in away}
         if gone := [error for name, error in away.items() if now > self._answered[name] + AWAY_S]:
@@ -288,8 +277,8 @@ class Turn:
 
 
 def crossed(plan: LaunchPlan, connections: Connections, error: HostsError) -> bool:
-    """Whether another start at the same moment may have caused these refusals and was refused likewise: each has a GPU
-    that the other needs. Neither runs then, and tickets decide which one goes first.
+    """Whether a simultaneous start may have caused these refusals: each has a GPU that the other needs. Tickets then
+    decide the order.
     """
     hosts = _Hosts(plan, connections)
     names_gpu = [any(gpu in each.message for gpu in plan.node(each.node).gpu_uuids) for each in error.errors]
@@ -302,8 +291,6 @@ def crossed(plan: LaunchPlan, connections: Connections, error: HostsError) -> bo
 
 
 class _Hosts:
-    """A job's hosts with GPUs, asked all at once. A lost connection is opened again."""
-
     def __init__(self, plan: LaunchPlan, connections: Connections) -> None:
         self._plan, self._connections = plan, connections
         self.names = [node.name for node in plan.nodes if node.gpu_uuids]
@@ -337,9 +324,7 @@ def _look(gpus: Mapping[str, Sequence[str]], host: ConnectedHost) -> HostAnswer:
 
 @dataclass(frozen=True)
 class Waiting:
-    """runs: all queued runs by cluster, in the queue's order. own: this home's. lost: this home's runs that lost their
-    places because their controllers died.
-    """
+    """runs: by cluster, in order. own: this home's. lost: runs whose controllers died."""
 
     runs: Mapping[str, tuple[Rival, ...]]
     own: frozenset[str] = frozenset()
@@ -347,15 +332,11 @@ class Waiting:
 
 
 class Queue:
-    """The queue on the hosts of this home's runs."""
-
     def __init__(self, memory: RememberedJobs, connections: Connections) -> None:
         self._memory, self._connections = memory, connections
 
     def cancel(self, wanted: str) -> str | None:
-        """Takes a run out of the queue: its controller sees the mark and gives up. Returns the run's id, None if no
-        queued run is meant. Raises HostsError.
-        """
+        """Its controller then gives up. Returns the run's id, None if no queued run is meant. Raises HostsError."""
         run = self._memory.waiting_run(wanted)
         if not run or self._has_started(run.job):
             return None
@@ -369,13 +350,10 @@ class Queue:
         return run.job
 
     def _has_started(self, job: str) -> bool:
-        """Whether it runs or is about to."""
         return job in self._memory.job_ids() and self._memory.job_record(job).state not in ENDED
 
     def waiting(self, jobs: Sequence[JobRecord], cluster: str | None = None) -> Waiting:
-        """The queue for the GPUs of those of these jobs that have not ended, and on the hosts of this home's queued
-        runs. cluster: runs of this cluster only.
-        """
+        """On the hosts of these jobs, if not ended, and of this home's queued runs."""
         nodes = self._nodes_of(jobs)
         runs = [run for run in self._memory.waiting_runs() if cluster in (None, run.cluster)]
         queues, lost = dict[str, tuple[Rival, ...]](), list[str]()
@@ -389,7 +367,6 @@ class Queue:
         return Waiting(queues, frozenset(run.job for run in runs).difference(lost), tuple(lost))
 
     def _nodes_of(self, jobs: Sequence[JobRecord]) -> dict[str, set[str]]:
-        """By cluster: the hosts on which jobs that have not ended have GPUs."""
         nodes: dict[str, set[str]] = {}
         for job in jobs:
             if job.state not in FINAL_STATES:
@@ -404,7 +381,7 @@ class Queue:
     def _forget_gone(
         self, runs: Sequence[WaitingRun], queue: Sequence[Rival], away: Mapping[str, HostError]
     ) -> Iterator[str]:
-        """Runs whose controllers died while they waited; not those that have left the queue or started meanwhile."""
+        """Runs whose controllers died."""
         queued = {rival.job for rival in queue}
         for run in runs:
             if run.job not in queued and away.keys().isdisjoint(run.nodes) and run in self._memory.waiting_runs():

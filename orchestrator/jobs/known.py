@@ -1,8 +1,5 @@
-"""The jobs that this $ORCH_HOME remembers, as their hosts have them now.
-
-jobs = KnownJobs(store, connections)
-jobs.find("latest")                     RunningJob; no host has been asked yet
-jobs.all("rack").records                all of a cluster, each asked after that has not ended
+"""The list of remembered jobs with their current states from the hosts, and the recovery of jobs that this $ORCH_HOME
+lost.
 """
 
 from __future__ import annotations
@@ -39,16 +36,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Jobs:
-    """The jobs that are remembered, as their hosts report them now."""
-
     records: tuple[JobRecord, ...]
     """Newest first."""
     problems: Mapping[str, OrchError]
-    """By job, cluster or host, what could not be read or asked."""
+    """By job, cluster or host."""
     unheard: Mapping[str, Mapping[str, HostError]]
-    """By job that may still run, its hosts that gave no answer. Its record is what the others say, or what was known
-    before.
-    """
+    """By job that may still run: its hosts that did not answer."""
 
 
 class KnownJobs:
@@ -56,13 +49,12 @@ class KnownJobs:
         self._jobs, self._connections = jobs, connections
 
     def find(self, wanted: str, cluster: str | None = None) -> RunningJob:
-        """wanted, cluster: as `RememberedJobs.find_job` takes them."""
         found = self._jobs.find_job(wanted, cluster)
-        self._jobs.job_record(found)  # a damaged one is reported before its plan is read
+        self._jobs.job_record(found)  # a damaged record is reported before its plan is read
         return self.of(self._jobs.plan(found))
 
     def sound(self, records: Iterable[JobRecord]) -> list[RunningJob]:
-        """Those of them whose plan can be read; `Jobs.problems` says what is wrong with the others."""
+        """Without jobs whose plan is damaged: `Jobs.problems` has them."""
         found = []
         for record in records:
             with suppress(StateError):
@@ -77,9 +69,8 @@ class KnownJobs:
     def all(
         self, cluster: str | None = None, silent: Mapping[str, HostError] | None = None, *, why: bool = False
     ) -> Jobs:
-        """All remembered jobs, newest first, as their hosts have them now; one that cannot be asked after keeps its
-        record. silent: nodes of this cluster that were found not to answer a moment ago, and are not dialled again.
-        why: asks those that print nothing who holds them up, where nobody has.
+        """silent: nodes that did not answer a moment ago and are not dialled again. why: diagnose stalls that have no
+        diagnosis yet.
         """
         records, problems = self._jobs.listed()
         found, unheard = [], dict[str, Mapping[str, HostError]]()
@@ -99,37 +90,30 @@ class KnownJobs:
     def _asked_after(
         self, job: str, silent: Mapping[str, HostError] | None, why: bool
     ) -> tuple[JobRecord, Mapping[str, HostError]]:
-        one = self.of(self._jobs.plan(job))
-        record, away = one.asked_after(silent)
+        running = self.of(self._jobs.plan(job))
+        record, away = running.asked_after(silent)
         if why and not away and asks_for_it(record):
-            record = one.ask_why()
+            record = running.ask_why()
         return record, away
 
     def settle_half_starts(self) -> None:
-        """A job that a controller left half started when it died holds GPUs, and nobody will ever start it."""
+        """Undoes starts whose controller died: they hold GPUs, and no controller will start them."""
         for half in self._jobs.half_started():
             shutil.rmtree(self._jobs.home.carried(half), ignore_errors=True)
             if half not in self._jobs.job_ids():  # it died before it had asked any host
                 self._jobs.start_is_over(half)
-            with suppress(OrchError):  # a damaged record, a host that is away: the next command tries again
+            with suppress(OrchError):  # a damaged record, a host that does not answer: the next command tries again
                 self.of(self._jobs.plan(half)).refresh()
 
 
-# Jobs that this $ORCH_HOME has lost or never had: asked back from the hosts of a cluster, and taken over.
-#
-# LostJobs(jobs, connections).rescan(["rack"])                the jobs that were rebuilt, and what could not be
-# lost.not_ours(["rack"])                                     those of them that another home started
-# lost.adopt([...])                                           ... are this home's from now on
+# Recovery: asks the hosts of a cluster for jobs that are unknown or damaged here, and takes over jobs of other homes.
 
 
 @dataclass
 class Rescanned:
-    """What was found again on the hosts."""
-
     records: tuple[JobRecord, ...] = ()
-    """The jobs that were rebuilt."""
     problems: dict[str, OrchError] = field(default_factory=dict)
-    """By job, cluster or host, what could not be read or asked."""
+    """By job, cluster or host."""
     notices: tuple[str, ...] = ()
 
 
@@ -138,7 +122,7 @@ class LostJobs:
         self._jobs, self._connections = jobs, connections
 
     def rescan(self, clusters: Sequence[str]) -> Rescanned:
-        """Asks every host of these clusters for jobs that are unknown or damaged here, and remembers them again."""
+        """Remembers every job on these hosts that is unknown or damaged here."""
         rescanned = Rescanned()
         for name in clusters:
             try:
@@ -148,12 +132,12 @@ class LostJobs:
         for job_id, lost in self._jobs.damaged().items():
             if isinstance(lost, StateError):
                 folder = self._jobs.home.job_folder(job_id)
-                remedy = f"no host that answered knows it; remove {folder} to forget it"
+                remedy = f"no host that answered has it; remove {folder} to forget it"
                 rescanned.problems[job_id] = StateError(lost.message, remedy)
         return rescanned
 
     def _rescan(self, cluster: Cluster, rescanned: Rescanned, asked_too: Sequence[str]) -> None:
-        """asked_too: clusters that are asked as well; a job of another one that lies here is named."""
+        """asked_too: jobs of any other cluster found on these hosts become a notice."""
         known = self._known()
         asked = self._connections.each(
             cluster.nodes, lambda host: launch.recall(host, known), deadline_s=launch.RECALL_S
@@ -170,7 +154,6 @@ class LostJobs:
         rescanned.records += tuple(self._rebuilt(plan, answers) for plan in recalled.plans.values())
 
     def _known(self) -> list[str]:
-        """Jobs that need not be asked for: sound ones, and those that a newer orch wrote."""
         damaged = self._jobs.damaged()
         sound = [job_id for job_id in self._jobs.job_ids() if job_id not in damaged]
         return [*sound, *(job_id for job_id, error in damaged.items() if not isinstance(error, StateError))]
@@ -179,12 +162,12 @@ class LostJobs:
         agents: dict[str, Mapping[str, Any] | HostError] = {**agents_of(plan.job, plan, answers)}
         record = combine(plan, agents, JobRecord.of(plan, "lost"), datetime.now(timezone.utc))
         self._jobs.save_job(record, plan)
-        if plan.owner != read_owner(self._jobs.home):  # `orch down` takes it from nobody
+        if plan.owner != read_owner(self._jobs.home):  # `orch down` removes no other owner's files
             self._jobs.nothing_to_collect(record.id)
         return record
 
     def not_ours(self, clusters: Sequence[str]) -> dict[Owner | None, list[str]]:
-        """The remembered jobs of these clusters that another home started; None: an older orch, which left no name."""
+        """By owner (None: an older orch, which recorded no owner)."""
         by_owner, own = dict[Owner | None, list[str]](), read_owner(self._jobs.home)
         for record in self._jobs.jobs():
             with suppress(OrchError):
@@ -194,7 +177,7 @@ class LostJobs:
         return by_owner
 
     def adopt(self, jobs: Sequence[str]) -> dict[str, HostError]:
-        """Makes these remembered jobs ours, on every host of theirs; gives the hosts where that could not be done."""
+        """Makes this home the jobs' owner on their hosts. Returns the hosts that failed."""
         owner, failed = read_owner(self._jobs.home), dict[str, HostError]()
         plans = [self._jobs.plan(wanted) for wanted in jobs]
         for name in {plan.cluster for plan in plans}:
@@ -211,14 +194,8 @@ class LostJobs:
         return errors_by_node(self._connections.each(cluster.nodes, take_over, deadline_s=work_folders.CLEAR_S + 5))
 
 
-# Rebuilds what this controller lost of its jobs from what their hosts remember. Pure.
-#
-#     plan = adopt(answer["plan"], cluster, node="v100", job="mnist_lenet-20261121-0912-k3f")
-#     record = JobRecord.of(plan, "lost")     # `state.combine` then finds its state
-#
-# No host is taken at its word. A plan that comes from one is for reading only (logs, cancel, collect): nothing is ever
-# launched from it. Where the job's hosts are and how Python starts there is the inventory's word, everything that is
-# counted to or waited for is bounded, and texts lose their control characters.
+# Plans that come from hosts are checked before use. They serve logs, cancel and collect; nothing is launched from them.
+# Python and folders come from the inventory, numbers are bounded, and texts lose their control characters.
 
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 MAX_RANKS = 1 << 16
@@ -226,23 +203,19 @@ MAX_GRACE_S = 3600.0
 
 
 class OtherCluster(ValueError):
-    """A job of another cluster on the same hosts: nothing is wrong with it."""
+    """Another cluster uses the same hosts; this is no error."""
 
 
 @dataclass(frozen=True)
 class Recalled:
-    """What the hosts of a cluster remember of its jobs."""
-
     plans: dict[str, LaunchPlan]
-    """By job."""
     left_out: list[str]
-    """What did not fit, and why."""
     elsewhere: dict[str, list[str]]
-    """By other cluster, its jobs on these hosts."""
+    """By cluster."""
 
 
 def recall(answers: Mapping[str, Mapping[str, Any]], cluster: Cluster) -> Recalled:
-    """answers: per node, the jobs that `recall` of `remote/control.py` found."""
+    """answers: by node, from `recall` of `remote/control.py`."""
     plans, left_out, elsewhere = dict[str, LaunchPlan](), list[str](), dict[str, list[str]]()
     for node, jobs in answers.items():
         for job, remembered in jobs.items():
@@ -260,7 +233,7 @@ def recall(answers: Mapping[str, Mapping[str, Any]], cluster: Cluster) -> Recall
 
 
 def adopt(record: Any, cluster: Cluster, *, node: str, job: str) -> LaunchPlan:
-    """The plan that this node gave for this job, checked. Raises ValueError for what does not fit."""
+    """Raises ValueError if the plan contradicts the inventory or itself."""
     if record["schema"] > SCHEMA:
         raise ValueError(f"written by a newer orch, schema {record['schema']}: update this one")
     plan = LaunchPlan.model_validate(_cleaned(record))
@@ -269,9 +242,9 @@ def adopt(record: Any, cluster: Cluster, *, node: str, job: str) -> LaunchPlan:
     if plan.cluster != cluster.name:
         raise OtherCluster(plan.cluster[:64])
     names = [planned.name for planned in plan.nodes]
-    strangers = set(names) - {known.name for known in cluster.nodes}
-    if strangers:
-        raise ValueError(f"cluster {cluster.name} has no node {', '.join(sorted(strangers))[:200]}")
+    unknown = set(names) - {node.name for node in cluster.nodes}
+    if unknown:
+        raise ValueError(f"cluster {cluster.name} has no node {', '.join(sorted(unknown))[:200]}")
     if len(set(names)) < len(names) or node not in names or plan.master not in names:
         raise ValueError("its nodes contradict each other")
     _check_numbers(plan)
@@ -284,7 +257,7 @@ def adopt(record: Any, cluster: Cluster, *, node: str, job: str) -> LaunchPlan:
 
 
 def agents_of(job: str, plan: LaunchPlan, answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Per node of the job that answered: its supervisor's record; {} where the host knows nothing of it."""
+    """By node that answered: its supervisor's record, or {}."""
     found = {}
     for node in plan.nodes:
         if node.name in answers:
@@ -295,13 +268,12 @@ def agents_of(job: str, plan: LaunchPlan, answers: Mapping[str, Mapping[str, Any
 
 
 def _owner(agent: Any) -> Owner | None:
-    """Whose it is by node.json, which knows when it was taken over; the plan beside it does not."""
+    """From node.json, which changes when a job is taken over; the plan does not change."""
     owner = agent.get("owner") if isinstance(agent, Mapping) else None
     return Owner.model_validate(_cleaned(owner)) if owner else None
 
 
 def _check_numbers(plan: LaunchPlan) -> None:
-    """Everything that is counted to or waited for."""
     first = 0
     for node in plan.nodes:
         if not 0 < node.ranks <= MAX_RANKS or node.first_rank != first:

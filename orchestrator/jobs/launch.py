@@ -1,7 +1,7 @@
-"""The two-phase start of one job on all its hosts, or on none.
+"""The two-phase start of one job: on all its hosts or on none.
 
-`prepare` on every host at once (folder as lock, code, GPU claims, a waiting supervisor); only when all have answered,
-`go`. If one refuses, the others are undone and nothing has run. From `go` on the hosts need no controller.
+All hosts `prepare` at once (folder as lock, code, GPU claims, a waiting supervisor); only after all answers is `go`
+sent. If a host refuses, the others are undone. After `go` the hosts need no controller.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import errors, for_each, values
 
 SMALL_BYTES = 1 << 16
-"""Code up to this size is sooner sent than asked for."""
+"""Larger code is sent only to hosts that lack it."""
 SILENT_S, SLOW_BYTES_PER_S, UNDO_S = 20.0, 250_000, 10.0
-"""Where other hosts can take its place, one that gives no answer for so long is lost, besides the time that its code
-takes on a slow line; so long it is asked to undo what it may have begun.
+"""If another host can replace it, a host is lost after SILENT_S plus the transfer time of the code; UNDO_S limits its
+`undo`.
 """
 
 
 class Prepared(NamedTuple):
-    """A host's answer to `prepare`, and our clock around the question."""
+    """With local times around the request."""
 
     answer: dict[str, Any]
     sent_at: float
@@ -40,23 +40,20 @@ def launch(
     hosts: Mapping[str, ConnectedHost],
     blob: bytes,
     undone: Callable[[], None] = lambda: None,
-    heard: Callable[[Mapping[str, Prepared]], None] = lambda answers: None,
+    prepared: Callable[[Mapping[str, Prepared]], None] = lambda answers: None,
     deliver: Callable[[], Mapping[str, list[list[Any]]]] = dict,
 ) -> None:
-    """Starts the job on all hosts or on none. Raises RefusedError with every host's refusal, HostsError where a host
-    was lost while they were told to run it.
-
-    undone: called before it raises, if every host has confirmed that nothing of the job is left there. heard: called
-    with each host's answer to `prepare` before any is told to run it. deliver: lays files of an earlier job ready on
-    the hosts before these prepare, and gives what lies where (`remote/handover.py`).
+    """Raises RefusedError with every host's refusal, HostsError if a host was lost during `go`. undone: called before
+    an error if every host confirmed that nothing is left. prepared: receives the answers to `prepare`. deliver: copies
+    files of an earlier job to the hosts, and returns their places (`remote/handover.py`).
     """
     start = _Start(plan, hosts, blob)
     try:
         start.deliver(deliver)
         answers = start.prepare()
-        heard(answers)
+        prepared(answers)
         start.go(answers)
-    except BaseException:  # a Ctrl-C, too: whatever was begun is undone, and cancelled where it already runs
+    except BaseException:  # a Ctrl-C, too: hosts undo their preparation and cancel what already runs
         if start.undo():
             undone()
         raise
@@ -69,24 +66,23 @@ class _Start:
         self._kept = plan.masked().model_dump(mode="json", by_alias=True)
         self._carried: Mapping[str, list[list[Any]]] = {}
         self._answered = set[str]()
-        """Hosts to which nothing of ours is still on its way."""
+        """Without a pending request of ours."""
 
     def deliver(self, deliver: Callable[[], Mapping[str, list[list[Any]]]]) -> None:
-        """No `prepare` is on its way meanwhile."""
         self._answered = {node.name for node in self._plan.nodes}
         self._carried = deliver()
         self._answered.clear()
 
     def prepare(self) -> dict[str, Prepared]:
-        """Every host's answer. Raises RefusedError."""
+        """Raises RefusedError."""
         prepared = on_all(self._plan, self._prepare_with_code, PREPARE_S)
         if errors(prepared):
             raise RefusedError(errors(prepared))
         return values(prepared)
 
     def _prepare_with_code(self, name: str) -> Prepared:
-        said = self._prepare(name, self._blob if len(self._blob) <= SMALL_BYTES else b"")
-        return self._prepare(name, self._blob) if said.answer.get("need_code") else said
+        prepared = self._prepare(name, self._blob if len(self._blob) <= SMALL_BYTES else b"")
+        return self._prepare(name, self._blob) if prepared.answer.get("need_code") else prepared
 
     def _prepare(self, name: str, code: bytes) -> Prepared:
         node = self._plan.node(name)
@@ -94,7 +90,7 @@ class _Start:
             "action": "prepare",
             "workdir": node.workdir,
             "node": node_request(self._plan, node, self._token),
-            "plan": self._kept,  # lies on every host, so that a controller that lost its own can ask for it
+            "plan": self._kept,  # also on every host, for a controller that lost its own copy
             "blob_bytes": len(code),
         }
         if name in self._carried:
@@ -104,7 +100,7 @@ class _Start:
         try:
             answer = ask.ask(self._hosts[name], "prepare", request, blob=code, timeout_s=self._patience_s(code))
         except HostError as error:
-            if type(error) is HostError:  # the host's own refusal; any other says that no answer came
+            if type(error) is HostError:  # the host's own refusal; subclasses mean that no answer came
                 self._answered.add(name)
             raise
         self._answered.add(name)
@@ -128,7 +124,7 @@ class _Start:
             raise HostsError(errors(started))
 
     def undo(self) -> bool:
-        """Whether every host has confirmed that nothing of the job is left there."""
+        """Whether every host confirmed that nothing is left."""
 
         def tell(name: str) -> dict[str, Any]:
             fence = name not in self._answered
@@ -140,13 +136,13 @@ class _Start:
 
 
 def _place(node: NodePlan, answer: Mapping[str, Any]) -> list[Any]:
-    """Where the others find this host's supervisor: the fields of `remote/way.Place`."""
+    """The fields of `remote/way.Place`."""
     port = ask.understood(node.name, lambda: int(answer["peer_port"]))
     return [node.address, port, node.interface or "INTERFACE", one_line(answer.get("firewall"), 20)]
 
 
 def node_request(plan: LaunchPlan, node: NodePlan, token: str) -> dict[str, Any]:
-    """What goes into this host's node.json. token: hex, shared by this job's supervisors and nobody else."""
+    """The content of node.json. token: hex, a secret of this job's supervisors."""
     return {
         "schema": 1,
         "job": plan.job,
@@ -178,16 +174,16 @@ def node_request(plan: LaunchPlan, node: NodePlan, token: str) -> dict[str, Any]
     }
 
 
-# One question about one job to one host, or to all of its hosts: end, how it stands, what else is remembered there.
+# Requests about one job to one or all of its hosts.
 #
-# agents(plan, hosts)                 {"a": {"state": "running", ...}, "b": HostError(...)}
-# cancel(plan, hosts)                 asks every host to end the job; each answers at once
-# recall(host, known_ids)             the jobs that this host remembers beside those
+#     agents(plan, hosts)                 {"a": {"state": "running", ...}, "b": HostError(...)}
+#     cancel(plan, hosts)                 asks every host to end the job; each answers at once
+#     recall(host, known_ids)             other jobs on this host
 
 ASK_S = 30.0
-"""For an answer of `remote/control.py`."""
+"""For `remote/control.py`."""
 MAX_RECALLS = 20
-"""Answers, of at most a megabyte each, that one host may give to one rescan."""
+"""Each up to a megabyte."""
 RECALL_S = MAX_RECALLS * ASK_S
 
 R = TypeVar("R")
@@ -196,7 +192,7 @@ R = TypeVar("R")
 def ask_host(
     host: ConnectedHost, plan: LaunchPlan, action: str, *, timeout_s: float = ASK_S, **more: Any
 ) -> dict[str, Any]:
-    """Its answer to this action of `remote/control.py` on the job. Raises HostError."""
+    """Raises HostError."""
     request = {"action": action, "workdir": plan.node(host.node).workdir, "job": plan.job, **more}
     return ask.ask(host, "control", request, timeout_s=timeout_s)
 
@@ -204,29 +200,27 @@ def ask_host(
 def on_all(
     plan: LaunchPlan, action: Callable[[str], R], deadline_s: float, only: Mapping[str, Any] | None = None
 ) -> dict[str, R | HostError]:
-    """`action` of each of the job's nodes, all at once. only: those of them that this names; None means all."""
+    """only: nodes; None means all."""
     names = {node.name: node.name for node in plan.nodes if only is None or node.name in only}
     return for_each(names, action, deadline_s=deadline_s + 5)
 
 
 def whose(plan: LaunchPlan) -> dict[str, Any]:
-    """How a request names the home and the cluster that the job belongs to."""
     return {"owner": plan.owner.model_dump() if plan.owner else None, "cluster": plan.cluster}
 
 
 def cancel(
     plan: LaunchPlan, hosts: Mapping[str, ConnectedHost], *, fence: bool = False
 ) -> dict[str, dict[str, Any] | HostError]:
-    """Asks every host to end the job; each answers whether a supervisor was there to hear it.
-
-    fence: the start was left half done; a host where nothing of it has arrived yet will start nothing later either.
+    """Returns whether a supervisor received it. fence: for a half-done start; a host without it will not start it later
+    either.
     """
     action = "fence" if fence else "cancel"
     return on_all(plan, lambda name: ask_host(hosts[name], plan, action, **whose(plan)), ASK_S, only=hosts)
 
 
 def agents(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> dict[str, dict[str, Any] | HostError]:
-    """Every host's supervisor record of this job; {} where the host knows nothing of it."""
+    """By node: its supervisor's record, or {}."""
 
     def look(name: str) -> dict[str, Any]:
         answer = ask_host(hosts[name], plan, "status")
@@ -236,7 +230,7 @@ def agents(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> dict[str, di
 
 
 def recall(host: ConnectedHost, known: Sequence[str]) -> dict[str, Any]:
-    """What this host remembers of jobs beside those: by id {"plan", "agent"}, not to be taken on trust."""
+    """Other jobs on this host: by id {"plan", "agent"}, untrusted."""
     found = dict[str, Any]()
     for _ in range(MAX_RECALLS):
         request = {"action": "recall", "workdir": host.workdir, "known": [*known, *found]}

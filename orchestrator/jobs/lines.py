@@ -1,7 +1,5 @@
-"""Bytes of a log into lines for a person: decoded, cut to a length, nothing in them that a terminal obeys. Pure.
-
-The raw files keep every byte; this is only the view. Besides what `text.clean` takes care of, a rank may draw a line
-over and over (`redraw`), print half a UTF-8 character at the end of a piece, and a line of 100 MB.
+"""Log bytes as printable lines: decoded, cut to a length, without terminal control sequences. Pure. The raw files keep
+every byte.
 """
 
 from __future__ import annotations
@@ -15,39 +13,34 @@ from typing import NamedTuple
 from orchestrator.jobs.frames import FilePiece
 from orchestrator.text import clean
 
-# What `text.clean` would change, or what is more than the end of a line: most pieces hold none of it.
+# Anything that `text.clean` would change, or a carriage return: most pieces hold none.
 _UNCLEAN = re.compile(r"[^\n\t\x20-\x7e]")
 
 
 class LogLine(NamedTuple):
-    """One line of one rank."""
-
     node: str
     rank: int
     stream: str
-    """stdout or stderr."""
     text: str
     wall: float | None = None
-    """When it was printed, to a second: since 1970, by its host's clock. None where nobody asked, or knows."""
+    """Seconds since 1970 by its host's clock, whole seconds; None if unknown."""
 
 
 @dataclass(frozen=True)
 class Bars:
-    """What the lines that are being drawn show now, at most one a log."""
+    """The lines that ranks keep redrawing, at most one per log."""
 
     lines: tuple[LogLine, ...]
 
 
 class Splitter:
-    """Turns pieces of many files into lines, each file with its own decoder and open lines."""
-
     def __init__(self) -> None:
         self._decoders: dict[tuple[str, str], codecs.IncrementalDecoder] = {}
         self._drawings: dict[tuple[str, str], Drawing] = {}
         self._bars: tuple[LogLine, ...] = ()
 
     def split(self, node: str, piece: FilePiece) -> Iterator[LogLine]:
-        """The lines that this piece completes. Pieces of anything but a rank's two logs give none."""
+        """Only a rank's two logs give lines."""
         stream = piece.file.rpartition("/")[2].removesuffix(".log")
         if piece.rank is None or stream not in ("stdout", "stderr"):
             return
@@ -73,12 +66,12 @@ class Splitter:
         drawing.restart(rest[too_long:], piece.wall)
 
     def settle(self) -> Iterator[LogLine]:
-        """Lines that were drawn over and are final now: to be asked for about every second."""
+        """Redrawn lines that are final by now; call it about once a second."""
         for key, drawing in self._drawings.items():
             yield from _lines(key, drawing.settle())
 
     def bars(self) -> Bars | None:
-        """None where they show what they showed when this was asked last."""
+        """None if unchanged since the last call."""
         found = tuple(
             line for key, drawing in self._drawings.items() for line in _lines(key, [Final(drawing.shown, None)])
         )
@@ -89,7 +82,7 @@ class Splitter:
         return Bars(bars)
 
     def rest(self) -> Iterator[LogLine]:
-        """What stood without a newline at the end."""
+        """Unterminated last lines."""
         for key in list(self._drawings):
             yield from self._last(key)
 
@@ -107,14 +100,11 @@ def _lines(key: tuple[str, str], finals: Iterable[Final]) -> Iterator[LogLine]:
 
 
 def _parts(text: str) -> list[str]:
-    """In lines of at most MAX_LINE_CHARS."""
     return [text[at : at + MAX_ROW_CHARS] for at in range(0, len(text), MAX_ROW_CHARS)]
 
 
-# What a program draws over itself, folded to what it shows in the end. Pure.
-#
-# A progress bar writes its line again and again, each drawing after a carriage return; several bars below each other go
-# down by newlines and up again by `ESC [ n A` (CUU of ECMA-48), as tqdm does.
+# Redrawn lines, reduced to their final text. A progress bar prints a carriage return and draws again; several bars move
+# down by newlines and up by `ESC [ n A` (CUU of ECMA-48), as tqdm does.
 #
 #     >>> drawing = Drawing()
 #     >>> list(drawing.take("\r 10%\r 20%", 7.0)), drawing.shown
@@ -124,33 +114,31 @@ def _parts(text: str) -> list[str]:
 
 MAX_ROW_CHARS = 1 << 16
 MAX_ROWS = 16
-"""So many bars stand below each other; a longer list of finished ones begins to be final at its top."""
+"""Open lines per log; of a longer block of bars the top lines become final."""
 _STEPS = re.compile(r"(\r|\n|\x1b\[\d{0,3}A)")
 _UNFINISHED_STEP = re.compile(r"\x1b(\[\d{0,3})?\Z")
 
 
 class Final(NamedTuple):
-    """A line that changes no more. wall: when it was drawn last, as far as that was said."""
+    """wall: the time of its last drawing, if known."""
 
     text: str
     wall: float | None
 
 
 class _Row:
-    """One line, as long as it may be drawn over."""
-
     __slots__ = ("_before", "_returned", "is_drawn", "text", "wall")
 
     def __init__(self) -> None:
         self.text = ""
         self.wall: float | None = None
-        self.is_drawn = False  # something came after a carriage return
-        self._before = ""  # the last drawing that showed anything
+        self.is_drawn = False  # text came after a carriage return
+        self._before = ""  # the last drawing that was not blank
         self._returned = False
 
     @property
     def shown(self) -> str:
-        """What a person last saw of it: an erased bar is still the last thing there was."""
+        """The last visible text: an erased bar still counts."""
         return self._before if self._before and not clean(self.text).strip() else self.text
 
     def goes_back(self) -> None:
@@ -165,33 +153,32 @@ class _Row:
 
 
 class Drawing:
-    """The end of one log: the lines that may still change, and where the next letter goes."""
+    """The end of one log: its open lines and the cursor."""
 
     def __init__(self) -> None:
         self._rows = [_Row()]
         self._at = 0
         self._drawn_at: int | None = None
-        self._step = ""  # the beginning of one
+        self._step = ""  # the beginning of an escape sequence
         self._wall: float | None = None
 
     @property
     def unfinished(self) -> str | None:
-        """The line so far, of a log whose only open line has never been drawn over; else None."""
+        """None if the log has several open lines, or redrew one."""
         row = self._rows[0]
         return row.text if len(self._rows) == 1 and not (row.is_drawn or self._step or row._returned) else None
 
     @property
     def shown(self) -> str:
-        """What the line that was drawn last shows now; "" where none is being drawn."""
+        """ "" if no line is redrawn."""
         return "" if self._drawn_at is None else self._rows[self._drawn_at].shown
 
     def restart(self, unfinished: str, wall: float | None = None) -> None:
-        """With this as its only line, which was printed then."""
         self._rows, self._at, self._drawn_at = [_Row()], 0, None
         self._rows[0].text, self._rows[0].wall = unfinished, wall
 
     def take(self, text: str, wall: float | None = None) -> Iterator[Final]:
-        """Gives the lines that are final with it, at most MAX_ROW_CHARS each. wall: when this text was printed."""
+        """Yields the lines that become final, at most MAX_ROW_CHARS each."""
         self._wall = wall
         text = self._step + text
         cut = _UNFINISHED_STEP.search(text)
@@ -207,11 +194,10 @@ class Drawing:
                 yield from self._add(part)
 
     def settle(self) -> Iterator[Final]:
-        """Gives the lines above the one where the program writes now: it has left them for good."""
+        """The program has left the lines above the cursor."""
         yield from self._final(self._at)
 
     def rest(self) -> Iterator[Final]:
-        """Gives what is left at the end."""
         if self._step:
             self._rows[self._at].add(self._step, self._wall)
         self._step = ""
@@ -241,7 +227,6 @@ class Drawing:
             yield from self._final(1)
 
     def _final(self, count: int) -> Iterator[Final]:
-        """The first `count` rows are taken away."""
         done, self._rows = self._rows[:count], self._rows[count:]
         self._at = max(0, self._at - count)
         if self._drawn_at is not None:

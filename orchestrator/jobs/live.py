@@ -1,13 +1,10 @@
-"""How a run goes at this moment: the ranks' metrics, folded into one row a host as they arrive. Pure.
-
-Takes the plan and the pieces of `rank-<r>/metrics.jsonl`, gives a frozen `RunProgress` whenever it is asked:
+"""A run's live progress: one row per host, from the ranks' metrics as they arrive. Pure.
 
     view = LiveView(plan)
-    if view.take("v100", piece):
+    if view.take("v100", piece):  # of `rank-<r>/metrics.jsonl`
         view.progress(90.0).rows  # (HostRow(node="v100", step=120, steps=938, samples_per_s=833.0, ...),)
 
-Only the newest steps are kept, and of a large piece only the newest lines are read: following costs next to nothing,
-whatever a job's speed. Nothing in these files is trusted; what cannot be used is left out.
+Only the newest lines of a large piece are read. Unusable values are left out.
 """
 
 from __future__ import annotations
@@ -31,60 +28,53 @@ from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from trainer.shared.metrics import LARGEST, STEP_COUNTS
 
 WINDOW_STEPS = 20
-"""Figures are means over so many steps."""
 KEPT_STEPS = 256
-"""Steps kept for each rank: files arrive one after another, and a window needs the steps that all ranks have."""
+"""Files arrive one after another, and a mean needs the steps that all ranks have."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Something a person who follows a job should know."""
-
     text: str
 
 
 @dataclass(frozen=True)
 class HostRow:
-    """One host. A figure is None where its ranks do not say enough."""
+    """Figures are None if the ranks report too little."""
 
     node: str
     step: int
-    """Steps done by all ranks of this host that report, so the first one is 1."""
+    """Completed by all its ranks; the first is 1."""
     steps: int | None
-    """The steps of the whole run."""
+    """The whole run's."""
     samples_per_s: float | None
     loss: float | None
-    """Mean over this host's samples."""
     wait_share: float | None
-    """0..1: the part of its time in which it waited for slower ranks."""
+    """0..1: waiting for slower ranks."""
     sync_share: float | None = None
-    """0..1: the part in which only the network held it up: gradients under way that no compute hides."""
+    """0..1: limited by the network only, not hidden by compute."""
     step_ms: float | None = None
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """How far the job is."""
-
     rows: tuple[HostRow, ...]
-    """The hosts that have taken a step, in the plan's order."""
+    """Without hosts before their first step."""
     elapsed_s: float | None = None
-    """Since the job was started."""
     together: HostRow | None = None
-    """Of a pipeline, all its hosts as one: each sample passes all of them, so that no host has a speed or a loss of its
-    own. None where they have some, or some rank has not reported a step.
+    """A pipeline's hosts together: every sample passes all of them. None without a pipeline, or before every rank has
+    reported a step.
     """
 
     @property
     def left_s(self) -> float | None:
-        """At the pace of the newest steps, evaluation and checkpoints not counted; None where no end is known."""
+        """At the current pace, without evaluation and checkpoints."""
         lasts = [(row.steps - row.step) * row.step_ms / 1000 for row in self.rows if row.steps and row.step_ms]
         return max(0.0, *lasts) if lasts else None
 
 
 @dataclass(frozen=True)
 class Silence:
-    """No rank has printed a line or reported a step so far."""
+    """No rank has printed a line or reported a step yet."""
 
     ranks: int
     elapsed_s: float
@@ -92,21 +82,19 @@ class Silence:
 
 @dataclass(frozen=True)
 class Standstill:
-    """Why no rank prints anything; without words where that is over."""
+    """Why no rank prints; without words once that is over."""
 
     words: str = ""
     is_alarm: bool = False
 
 
 class LiveView:
-    """Folds pieces of metrics files; memory is bounded by the number of ranks."""
-
     def __init__(self, plan: LaunchPlan) -> None:
         self._nodes = {node.name: node for node in plan.nodes}
         self._ranks = {rank: _Rank() for node in plan.nodes for rank in node.rank_numbers}
 
     def take(self, node: str, piece: FilePiece) -> bool:
-        """Whether it brought a step. Pieces of other files are no news."""
+        """Whether the piece held a step."""
         if piece.rank is None or not piece.file.endswith("/metrics.jsonl"):
             return False
         if node not in self._nodes or piece.rank not in self._nodes[node].rank_numbers:
@@ -157,7 +145,7 @@ class LiveView:
 
 
 class _Exchange(NamedTuple):
-    """The parts (0..1) of a rank's time that the exchange of gradients took."""
+    """Shares (0..1) of a rank's time."""
 
     wait: float
     sync: float
@@ -168,16 +156,16 @@ class _Step(NamedTuple):
     t_ms: float | None
     exposed_ms: float | None
     comm_ms: float | None
-    """How long a gradient was under way; all of it is exposed where a rank does not report it."""
+    """exposed_ms if not reported."""
     loss: float | None
-    tells_loss: bool = True
-    """Does the line say it, or that it is no number? Not every script does after each step, on each rank."""
+    has_loss: bool = True
+    """The line has a `loss` field, valid or not."""
     bubble_ms: float | None = None
-    """Of a stage of a pipeline: how long it waited for its neighbours."""
+    """A pipeline stage's wait for its neighbours."""
 
 
 class _Rank:
-    """One rank's newest steps, in the order in which they came."""
+    """Newest steps in order of arrival."""
 
     def __init__(self) -> None:
         self.steps: dict[int, _Step] = {}
@@ -185,16 +173,15 @@ class _Rank:
         self.total: int | None = None
         self._wall: float | None = None
         self._is_watched = False
-        """A script that is only watched: nobody knows when its first step began, so that no time of it counts."""
+        """A script that is only observed: the start of its first step is unknown, so its time does not count."""
         self.lines = WholeLines()
 
     @property
     def is_stage(self) -> bool:
-        """Is it one of a pipeline's, by its newest step?"""
         return self.last in self.steps and self.steps[self.last].bubble_ms is not None
 
     def take(self, offset: int, data: bytes) -> bool:
-        """Whether it brought a step. Of the lines the first is read (it may be `start`), and the newest."""
+        """Whether it held a step. Reads the first line (it may be `start`) and the newest."""
         lines = self.lines.of(offset, data).rsplit(b"\n", KEPT_STEPS)
         lines[0] = lines[0].partition(b"\n")[0]
         brought = False
@@ -244,7 +231,7 @@ def _bubble_ms(event: Mapping[str, Any]) -> float | None:
 
 
 def _common_steps(ranks: Sequence[_Rank]) -> list[int]:
-    """The newest steps that all these ranks have reported, at most a window of them."""
+    """The newest steps that all these ranks have reported."""
     found: list[int] = []
     for step in reversed(ranks[0].steps):
         if all(step in rank.steps for rank in ranks):
@@ -255,7 +242,7 @@ def _common_steps(ranks: Sequence[_Rank]) -> list[int]:
 
 
 def _samples_per_s(ranks: Sequence[_Rank], steps: Sequence[int]) -> float | None:
-    """Each rank's samples over its own time, added up."""
+    """The sum of each rank's samples over its own time."""
     speed = 0.0
     for rank in ranks:
         timed = [rank.steps[step] for step in steps if rank.steps[step].t_ms is not None]
@@ -267,15 +254,15 @@ def _samples_per_s(ranks: Sequence[_Rank], steps: Sequence[int]) -> float | None
 
 
 def _mean_loss(ranks: Sequence[_Rank], steps: Sequence[int]) -> float | None:
-    """None where one that was told is none: it was not a number, and a mean of the others would hide that."""
-    lines = [line for rank in ranks for step in steps if (line := rank.steps[step]).tells_loss]
+    """None if any reported value is not a number; a mean of the rest would hide that."""
+    lines = [line for rank in ranks for step in steps if (line := rank.steps[step]).has_loss]
     samples = sum(line.samples for line in lines)
     losses = [line.loss for line in lines if line.loss is not None]
     return sum(losses) / samples if samples and len(losses) == len(lines) else None
 
 
 def _step_ms(ranks: Sequence[_Rank], steps: Sequence[int]) -> float | None:
-    """The step time of the slowest rank."""
+    """The slowest rank's."""
     means = []
     for rank in ranks:
         times_ms = [t_ms for step in steps if (t_ms := rank.steps[step].t_ms) is not None]
@@ -285,7 +272,7 @@ def _step_ms(ranks: Sequence[_Rank], steps: Sequence[int]) -> float | None:
 
 
 def _exchange_shares(ranks: Mapping[int, _Rank]) -> dict[int, _Exchange]:
-    """By rank, as `metric_lines` has it; none unless every rank of the job reports its times."""
+    """{} unless every rank reports its times."""
     waited, wired, lasted = (dict.fromkeys(ranks, 0.0) for _ in range(3))
     if not all(rank.steps for rank in ranks.values()):
         return {}

@@ -1,11 +1,5 @@
-"""How a running job goes at this moment, for who looks at several at once: `orch top`. Pure.
-
-    gauge = Gauge(plan, record)
-    gauge.take("v100", frame, now_s)        # its metrics, its GPUs' readings; or why nothing comes from there
-    gauge.know(record)                      # its state, where that has changed
-    gauge.now(elapsed_s, now_s)             # JobNow(step=120, steps=938, samples_per_s=1166.0, held_up_by="a2000", ...)
-
-What a GPU said counts while it is news: its host says it every two seconds. One thread may look while another listens.
+"""A running job's live state for `orch top`: progress, GPU readings, connections. Pure. One thread may read
+(`Gauge.now`) while another writes (`take`, `know`).
 """
 
 from __future__ import annotations
@@ -23,21 +17,14 @@ from orchestrator.jobs.live import HostRow, LiveView, RunProgress
 from orchestrator.jobs.metric_lines import WholeLines, count, number, parse_event
 from orchestrator.planning.launch_plan import LaunchPlan
 
-# What one GPU said of itself at one moment, as the lines of a host's gpu.jsonl have it. Pure.
-#
-#     lines = GpuLines()
-#     lines.reading(parse_event(line))        # Reading(rank=0, index=1, utilisation=97.0, ...); None: it is no reading
-#
-# The file is what `remote/gpus.py` wrote on the host, and as little trusted as any other: an impossible number counts
-# for
-# nothing.
+# GPU readings from the lines of gpu.jsonl, which `remote/gpus.py` writes. Pure; impossible values are dropped.
 
-# The largest that a number may be, and be one that a GPU can have.
+# Largest plausible values.
 MOST = {"utilisation": 100, "memory_bytes": 2**50, "sm_mhz": 1e5, "watts": 1e5, "celsius": 1e3, "slowed_by": 2**64}
 MOST_LIMITS = {"max_sm_mhz": 1e5, "limit_watts": 1e5}
 
-# Bits of NVML (nvml.h, nvmlClocksEventReasons). The first that a reading holds is its reason: a thermal slowdown sets
-# the bit of a hardware slowdown, too.
+# Bits of NVML (nvml.h, nvmlClocksEventReasons). The first match is the reason: a thermal slowdown sets the bit of a
+# hardware slowdown, too.
 POWER_CAP, SYNC_BOOST = 0x04, 0x10
 REASONS = {
     0x40: "heat",  # HwThermalSlowdown
@@ -51,12 +38,11 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Reading:
-    """One GPU at one moment; None for what its driver does not report."""
+    """None: not reported by the driver."""
 
     rank: int
-    """The rank that uses it."""
     index: int | None
-    """As nvidia-smi counts."""
+    """In nvidia-smi's order."""
     wall: float | None
     utilisation: float | None
     """0..100."""
@@ -65,15 +51,13 @@ class Reading:
     watts: float | None
     celsius: float | None
     slowed_by: int | None
-    """Bits of nvmlClocksEventReasons."""
+    """nvmlClocksEventReasons."""
     max_sm_mhz: float | None
-    """The highest clock that the card has."""
     limit_watts: float | None
-    """The power that it may draw."""
 
 
 class GpuLines:
-    """The lines of one host, one after the other: a limit holds until another one is reported."""
+    """A limit holds until the next report of it."""
 
     def __init__(self) -> None:
         self._limits: dict[tuple[int, int | None], dict[str, float | None]] = {}
@@ -91,7 +75,7 @@ class GpuLines:
 
 
 def slowed_by_words(slowed_by: int) -> str:
-    """ "" where nothing slows it."""
+    """ "" if it is not slowed down."""
     return next((words for bit, words in REASONS.items() if slowed_by & bit), "")
 
 
@@ -101,17 +85,17 @@ def _within(event: Mapping[str, Any], name: str, most: float) -> float | None:
 
 
 FRESH_S = 10.0
-"""An older reading says nothing of now."""
+"""Hosts send readings every two seconds."""
 KEPT = 600
-"""Speeds kept of each host, one for each look."""
+"""Per host, one per call of `now`."""
 WAITS = 0.1
-"""A part of the time in which others wait for a host that is worth a word."""
+"""Waiting share worth reporting."""
 
 
 @dataclass(frozen=True)
 class HostNow:
-    """One host of a job. row: None before its first step. gpus: each one's newest reading, by index. speeds: samples/s
-    at each look so far, the newest last. silent: why nothing is heard of it; "" while something is.
+    """row: None before the first step. gpus: newest, by index. speeds: samples/s at each call of `now`. silent: why the
+    host sends nothing.
     """
 
     node: str
@@ -123,7 +107,7 @@ class HostNow:
 
 @dataclass(frozen=True)
 class JobNow:
-    """One job. held_up_by: the host for which others wait, and the largest part of its time (0..1) that one waits."""
+    """held_up_by: the host for which others wait, and the largest waiting share (0..1)."""
 
     record: JobRecord
     hosts: tuple[HostNow, ...]
@@ -133,7 +117,7 @@ class JobNow:
 
     @property
     def step(self) -> int | None:
-        """Done by all hosts."""
+        """Completed by all hosts."""
         return min((row.step for row in self.progress.rows), default=None)
 
     @property
@@ -146,7 +130,7 @@ class JobNow:
 
     @property
     def loss(self) -> float | None:
-        """Mean over the samples of all hosts, which each host takes in the proportion of its speed."""
+        """Over the samples of all hosts, weighted by speed."""
         if self.progress.together:
             return self.progress.together.loss
         known = [(row.loss, row.samples_per_s) for row in self.progress.rows if row.loss is not None]
@@ -158,7 +142,6 @@ class JobNow:
 
 class Gauge:
     FILES = ("metrics.jsonl", "gpu.jsonl")
-    """All that is read for it, of each host."""
 
     def __init__(self, plan: LaunchPlan, record: JobRecord) -> None:
         self.record, self._lock = record, threading.Lock()
@@ -170,12 +153,11 @@ class Gauge:
         self._speeds = {name: deque[float | None](maxlen=KEPT) for name in (*self._names, "")}
 
     @property
-    def has_heard_all(self) -> bool:
-        """Has each host said how it stands, or why it does not? What it had of steps came before its record."""
+    def has_received_all(self) -> bool:
+        """Each host has sent its record or an error; its earlier metrics come before that."""
         return not self._left
 
     def take(self, name: str, item: Frame | HostError, now_s: float) -> None:
-        """Of one of its hosts."""
         with self._lock:
             if name not in self._gpus:
                 return
@@ -195,7 +177,7 @@ class Gauge:
             self.record = record
 
     def now(self, elapsed_s: float, now_s: float) -> JobNow:
-        """A look: each adds one to the speeds."""
+        """Each call appends to the speeds."""
         with self._lock:
             progress = self._view.progress(elapsed_s)
             rows = {row.node: row for row in progress.rows}
@@ -211,7 +193,7 @@ class Gauge:
 
 
 def total_speed(progress: RunProgress) -> float | None:
-    """None until all hosts that have taken a step say theirs; of a pipeline it is that of the whole."""
+    """None until all hosts with a step report a speed."""
     if progress.together:
         return progress.together.samples_per_s
     speeds = [row.samples_per_s for row in progress.rows]
@@ -219,7 +201,7 @@ def total_speed(progress: RunProgress) -> float | None:
 
 
 def held_up_by(rows: Sequence[HostRow]) -> tuple[str, float] | None:
-    """The host that waits least, where another waits for a part of its time that is worth a word, and twice as long."""
+    """The host that waits least, if another waits for a relevant share of its time, and twice as long."""
     known = [(row.wait_share, row.node) for row in rows if row.wait_share is not None]
     if len(known) < 2 or len(known) < len(rows):
         return None
@@ -228,8 +210,6 @@ def held_up_by(rows: Sequence[HostRow]) -> tuple[str, float] | None:
 
 
 class _Gpus:
-    """The newest readings of one host's gpu.jsonl."""
-
     def __init__(self) -> None:
         self._lines, self._readings = WholeLines(), GpuLines()
         self._newest: dict[tuple[int, int | None], tuple[float, Reading]] = {}

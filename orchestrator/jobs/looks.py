@@ -1,8 +1,4 @@
-"""What a host saw of its ranks when it was asked why a job stands still, as values. Pure.
-
-look = HostLook.model_validate(answer)      # of `remote/why.py`; ValueError where it makes no sense
-look.ranks[0].script.own_frame(look.src)    # StackFrame(file="train.py", line=31, ...)
-"""
+"""A host's two snapshots of its ranks, taken by `orch why` (`remote/why.py`), as checked values. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +12,8 @@ from orchestrator.record import Record, Words
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 MOVES_BYTES = 1 << 16
-"""Who moves more data than this in two seconds gets on; threads in the background, heartbeats and stacks are less."""
+"""A process that moves more between the snapshots makes progress; heartbeats and background threads move less."""
 LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3|^<")
-"""Files that are not a person's own."""
 
 
 class StackFrame(NamedTuple):
@@ -26,14 +21,12 @@ class StackFrame(NamedTuple):
     line: Count
     function: Words
     text: Words
-    """The line itself, of the job's own code; "" of any other."""
+    """Only of the job's own code."""
 
     def is_own(self, src: str) -> bool:
-        """Whether it is of the job's own code."""
         return self.file.startswith(f"{src}/") or not self.file.startswith(("/", "<"))
 
     def place(self, src: str) -> str:
-        """`train.py:31 in step`."""
         function = "" if self.function == "<module>" else f" in {self.function}"
         return f"{self.file.removeprefix(f'{src}/')}:{self.line}{function}"
 
@@ -41,32 +34,29 @@ class StackFrame(NamedTuple):
 class ThreadLook(Record):
     main: bool
     frames: Annotated[tuple[StackFrame, ...], Field(max_length=64)]
-    """The innermost first."""
+    """Innermost first."""
 
     def own_frame(self, src: str) -> StackFrame | None:
-        """The innermost of the job's own code, else of no library, else of all."""
+        """The innermost frame of the job's code, else outside of libraries, else of all."""
         own = (frame for frame in self.frames if frame.is_own(src))
         apart = (frame for frame in self.frames if not LIBRARIES.search(frame.file))
         return next(own, None) or next(apart, None) or next(iter(self.frames), None)
 
 
 class ProcessLook(Record):
-    """One process of a rank, looked at twice."""
-
     pid: Count
     name: Words
     state: Words
     """A letter of proc(5)."""
     wchan: Words
-    """What in the kernel it waits for; "" where that is not known."""
+    """"" if unknown."""
     same: bool
-    """Whether its main thread stands where it stood a moment before."""
+    """Its main thread is at the same line in both snapshots."""
     idle: bool
-    """Whether it used next to no CPU in between."""
+    """It used almost no CPU in between."""
     moved_bytes: Count = 0
-    """What it read and wrote in between."""
     threads: Annotated[tuple[ThreadLook, ...], Field(max_length=16)] | None = None
-    """None of what is no Python, has its own handler for our signal, or does not answer."""
+    """None if it is not Python, handles our signal itself, or does not answer."""
 
     @property
     def stands(self) -> bool:
@@ -78,7 +68,6 @@ class ProcessLook(Record):
 
     @property
     def frames(self) -> tuple[StackFrame, ...]:
-        """Of its main thread."""
         return self.threads[0].frames if self.threads else ()
 
     def own_frame(self, src: str) -> StackFrame | None:
@@ -86,16 +75,14 @@ class ProcessLook(Record):
 
 
 class WaitingConnection(Record):
-    """A connection of a rank on which bytes wait."""
-
     to: Words
     port: Count
     unsent: Count
-    """Bytes that the other side has not confirmed."""
+    """Bytes not confirmed by the peer."""
     unread: Count
-    """Bytes that the rank has not taken."""
+    """Bytes received but not read by the rank."""
     retransmits: Count
-    """How often in a row the same bytes were sent again, and no word came."""
+    """Unanswered repetitions of the same bytes."""
 
 
 class RankLook(Record):
@@ -106,21 +93,20 @@ class RankLook(Record):
     does: Literal["waits", "busy", "disk", "stopped"] = "waits"
     """See `remote/stillness.py`."""
     grew: bool = False
-    """Whether it wrote to its logs or metrics between the two looks."""
+    """It wrote logs or metrics in between."""
     quiet_s: Seconds = 0.0
-    """Since it wrote last."""
+    """Since its last output."""
     step: Count | None = None
     step_s: Seconds | None = None
-    """What the longest of its last steps took."""
+    """The longest of its last steps."""
     wrapper: Words = ""
-    """The state of the process of ours that started it and reads what it prints."""
+    """State of our process that reads its output."""
     wrapper_pid: Count = 0
     full_pipes: Annotated[tuple[Words, ...], Field(max_length=2)] = ()
     processes: Annotated[tuple[ProcessLook, ...], Field(max_length=64)] = ()
-    """The script first; () of a rank that has ended or not begun."""
+    """The script first; () if the rank has ended or not begun."""
     more: Count = 0
     net_bytes: Count = 0
-    """What the connections of all its processes carried in between."""
     connections: Annotated[tuple[WaitingConnection, ...], Field(max_length=64)] = ()
 
     @property
@@ -134,12 +120,10 @@ class RankLook(Record):
 
 class HostLook(Record):
     state: Words | None = None
-    """What the supervisor says of the job."""
     alive: bool = False
     src: Words
     """The folder of the job's own code."""
     frozen: Annotated[tuple[Words, ...], Field(max_length=2)] = ()
-    """Which of supervisor and keeper are stopped by a signal."""
+    """Stopped by a signal: supervisor, keeper."""
     gpu_lines: Annotated[tuple[str, ...], Field(max_length=1000)] = ()
-    """Of its gpu.jsonl."""
     ranks: Annotated[tuple[RankLook, ...], Field(max_length=1024)]

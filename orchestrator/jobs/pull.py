@@ -1,17 +1,14 @@
-"""Pulls a job's output files: checkpoints, and every new or changed file of its working folder.
+"""Copies a job's output files from its hosts: checkpoints, and new or changed files of its working folder.
 
     with collect.alone(run.pull_lock, ...):
         pulled = pull(plan, hosts, run, wanted, show, connections.reopen)
 
-A file appears in `nodes/<node>/files/`, under its name in the job's folder on its host, only when it is complete and
-matches its host's SHA-256. It keeps its host's modification time; size and time show whether it is here already. Until
-then it is in `.incoming`, under a name that identifies the file and its state, so that the next pull continues an
-interrupted one. A newer state of a file replaces the older one.
+A file appears in `nodes/<node>/files/` only when complete and equal to its host's SHA-256, with its host's modification
+time; size and time show whether it is here already. Until then it is in `.incoming`, where the next pull continues it.
+Small files come first; a file that fails does not stop the others.
 
-Small files come first. A file that cannot come does not stop the others: it is left, with the reason.
-
-The host is not trusted: `listing` checks names, counts and sizes; free space here is checked before and during the
-pull, nothing is written outside of the run folder, and the content is only bytes that are never loaded.
+The host is not trusted: names, counts and sizes are checked, free space is checked before and during the pull, and
+nothing is written outside of the run folder.
 """
 
 from __future__ import annotations
@@ -48,22 +45,22 @@ from orchestrator.transport.fanout import errors_by_node, for_each, on_each_link
 from orchestrator.units import format_bytes
 
 LOOK_BYTES = 16 << 20
-"""The free space is checked again each time this many bytes have come."""
+"""Bytes between two checks of the free space."""
 SETTLE_FILES, SETTLE_BYTES = 64, 64 << 20
-"""Files are synced in groups: one commit of the file system then serves many small files."""
+"""Files are synced in groups: one commit of the file system serves many small files."""
 
 _OF_THIS_FILE = {errno.EFBIG, errno.ENAMETOOLONG, errno.EINVAL, errno.EOVERFLOW}
-"""Errors with which a file system refuses one file but may accept others."""
+"""A file system refuses one file with these errors but may accept others."""
 
 MOST_BREAKS = 4
-"""How often the connection may break at a file that makes no progress."""
+"""Broken connections allowed at a file that makes no progress."""
 
 Phase = Literal["connects", "looks", "pulls", "done"]
 
 
 @dataclass(frozen=True)
 class PullProgress:
-    """here_bytes: the part of all requested bytes that is here."""
+    """here_bytes: of the requested bytes."""
 
     node: str
     phase: Phase
@@ -73,7 +70,7 @@ class PullProgress:
 
 @dataclass(frozen=True)
 class Pulled:
-    """The files and bytes that one pull brought from one host. left: by name, why a file did not come."""
+    """left: by name, why a file did not come."""
 
     files: int
     bytes: int
@@ -88,9 +85,8 @@ def pull(
     show: Callable[[PullProgress], None],
     reopen: Callable[[str], ConnectedHost],
 ) -> dict[str, Pulled | HostError]:
-    """From all hosts at once; a file that is here already does not come again. show: called from several threads.
-    reopen: opens a lost connection again. The folder should be held (`collect.alone`). Raises OrchError if this disk
-    has too little room.
+    """Skips files that are here. show: called from several threads. reopen: opens a lost connection again. Needs the
+    lock of `collect.alone`. Raises OrchError if the local disk has too little room.
     """
     _refuse_too_much(run, wanted)
     hosts = {name: hosts[name] for name in wanted if name in hosts}
@@ -112,7 +108,7 @@ def _refuse_too_much(run: RunFolder, wanted: Mapping[str, Sequence[Output]]) -> 
 
 
 def _partial(run: RunFolder, node: str, output: Output) -> Path:
-    """Its name identifies the file and the state that is to come."""
+    """The name identifies the file and its state."""
     state = f"{output.size}:{output.mtime_ns}:{output.inode}"
     return run.incoming(node) / f"{_short(output.name)}-{_short(state)}.part"
 
@@ -122,7 +118,7 @@ def _short(text: str) -> str:
 
 
 class _Session:
-    """A pull from one host, over as many connections as it takes."""
+    """One host's pull over any number of connections."""
 
     def __init__(
         self,
@@ -134,7 +130,7 @@ class _Session:
     ) -> None:
         self.host = host
         self.moved_bytes = 0
-        """The most bytes that have been here at once: sending the same bytes again is no progress."""
+        """The most bytes that were here at once: repeated bytes are no progress."""
         self._job, self._run, self._show = job, run, show
         self._asked = frozenset(_short(output.name) for output in wanted)
         self._total_bytes = sum(output.size for output in wanted)
@@ -168,7 +164,7 @@ class _Session:
         return Pulled(self._files, self._bytes, self._left)
 
     def _remove_older(self) -> None:
-        """Removes parts of older states of these files. Parts of other files are for their next pull."""
+        """Removes parts of older states of these files only."""
         incoming = self._run.incoming(self.host.node)
         with contextlib.suppress(OSError):
             for path in incoming.iterdir():
@@ -177,7 +173,7 @@ class _Session:
             incoming.rmdir()
 
     def _stream(self) -> None:
-        """One stream to its end: then each file is here, is left, or still lacks because it was damaged."""
+        """Reads one stream. Then a file is here, left, or damaged and still lacking."""
         if not self._lacking:
             return
         self._report("looks")
@@ -204,7 +200,7 @@ class _Session:
         raise ConnectError(node, "its answer ended too early", "pull again: it resumes where this one stopped")
 
     def _put_off(self, error: ConnectError) -> None:
-        """A file at which a connection broke comes last over the next one, and is left if that breaks at it, too."""
+        """A file at which a connection broke comes last on the next connection, and is left if that breaks, too."""
         self._breaks += 1
         if not self._lacking or self._breaks > MOST_BREAKS:
             return
@@ -221,7 +217,6 @@ class _Session:
         return output.name in self._stuck, output.size
 
     def _begun(self, output: Output) -> Held | None:
-        """The part of this file that is here."""
         size = _partial_size(_partial(self._run, self.host.node, output))
         return Held(size, output.inode) if 0 < size <= output.size else None
 
@@ -255,7 +250,7 @@ class _Session:
         self._report("pulls")
 
     def _open(self, name: str) -> _Incoming:
-        """The file that is coming: a host sends one after the other."""
+        """A host sends one file after the other."""
         if self._coming is None or self._coming.name != name:
             self._close()
             if name not in self._lacking:
@@ -266,7 +261,6 @@ class _Session:
         return self._coming
 
     def _close(self) -> None:
-        """Keeps the part of the file for the next time."""
         if self._coming:
             self._coming.close()
             self._here_bytes -= self._coming.at
@@ -286,7 +280,7 @@ class _Session:
             self._settle()
 
     def _settle(self) -> None:
-        """Syncs the complete files, then gives them their names: a file with its name survives a power cut."""
+        """Syncs complete files before they get their names, so that named files survive a power cut."""
         whole, self._whole = self._whole, []
         for coming, state in whole:
             os.utime(coming.path, ns=(state.mtime_ns, state.mtime_ns))
@@ -306,7 +300,7 @@ class _Session:
 
 
 class _Incoming:
-    """A file of which the first `at` bytes are here."""
+    """Its first `at` bytes are here."""
 
     def __init__(self, name: str, path: Path) -> None:
         make_folder(path.parent)
@@ -342,12 +336,9 @@ def _partial_size(path: Path) -> int:
     return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
-# A job's output files (checkpoints, new or changed files of its working folder), as its hosts list them.
+# Output files as the hosts list them. Names are checked, counts and sizes bounded.
 #
-#     found = list_outputs(hosts, {"a": [plan.job]})             by node, then job: an OutputListing; or the host's
-#     error
-#
-# The host is not trusted: names are checked, counts and sizes are bounded.
+#     list_outputs(hosts, {"a": [plan.job]})             by node: {job: OutputListing}, or the host's error
 
 LIST_S = 120.0
 MAX_FILES = 100_000
@@ -365,8 +356,8 @@ SKIPPED = {
 
 @dataclass(frozen=True)
 class Output:
-    """name: in the job's folder, like `src/snapshot.pt`. foreign: an unchanged copy of a file that another host wrote
-    in an earlier job.
+    """name: in the job's folder, like `src/snapshot.pt`. foreign: an unchanged copy of another host's file of an
+    earlier job.
     """
 
     name: str
@@ -378,9 +369,7 @@ class Output:
 
 @dataclass(frozen=True)
 class OutputListing:
-    """One host's output files of a job, sorted by name. skipped: entries that are not handed out, counted by SKIPPED's
-    kinds. gone: the host has no such job.
-    """
+    """skipped: entries not handed out, by SKIPPED's kinds. gone: the host has no such job."""
 
     files: tuple[Output, ...] = ()
     skipped: Mapping[str, int] = field(default_factory=dict)
@@ -394,7 +383,7 @@ class OutputListing:
 def list_outputs(
     hosts: Mapping[str, ConnectedHost], jobs: Mapping[str, Sequence[str]]
 ) -> dict[str, dict[str, OutputListing] | HostError]:
-    """By node and job. jobs: by node, the job ids."""
+    """jobs: ids by node."""
 
     def one(host: ConnectedHost) -> dict[str, OutputListing]:
         return _listed(host, jobs[host.node])
@@ -412,8 +401,6 @@ def _listed(host: ConnectedHost, jobs: Sequence[str]) -> dict[str, OutputListing
 
 
 class _Reported:
-    """The host's report of one job so far."""
-
     def __init__(self) -> None:
         self.files: dict[str, Output] = {}
         self.skipped: dict[str, int] = {}
@@ -424,7 +411,7 @@ class _Reported:
 
 
 def _add(part: Mapping[str, Any], reported: Mapping[str, _Reported]) -> None:
-    """Raises ValueError, KeyError, TypeError for a malformed report."""
+    """Raises ValueError, KeyError, TypeError if malformed."""
     job = reported[part["job"]]
     job.gone |= "gone" in part
     foreign = frozenset(part.get("foreign", ()))
@@ -453,8 +440,8 @@ def _output(name: Any, *numbers: Any) -> Output:
 
 
 def matching(files: Iterable[Output], globs: Sequence[str]) -> tuple[Output, ...]:
-    """The files that match one of these shell patterns; all files without patterns. `*` crosses `/`. A pattern may omit
-    the folders above: `snapshot.pt` matches `src/snapshot.pt`, and `checkpoints` matches all files in it.
+    """All files without patterns. `*` crosses `/`. A pattern may omit the folders above: `snapshot.pt` matches
+    `src/snapshot.pt`, and `checkpoints` matches all files in it.
     """
     return tuple(output for output in files if not globs or any(_matches(output.name, glob) for glob in globs))
 
@@ -466,7 +453,7 @@ def _matches(name: str, glob: str) -> bool:
 
 
 def without_copies(plan: LaunchPlan, found: Mapping[str, OutputListing]) -> dict[str, OutputListing]:
-    """Leaves out copies of checkpoints that the master has, too: they hold the same bytes."""
+    """Leaves out copies of the master's checkpoints."""
     master = found.get(plan.master, OutputListing())
     originals = {(os.path.basename(output.name), output.size) for output in master.files}
 
@@ -483,14 +470,13 @@ def without_copies(plan: LaunchPlan, found: Mapping[str, OutputListing]) -> dict
 
 
 def checkpoint_globs(plan: LaunchPlan) -> list[str]:
-    """Patterns for a job's checkpoints."""
     own = os.path.normpath(plan.recorded.checkpoint_dir or ".")
     inside = [f"src/{own}"] if own != "." and not own.startswith(("/", "~", "..")) else []
     return ["checkpoints/*", "checkpoint_dir/*", *inside]
 
 
 def is_here(run: RunFolder, node: str, output: Output) -> bool:
-    """Whether this state of the file is complete in this run folder."""
+    """Whether this state of the file is complete here."""
     try:
         found = (run.files(node) / output.name).lstat()
     except OSError:
@@ -502,20 +488,17 @@ def is_here(run: RunFolder, node: str, output: Output) -> bool:
 
 
 def nowhere(runs: Sequence[RunFolder], node: str, files: Iterable[Output]) -> list[Output]:
-    """The files that none of these run folders has, except those in a folder that the user chose: they stay there."""
+    """Files that no run folder has, except in a folder that the user chose: they stay there."""
     own = [output for output in files if not output.name.startswith("checkpoint_dir/")]
     return [output for output in own if not any(is_here(run, node, output) for run in runs)]
 
 
-# What jobs wrote beside their logs, as their hosts list it, and what of it no run folder here has.
-#
-# outputs(plan, hosts)                                Outputs(found={"a": OutputListing(...)}, errors={})
-# unpulled(jobs, connections, cluster)                what `orch down` would take with it
+# Output files by job, and the files that no run folder has yet.
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """By node, what a job wrote beside its logs; and the hosts that could not be asked."""
+    """errors: hosts that could not be asked."""
 
     found: Mapping[str, OutputListing]
     errors: Mapping[str, HostError]
@@ -523,12 +506,11 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Unpulled:
-    """What would be lost with the jobs' files on their hosts."""
+    """Files that `orch down` would remove and no run folder has."""
 
     files: Mapping[str, Sequence[tuple[str, Output]]]
     """By job: (node, file)."""
     errors: Mapping[str, HostError]
-    """Hosts that could not be asked."""
 
 
 def outputs(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> Outputs:
@@ -538,7 +520,6 @@ def outputs(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> Outputs:
 
 
 def unpulled(jobs: RememberedJobs, connections: Connections, cluster: Cluster) -> Unpulled:
-    """What the jobs that `down` would remove wrote and no remembered run folder has."""
     plans = _own_plans(jobs, cluster)
     asked = {
         node.name: [plan.job for plan in plans if node.name in {planned.name for planned in plan.nodes}]
@@ -557,10 +538,10 @@ def unpulled(jobs: RememberedJobs, connections: Connections, cluster: Cluster) -
 
 
 def _own_plans(jobs: RememberedJobs, cluster: Cluster) -> list[LaunchPlan]:
-    """The plans of this home's jobs on the cluster whose hosts may still hold files."""
+    """This home's jobs on the cluster whose hosts may still hold files."""
     plans, own = list[LaunchPlan](), read_owner(jobs.home)
     for record in jobs.jobs():
-        with suppress(OrchError):  # one that is damaged
+        with suppress(OrchError):  # a damaged record
             plan = jobs.plan(record.id)
             if record.cluster == cluster.name and plan.owner == own and not is_removed(jobs, plan):
                 plans.append(plan)

@@ -1,15 +1,10 @@
-"""One job and its hosts: all that can be asked of a job that was started, and what the answers make of its record.
+"""A started job and its hosts: refresh, follow, diagnose, cancel, collect, pull.
 
-    job = controller.jobs.find("latest")          RunningJob; no host has been asked yet
-    job.record                              what is remembered
-    job.refresh()                           the record as its hosts have it now
-    job.looked_at()                         what its ranks are at: who holds it up
-    job.ask_why()                           the record with what comes of that, where no rank prints
+    job = controller.jobs.find("latest")    asks no host
     for event in job.follow(): ...          until it has ended
-    record, stayed = job.cancel()
 
-Each of these connects to the hosts; `follow` alone goes on with those that were reached before. Connecting again ends
-what goes on over the connection before it: what shall go on beside other calls does so on `apart()`.
+Most calls reconnect to the hosts, which ends streams over earlier connections; a stream that has to go on uses
+`apart()`.
 """
 
 from __future__ import annotations
@@ -50,31 +45,27 @@ from orchestrator.transport.ask import ConnectedHost, understood, words_of
 from orchestrator.transport.fanout import errors_by_node, for_each, values
 
 CANCEL_S = 60.0
-"""After twice the grace: so long may it take until every host has said its last word."""
+"""For the final records, after twice the grace period."""
 
 Records = dict[str, Mapping[str, Any] | HostError]
-"""By node: its supervisor's record, or why there is none."""
+"""By node: the supervisor's record, or the error."""
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """The job's files in a run folder."""
-
     record: JobRecord
     new_bytes: int
     errors: Mapping[str, HostError]
-    """Hosts whose part is missing or incomplete."""
+    """Hosts whose part is incomplete."""
     notices: Sequence[str]
-    """What else there is to know of the files."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is nothing more to come."""
         return self.record.state in FINAL_STATES and not self.errors
 
 
 class RunningJob:
-    """hosts: those that were reached already, by node; None where nobody has tried."""
+    """hosts: connected ones by node; None before the first connection."""
 
     def __init__(
         self,
@@ -93,18 +84,18 @@ class RunningJob:
 
     @property
     def record(self) -> JobRecord:
-        """What is remembered of it. Raises StateError where that is damaged."""
+        """Raises StateError if it is damaged."""
         return self._jobs.job_record(self.id)
 
     @property
     def hosts(self) -> Mapping[str, ConnectedHost]:
-        """Those that were reached, by node. Where nobody has tried yet, that is done now."""
+        """Connects first if necessary."""
         if self._hosts is None:
             self.reach()
         return self._hosts or {}
 
     def reach(self, only: Sequence[str] = (), without: Collection[str] = ()) -> dict[str, HostError]:
-        """Connects to the job's hosts, and gives the errors of those that cannot be reached. only: none means all."""
+        """Returns the errors of unreachable hosts. only: () means all."""
         cluster = self._jobs.cluster(self.plan.cluster)
         known = {node.name: node for node in cluster.nodes}
         names = [node.name for node in self.plan.nodes if (not only or node.name in only) and node.name not in without]
@@ -117,9 +108,7 @@ class RunningJob:
 
     @contextmanager
     def apart(self) -> Iterator[RunningJob]:
-        """The same job over connections of its own, which no other call ends. Those to its hosts go along, unless some
-        of them have been opened again since.
-        """
+        """The job over connections of its own: the present ones, unless any was reopened."""
         hosts, self._hosts = self._hosts or {}, None
         with self._connections.apart(hosts) as own:
             went = own.still_open(hosts)
@@ -136,11 +125,10 @@ class RunningJob:
         times: bool = False,
         wanted: Callable[[], bool] = lambda: True,
     ) -> Iterator[Event]:
-        """Every line of every rank from the first on, those together that came together; keeps the job's record up to
-        date. Raises OrchError where no host holds anything of the job now. until_end: see `Follow`. last_lines: of
-        these ranks, and so many of each of their logs (None: all); none of what was printed before leaves its host.
-        since_wall: of these, those printed then or later, by this machine's clock. times: lines say when they were
-        printed. wanted: asked once a second at least, also of a job that prints nothing; it ends where that is False.
+        """Lines that came together are one event. Updates the job's record. until_end: see `Follow`. last_lines: by
+        rank, lines of each log (None: all). since_wall: only lines printed since then, by the local clock. times: lines
+        carry the time of printing. wanted: asked at least once a second; False ends it. Raises OrchError if no host
+        holds anything of the job.
         """
         follow = Follow(self.plan, self._remember, until_end=until_end, ask=self.ask_why)
         reopen = self._connections.reopen
@@ -158,8 +146,8 @@ class RunningJob:
         yield from follow.last_words()
 
     def gauged(self, gauge: Gauge) -> Iterator[Gauge]:
-        """Tells the gauge what its hosts say of metrics and GPUs, and of its state; gives it whenever something came,
-        and once a second, until the job has ended. No line that ranks print leaves its host.
+        """Feeds the gauge until the job has ended; yields it after each frame, at least once a second. Logs are not
+        transferred.
         """
         heard, asker = Heard(), Asker(self.ask_why)
         for name, error in self.reach().items():
@@ -181,15 +169,13 @@ class RunningJob:
                     return
 
     def looked_at(self) -> dict[str, HostLook | HostError]:
-        """What each host sees of its ranks in two looks; or why it gives no answer."""
+        """By node."""
         away = self.reach()
         found = {**away, **looks(self.plan, self.hosts)}
         return {node.name: found[node.name] for node in self.plan.nodes}
 
     def ask_why(self) -> JobRecord:
-        """The record with who holds the job up, where no rank prints and some host answers. It asks those that were
-        reached before; one whose link broke is dialled again.
-        """
+        """Diagnoses a stall over existing connections; unchanged if no host answers."""
         names = {node.name: node.name for node in self.plan.nodes if node.name in self.hosts}
         connected = for_each(names, self._connections.current, deadline_s=CONNECT_S)
         away = {node.name: HostError(node.name, "was not reached") for node in self.plan.nodes}
@@ -202,14 +188,11 @@ class RunningJob:
         return self._jobs.change_job(self.id, lambda known: answered(known, verdict))
 
     def refresh(self) -> JobRecord:
-        """The record as the hosts have it now; unchanged where none answers or it has ended.
-
-        A start that its controller left half done is undone first.
-        """
+        """Unchanged if no host answers or the job has ended. Undoes a half-done start."""
         return self.asked_after()[0]
 
     def asked_after(self, silent: Mapping[str, HostError] | None = None) -> tuple[JobRecord, dict[str, HostError]]:
-        """The same, and the hosts that gave no answer. silent: nodes that are known not to answer, and why."""
+        """The refreshed record and the hosts without an answer. silent: nodes known not to answer."""
         known, plan = self.record, self.plan
         if known.state in ENDED:
             return known, {}
@@ -231,13 +214,13 @@ class RunningJob:
     # ---- its end --------------------------------------------------------------------------------------------------
 
     def cancel(self) -> tuple[JobRecord, list[str]]:
-        """Ends the job everywhere, whatever we remember of it, and waits for it. Returns its record and, host by host,
-        what would not end or cannot be seen. Raises UsageError for a job that is somebody else's.
+        """Ends the job and waits for it. Returns the record and, by host, what is left or cannot be checked. Raises
+        UsageError for another owner's job.
         """
         if self.plan.owner and self.plan.owner != read_owner(self._jobs.home):
             raise UsageError(
                 f"{self.id} belongs to {self.plan.owner.name}",
-                "it is theirs to end; if that was you, `orch jobs --rescan --adopt` makes it yours",
+                "only they can end it; if that was you, `orch jobs --rescan --adopt` makes it yours",
             )
         away = self.reach()
         half = self._jobs.is_half_started(self.id)
@@ -247,7 +230,6 @@ class RunningJob:
         return self._remember(records), [line for name in records for line in _stayed(name, records[name])]
 
     def _end(self, *, fence: bool) -> Records:
-        """Asks the hosts to end the job, and waits for their last records."""
         plan, hosts = self.plan, self.hosts
         records: Records = {**errors_by_node(launch.cancel(plan, hosts, fence=fence))}
         deadline = time.monotonic() + 2 * plan.grace_s + CANCEL_S
@@ -261,14 +243,14 @@ class RunningJob:
         return records
 
     def removed(self, records: Mapping[str, Mapping[str, Any]], when: str) -> None:
-        """Remembers that `orch down` took the job's files. records: the last of each host where it did."""
+        """records: the last of each host from which `orch down` removed the job."""
         self._jobs.files_removed(self.id, when, list(records))
         self._remember(records)
 
     # ---- its files ------------------------------------------------------------------------------------------------
 
     def refuse_if_removed(self) -> None:
-        """Raises OrchError where `orch down` has removed the job's files from all of its hosts."""
+        """Raises OrchError after `orch down` on all its hosts."""
         if is_removed(self._jobs, self.plan):
             raise nothing_left(self._jobs, self.plan)
 
@@ -279,10 +261,7 @@ class RunningJob:
         *,
         limit_bytes: int = collect.MAX_LOG_BYTES,
     ) -> Fetched:
-        """Brings what is new of its logs and metrics into a folder, which should be `claimed`, and its plan and record.
-
-        limit_bytes: of a log, no more. Raises OrchError where no host holds anything of the job now.
-        """
+        """run: `claimed`. limit_bytes: per log. Raises OrchError if no host holds anything of the job."""
         away = self.reach()
         collected = collect.collect(self.plan, self.hosts, run, progress, limit_bytes=limit_bytes)
         record = self._remember(collected.agents)
@@ -293,16 +272,14 @@ class RunningJob:
         self._jobs.remember_run(self.id, run.root)
         write_record(run.plan, self.plan)
         write_record(run.job, record)
-        if not run.job_file.exists():  # a person may have changed it
-            with suppress(ValueError, UsageError):  # a plan that came from a host may hold what no job file can
+        if not run.job_file.exists():  # the user may have changed it
+            with suppress(ValueError, UsageError):  # a plan that came from a host may not fit into a job file
                 write_job(run.job_file, spec_of(self.plan))
         notices = (*collected.notices, *dropped_words(self.plan, collected.agents))
         return Fetched(record, collected.new_bytes, {**away, **collected.errors}, notices)
 
     def outputs(self, only: Sequence[str] = ()) -> Outputs:
-        """What the job wrote beside its logs, as its hosts list it now. only: of these nodes; none means all. Raises
-        OrchError where no host holds anything of the job now.
-        """
+        """only: nodes; () means all. Raises OrchError if no host holds anything of the job."""
         self.refuse_if_removed()
         away = self._reach_own(only)
         listed = outputs(self.plan, self.hosts)
@@ -316,7 +293,7 @@ class RunningJob:
         out: Path,
         show: Callable[[pull.PullProgress], None] = lambda _: None,
     ) -> dict[str, pull.Pulled | HostError]:
-        """Brings these files of these nodes into `out/<job>/`. Raises HeldError while somebody else does."""
+        """Into `out/<job>/`. Raises HeldError during another pull."""
         run = RunFolder(out / self.id)
         own_folder(run.root)
         with collect.alone(run.pull_lock, f"is pulling into {run.root}", "pull again when it is done"):
@@ -326,7 +303,7 @@ class RunningJob:
         return {**pulled, **away}
 
     def _reach_own(self, only: Sequence[str]) -> dict[str, HostError]:
-        """`reach`, each host with the work folder that the job has there."""
+        """`reach`, with the job's own work folders."""
         known = [node.name for node in self.plan.nodes]
         for name in only:
             if name not in known:
@@ -343,7 +320,7 @@ class RunningJob:
 
 
 def _stayed(name: str, record: Mapping[str, Any] | HostError) -> list[str]:
-    """What this host does not prove to be gone."""
+    """The parts of the job that may still run on this host."""
     if isinstance(record, HostError):
         return [str(record)]
     if record.get("alive"):
@@ -351,12 +328,10 @@ def _stayed(name: str, record: Mapping[str, Any] | HostError) -> list[str]:
     return [f"{name}: {process}" for process in understood(name, lambda: words_of(record.get("leftovers", [])))]
 
 
-# Asks every host of a job, at once, what its ranks are at.
-#
-# looks(plan, hosts)          {"a": HostLook(...), "b": ConnectError(...)}: a host that is silent is an answer, too
+# Snapshots of a job's ranks, from all its hosts at once.
 
 ASK_S = 40.0
-"""A host looks for about two seconds, and longer where many processes take their time to answer."""
+"""A host takes about two seconds, longer if processes answer slowly."""
 
 
 def looks(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> dict[str, HostLook | HostError]:

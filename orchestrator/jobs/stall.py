@@ -1,13 +1,8 @@
-"""What the hosts see of ranks that print nothing or never met, put together over a whole job.
+"""Stalls of a whole job: no rank prints, or ranks never met. From the hosts' records (`agent.json`), which are
+untrusted. A silent job may be healthy: it evaluates, compiles, unpacks or saves.
 
-    stall_of(plan, records, known)  # Stall(quiet_s=180, ranks=(...)); None while some rank prints
-    is_due(stall)                   # whether somebody should ask why (`jobs/stall.py`)
-    answered(record, verdict)       # the job's record with what came of it
-    joined(plan, records)           # False: none of several ranks ever met another
-    News(plan).of(record)           what to say to a person who follows the job
-
-records: the supervisors' (`agent.json`), by host; nothing in them is taken on trust. A job that prints nothing may be
-healthy: it evaluates, compiles, unpacks or saves. Nobody is warned of one that was asked and gets on.
+    stall_of(plan, records, known)  # Stall(quiet_s=180, ranks=(...)); None while a rank prints
+    is_due(stall)                   # whether to diagnose it (`jobs/diagnosis.py`)
 """
 
 from __future__ import annotations
@@ -33,16 +28,15 @@ DOES = {
     "busy": "using the CPU",
     "ended": "ended",
 }
-"""In the order in which messages list them."""
 NAMED = 4
 MOST_S, MOST_TIME_S = 1e9, 1e11
 AGAIN = 2
-"""Who looked healthy is asked again after so many times as long: after 1, 2, 4, 8 minutes, and so on."""
+"""A stall that looked healthy is diagnosed again after 2, 4, 8 minutes, and so on."""
 
 
 def stall_of(plan: LaunchPlan, records: Mapping[str, Any], known: Stall | None = None) -> Stall | None:
-    """None unless every host says that its ranks are quiet, and some rank runs. known: the last one that was seen; if
-    it is the same, what was answered still counts.
+    """None unless every host reports its ranks as quiet, and some rank runs. known: the last stall; the same stall
+    keeps its diagnosis.
     """
     found, quiet_s, since = list[StillRank](), math.inf, list[float]()
     for node in plan.nodes:
@@ -62,26 +56,25 @@ def stall_of(plan: LaunchPlan, records: Mapping[str, Any], known: Stall | None =
 
 
 def _is_same(now: Stall, before: Stall) -> bool:
-    """A host whose ranks have ended no longer says since when they were quiet."""
+    """A host whose ranks have ended no longer reports `since`."""
     return len(now.since) == len(before.since) and all(
         new in (0.0, old) for new, old in zip(now.since, before.since, strict=True)
     )
 
 
 def is_due(stall: Stall | None) -> bool:
-    """Whether somebody should ask why: once for each stall, and again, ever more seldom, while it looks healthy."""
+    """Once per stall, and again while it looks healthy."""
     if stall is None or stall.answer is None:
         return stall is not None
     return not stall.answer.verdict.is_alarm and stall.quiet_s >= AGAIN * stall.answer.quiet_s
 
 
 def asks_for_it(record: JobRecord) -> bool:
-    """The same of a job that runs."""
     return record.state == "running" and is_due(record.stall)
 
 
 def answered(record: JobRecord, verdict: Verdict) -> JobRecord:
-    """With this verdict, if its stall still lasts."""
+    """Unchanged if the stall is over."""
     if record.stall is None or record.state in FINAL_STATES:
         return record
     answer = Answer(verdict=verdict, quiet_s=record.stall.quiet_s)
@@ -93,7 +86,7 @@ def _seconds(value: Any, most: float) -> float:
 
 
 def _does(record: Mapping[str, Any], rank: int) -> Any:
-    """None where the rank prints, or nothing is known of it."""
+    """None if the rank prints, or is not reported."""
     ranks = record.get("ranks")
     reported = ranks.get(str(rank)) if isinstance(ranks, Mapping) else None
     if not isinstance(reported, Mapping):
@@ -104,17 +97,17 @@ def _does(record: Mapping[str, Any], rank: int) -> Any:
 
 
 def joined(plan: LaunchPlan, records: Mapping[str, Any]) -> bool | None:
-    """Whether any rank has met another; None where not every host has said so, or a rank has nobody to meet."""
+    """Whether any two ranks met; None if unknown, or for a single rank."""
     met = list[Any]()
     for node in plan.nodes:
         record = records.get(node.name)
         ranks = record.get("ranks") if isinstance(record, Mapping) else None
         for rank in node.rank_numbers:
-            one = ranks.get(str(rank)) if isinstance(ranks, Mapping) else None
-            met.append(one.get("met") if isinstance(one, Mapping) else None)
+            reported = ranks.get(str(rank)) if isinstance(ranks, Mapping) else None
+            met.append(reported.get("met") if isinstance(reported, Mapping) else None)
     if True in met:
         return True
-    return False if plan.world_size > 1 and all(one is False for one in met) else None
+    return False if plan.world_size > 1 and all(value is False for value in met) else None
 
 
 def stall_words(stall: Stall) -> str:
@@ -130,7 +123,7 @@ def verdict_words(verdict: Verdict) -> str:
 
 
 def alarm_words(record: JobRecord) -> str:
-    """What a person should know of a job that prints nothing; "" where it gets on."""
+    """ "" if it makes progress."""
     stall = record.stall if record.state == "running" else None
     if stall and stall.answer:
         verdict = stall.answer.verdict
@@ -140,7 +133,7 @@ def alarm_words(record: JobRecord) -> str:
 
 
 def standstill(record: JobRecord) -> Standstill:
-    """The same for who looks at it all the time: also why it prints nothing although it gets on."""
+    """For a live view, with silence that is no alarm."""
     from orchestrator.jobs.live import Standstill
 
     stall = record.stall if record.state == "running" else None
@@ -162,7 +155,7 @@ def _groups(stall: Stall) -> Iterator[str]:
 
 
 class News:
-    """What a person who follows a job has not been shown yet."""
+    """Messages not shown yet."""
 
     def __init__(self, plan: LaunchPlan) -> None:
         self._plan = plan
@@ -171,10 +164,10 @@ class News:
 
     def of(self, record: JobRecord) -> Iterator[str]:
         words, stall = alarm_words(record), record.stall
-        told = stall and (stall.answer or stall.ranks) if words else None
-        if told and told != self._shown:
+        alarm = stall and (stall.answer or stall.ranks) if words else None
+        if alarm and alarm != self._shown:
             yield f"{words}; the job keeps running"
-        self._shown = told
+        self._shown = alarm
         if not self._is_alone_shown and (words := alone_words(self._plan, record)):
             self._is_alone_shown = True
             yield words
@@ -188,7 +181,7 @@ class News:
 
 
 def alone_words(plan: LaunchPlan, record: JobRecord) -> str:
-    """ "" where some rank has met another, or nobody can know; our own trainer always joins."""
+    """ "" if ranks met or this is unknown; our own trainer always joins."""
     if record.joined is not False or plan.kind == "experiment" or record.state not in ("running", "succeeded"):
         return ""
     return (
@@ -198,7 +191,7 @@ def alone_words(plan: LaunchPlan, record: JobRecord) -> str:
 
 
 def last_words(plan: LaunchPlan, record: JobRecord) -> Iterator[str]:
-    """For a report: how the ranks were found last, and whether they met."""
+    """For a report."""
     if record.stall:
         answer = record.stall.answer
         if answer.verdict.is_alarm if answer else record.stall.waits:
@@ -208,17 +201,17 @@ def last_words(plan: LaunchPlan, record: JobRecord) -> Iterator[str]:
         yield f"{words[0].upper()}{words[1:]}."
 
 
-# Asks why a job prints nothing, beside whoever follows it: once for each stall, and never in the follower's way.
+# Diagnoses stalls in a thread, next to a follower: once per stall, without delaying it.
 #
-# asker = Asker(job.ask_why)
-# asker.tell(record)              # with each record that comes: asks, where that is due
-# if record := asker.answer():    # the job's record with what came of it, once
-#     ...
-# asker.is_at_work                # an answer is on its way
+#     asker = Asker(job.ask_why)
+#     asker.tell(record)              # starts a diagnosis if due
+#     if record := asker.answer():    # the record with the diagnosis, once
+#         ...
+#     asker.is_at_work                # a diagnosis is running
 
 
 class Asker:
-    """ask: takes seconds, gives the job's record; called in a thread that nobody waits for."""
+    """ask: takes seconds, in a daemon thread."""
 
     def __init__(self, ask: Callable[[], JobRecord]) -> None:
         self._ask = ask
@@ -231,7 +224,7 @@ class Asker:
             threading.Thread(target=self._work, daemon=True, name=f"why-{record.id}").start()
 
     def answer(self) -> JobRecord | None:
-        """None where none has come since the last one. Raises what went wrong."""
+        """None if there is no new answer. Raises the thread's exception."""
         try:
             found = self._answers.get_nowait()
         except queue.Empty:
@@ -244,24 +237,22 @@ class Asker:
     def _work(self) -> None:
         try:
             self._answers.put(self._ask())
-        except BaseException as error:  # a bug of ours: whoever follows has to raise it
+        except BaseException as error:  # a bug of ours: the follower raises it
             self._answers.put(error)
 
 
-# What ranks printed and a disk did not take, as their hosts report it. Pure.
+# Output of ranks that a full or broken disk lost, as the hosts report it. Pure; records are untrusted.
 #
 #     [*dropped_words(plan, records)]     ["a: the disk of its work folder was full or failed, 512 bytes of ..."]
-#
-# records: the supervisors' (`agent.json`), by host; nothing in them is taken on trust.
 
 
 def dropped_words(plan: LaunchPlan, records: Mapping[str, Any]) -> Iterator[str]:
-    """As each host's record says; where that is no longer readable, as the master's says, which heard of it before."""
-    heard = _mapping(records.get(plan.master), "dropped")
+    """If a host's record is unreadable, from the master's."""
+    reported = _mapping(records.get(plan.master), "dropped")
     for node in plan.nodes:
         ranks = _mapping(records.get(node.name), "ranks")
         for rank in map(str, node.rank_numbers):
-            sizes = [_mapping(ranks, rank).get("dropped_bytes"), _mapping(heard, node.name).get(rank)]
+            sizes = [_mapping(ranks, rank).get("dropped_bytes"), _mapping(reported, node.name).get(rank)]
             size = max((size for size in sizes if isinstance(size, int)), default=0)
             if 0 < size < 1 << 63:
                 lost = f"{size} bytes of what rank {rank} printed are lost"
@@ -269,6 +260,5 @@ def dropped_words(plan: LaunchPlan, records: Mapping[str, Any]) -> Iterator[str]
 
 
 def _mapping(record: Any, key: str) -> Mapping[str, Any]:
-    """What a host says under this key; {} where that is no object."""
     value = record.get(key) if isinstance(record, Mapping) else None
     return value if isinstance(value, Mapping) else {}

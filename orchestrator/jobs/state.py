@@ -1,8 +1,8 @@
-"""What state a job is in, from the records of its hosts' supervisors. Pure.
+"""A job's state, combined from its hosts' supervisor records. Pure.
 
-    combine(plan, {"a": record, "b": HostError(...)}, known, now)       the job's record as it is now
+    combine(plan, {"a": record, "b": HostError(...)}, known, now)       the job's current record
 
-records: the supervisors' (`agent.json`), by host; nothing in them is taken on trust.
+records: `agent.json` by host; untrusted.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from orchestrator.jobs.stall import joined, stall_of
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
 
 PREPARE_S = 120.0
-"""A host may take so long to prepare a job."""
 START_S = 2 * PREPARE_S + 30
-"""A job that no host knows of may still be on its way for this long."""
-_NO_WORD = "no supervisor and no final record on any host"
+"""A job that no host reports may still be on its way for this long."""
+_NO_RECORD = "no supervisor and no final record on any host"
 
 
 def combine(
@@ -35,13 +34,11 @@ def combine(
     *,
     launched: bool = False,
 ) -> JobRecord:
-    """The job's state from its hosts' records; `known` is what we knew before.
+    """known: the previous record.
 
-    The master's last word counts for all. Without it: a host that ended on its own account, else a record whose
-    supervisor is gone means lost; a host that we cannot reach says nothing. What is known to have ended stays so,
-    whatever an older answer says, or a host whose files are gone (`orch down`). Why a host went silent for the others,
-    its own word says, also when it comes late.
-    launched: every host had been asked to start before they were asked, so that none of it can be on its way.
+    The master's final record decides; without it, another host's. A record whose supervisor is gone means lost. An
+    unreachable host changes nothing. A known end stays, despite an older answer or a host without files.
+    launched: `go` was sent to every host before they were asked, so the job cannot still be on its way.
     """
     records = {name: dict(record) for name, record in found.items() if isinstance(record, Mapping)}
     if (met := joined(plan, records)) is not None:
@@ -49,15 +46,15 @@ def combine(
     if first := first_not_finite(plan, records, known.not_finite):
         known = known.model_copy(update={"not_finite": first})
     if known.state in ENDED:
-        return _in_its_own_words(known, records)
+        return _with_own_cause(known, records)
     known = _as_seen(plan, records, known)
     final = _final(plan, records)
     alive = [record for record in records.values() if record.get("alive")]
     if records.get(plan.master) in final:
-        return _in_its_own_words(_ended(known, records[plan.master], plan.code), records)
+        return _with_own_cause(_ended(known, records[plan.master], plan.code), records)
     if final and not alive:
         word = min(final, key=lambda record: record["state"] == "succeeded")
-        return _in_its_own_words(_ended(known, word, plan.code), records)
+        return _with_own_cause(_ended(known, word, plan.code), records)
     if alive:
         running = any(record.get("state") != "starting" for record in alive)
         return known.model_copy(update={"state": "running" if running else "starting"})
@@ -65,8 +62,7 @@ def combine(
 
 
 def _as_seen(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any]], known: JobRecord) -> JobRecord:
-    """Adds how its ranks stand."""
-    if len(records) == len(plan.nodes):  # else what was seen last
+    if len(records) == len(plan.nodes):  # else the last known stall stays
         known = known.model_copy(update={"stall": stall_of(plan, records, known.stall)})
     return known
 
@@ -74,7 +70,6 @@ def _as_seen(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any]], known: 
 def first_not_finite(
     plan: LaunchPlan, records: Mapping[str, Mapping[str, Any]], known: NotFinite | None
 ) -> NotFinite | None:
-    """The earliest that the hosts report, or that was known before."""
     found = [known] if known else []
     for node in plan.nodes:
         record: Mapping[str, Any] = records.get(node.name, {})
@@ -89,39 +84,37 @@ def first_not_finite(
 
 
 def _final(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """The records that speak of an end of the job."""
-    return [one for one in records.values() if one.get("state") in [*ENDED]]  # a set would hash whatever the host says
+    return [one for one in records.values() if one.get("state") in [*ENDED]]  # a set would hash untrusted values
 
 
 def _without_a_supervisor(
     plan: LaunchPlan, records: Mapping[str, Mapping[str, Any]], known: JobRecord, *, may_come: bool
 ) -> JobRecord:
-    """None of these hosts runs it, and none says how it ended. may_come: it may still be on its way to them."""
+    """No host runs it or reports its end. may_come: it may still be on its way."""
     undone = [record.get("state") == "undone" for record in records.values()]
     if any(undone) and len(records) == len(plan.nodes) and not any("go" in record for record in records.values()):
         return known.model_copy(update={"state": "cancelled"})  # one host undone, none asked to start: nothing ran
-    unheard_of = all(record.get("state") in (None, "lost") for record in records.values())
-    if len(records) == len(plan.nodes) and not (unheard_of and may_come):
-        reason = "its files are gone from every host" if not any(records.values()) else _NO_WORD
+    unreported = all(record.get("state") in (None, "lost") for record in records.values())
+    if len(records) == len(plan.nodes) and not (unreported and may_come):
+        reason = "its files are gone from every host" if not any(records.values()) else _NO_RECORD
         gone = FirstFailure(node=plan.master, reason=reason)
         return known.model_copy(update={"state": "lost", "first_failure": gone, "exit_code": 1})
     return known
 
 
 def is_half_started(found: Mapping[str, Mapping[str, Any] | HostError]) -> bool:
-    """Whether some host that answered waits for a word that its dead controller never gave, or was never asked."""
+    """Whether a host that answered never received `go` and did not undo its start."""
     records = [record for record in found.values() if isinstance(record, Mapping)]
     return any("go" not in record and record.get("state") != "undone" for record in records)
 
 
 def is_gone(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any] | HostError]) -> bool:
-    """Whether all hosts of the job say that they hold nothing of it."""
+    """Whether every host reports that it holds nothing of the job."""
     gone = [isinstance(record, Mapping) and record.get("gone") is True for record in records.values()]
     return len(gone) == len(plan.nodes) and all(gone)
 
 
 def _is_young(known: JobRecord, now: datetime) -> bool:
-    """Whether the job may still be on its way to its hosts."""
     with contextlib.suppress(TypeError, ValueError):
         age_s = (now - datetime.fromisoformat(known.started or "")).total_seconds()
         return known.state == "starting" and age_s < START_S
@@ -129,7 +122,7 @@ def _is_young(known: JobRecord, now: datetime) -> bool:
 
 
 def _ended(known: JobRecord, record: Mapping[str, Any], code: CodeFolder) -> JobRecord:
-    """record: as `remote/supervisor.py` wrote it on a host, so nothing in it is taken on trust."""
+    """record: untrusted."""
     failure = _first_failure(record)
     from orchestrator.planning.bundle import unsent_words  # brings tarfile, which no list of jobs needs
 
@@ -144,8 +137,8 @@ def _ended(known: JobRecord, record: Mapping[str, Any], code: CodeFolder) -> Job
     )
 
 
-def _in_its_own_words(known: JobRecord, records: Mapping[str, Mapping[str, Any]]) -> JobRecord:
-    """The same; why a host was lost to the others is as that host itself, or its keeper, says it."""
+def _with_own_cause(known: JobRecord, records: Mapping[str, Mapping[str, Any]]) -> JobRecord:
+    """Replaces "lost", reported by the other hosts, by that host's own first failure."""
     lost = known.first_failure
     if lost is None or lost.kind != "lost":
         return known
@@ -163,7 +156,7 @@ def _first_failure(record: Mapping[str, Any]) -> FirstFailure | None:
 
 
 def _exit_code(state: str, failure: FirstFailure | None) -> int | None:
-    """The first failing rank's own code, 128 + n for signal n as a shell has it."""
+    """128 + n for signal n, like a shell."""
     if state == "succeeded":
         return 0
     if state == "cancelled":
@@ -174,7 +167,7 @@ def _exit_code(state: str, failure: FirstFailure | None) -> int | None:
 
 
 def _signal_number(name: str) -> int:
-    """The number of `SIGKILL`, or `SIG40`, as `signal_name` of `remote.processes` writes one without a name; else 0."""
+    """The number of `SIGKILL` or `SIG40`; 0 if unknown."""
     if name in signal.Signals.__members__:
         return signal.Signals[name].value
     number = name.removeprefix("SIG")

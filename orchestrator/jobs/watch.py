@@ -1,8 +1,4 @@
-"""What the hosts of one job have to say, as it comes: one stream a host, over as many connections as it takes.
-
-for name, item in watch(plan, hosts, offsets={}, follow=True, reconnect=connections.reopen):
-    item                            a `Frame` (of a file, a record, a beat or the end), or that host's HostError
-"""
+"""Frames from all hosts of a job: one stream per host, reconnected as often as necessary."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from orchestrator.transport.ask import ConnectedHost
 RETRY_S = 1.0
 ALL_FILES = (*RANK_FILES, *NODE_FILES)
 WAITING_FRAMES = 64
-"""So much may have come and not been looked at, a piece of 256 KiB each at most; then the links wait, never the job."""
+"""At most 256 KiB each. When full, the connections wait, never the job."""
 
 
 def watch(
@@ -34,26 +30,24 @@ def watch(
     times: bool = False,
     reconnect: Callable[[str], ConnectedHost] | None = None,
 ) -> Generator[tuple[str, Frame | HostError], None, None]:
-    """What the job's hosts have to say, as it comes: (node, frame), and (node, error) where a link broke.
+    """Yields (node, frame), or (node, error) for a broken connection.
 
-    offsets: per node and file, what is here already. limit_bytes: of a file no more than its first so many; None for
-    all. files: the kinds that are wanted, like `metrics.jsonl`. times: pieces of logs say when they were printed. A
-    broken link is dialled again by `reconnect`, for as long as it takes, and goes on where it stopped: every byte comes
-    once and in order, and the job does not depend on it. Without `reconnect` the host's part ends there. Ends when
-    every host has ended; a ("", Beat) comes when nobody has said a thing for a second.
+    offsets: per node and file, the part that is here. files: kinds, like `metrics.jsonl`. times: pieces of logs carry
+    the time of printing. reconnect: dials a broken connection until it works; no byte is lost or repeated.
+    Yields ("", Beat) after a second without frames.
     """
     wanted = {"follow": follow, "files": list(files), "limit_bytes": limit_bytes, "times": times}
     return _Watch(plan, hosts, wanted, reconnect).items(offsets)
 
 
 def watch_records(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> Iterator[tuple[str, Frame | HostError]]:
-    """The supervisors' records alone, until every host has ended; a host whose link breaks is not dialled again."""
+    """Only the supervisors' records; broken connections are not dialled again."""
     wanted = {"follow": True, "files": [], "limit_bytes": None, "times": False}
     return _Watch(plan, hosts, wanted, None).items({})
 
 
 class _Watch:
-    """A thread a host; what they hear comes together in one queue. wanted: of the request to `remote/reader.py`."""
+    """A thread per host, one queue. wanted: of the request to `remote/reader.py`."""
 
     def __init__(
         self,
@@ -63,7 +57,7 @@ class _Watch:
         reconnect: Callable[[str], ConnectedHost] | None,
     ) -> None:
         self._plan, self._hosts, self._wanted, self._reconnect = plan, hosts, wanted, reconnect
-        self._heard: queue.Queue[tuple[str, Frame | HostError | BaseException | None]] = queue.Queue(WAITING_FRAMES)
+        self._frames: queue.Queue[tuple[str, Frame | HostError | BaseException | None]] = queue.Queue(WAITING_FRAMES)
         self._leaving = threading.Event()
 
     def items(self, offsets: Mapping[str, Mapping[str, Held]]) -> Generator[tuple[str, Frame | HostError], None, None]:
@@ -75,9 +69,9 @@ class _Watch:
         try:
             while open_hosts:
                 try:
-                    name, item = self._heard.get(timeout=1.0)
+                    name, item = self._frames.get(timeout=1.0)
                 except queue.Empty:
-                    yield "", Beat()  # so that the reader can look at its own deadlines
+                    yield "", Beat()  # lets the reader check its own deadlines
                     continue
                 if item is None:
                     open_hosts -= 1
@@ -98,16 +92,14 @@ class _Watch:
     def _put(self, name: str, item: Frame | HostError | BaseException | None) -> None:
         while not self._leaving.is_set():
             try:
-                self._heard.put((name, item), timeout=1.0)
+                self._frames.put((name, item), timeout=1.0)
                 return
             except queue.Full:
                 continue
 
     def _to_its_end(self, host: ConnectedHost, held: dict[str, Held]) -> None:
-        """One host's stream. `held` follows what has come.
-
-        What is there now is worth another connection as long as more of it comes: a host hangs up on who does not read
-        for minutes, as a pager at rest (`remote/watchdog.py`).
+        """Updates `held`. Without `follow` a broken connection is dialled again while it brings new bytes: after
+        minutes hosts hang up on a slow reader, like a pager (`remote/watchdog.py`).
         """
         name, follow = host.node, self._wanted["follow"]
         while not self._leaving.is_set():
@@ -128,7 +120,7 @@ class _Watch:
         return None
 
     def _read(self, host: ConnectedHost, held: dict[str, Held]) -> None:
-        """One connection, until the host's last word. Raises HostError where it breaks before."""
+        """Raises HostError if the connection breaks before the last frame."""
         node = self._plan.node(host.node)
         marker, limit = ask.new_marker(), self._wanted["limit_bytes"]
         offsets = {file: have.request() for file, have in held.items()}
@@ -145,7 +137,7 @@ class _Watch:
         raise ConnectError(host.node, "its answer ended too early")
 
     def _dial(self, host: ConnectedHost) -> ConnectedHost:
-        """Raises HostError where it is not the link: a changed host key is not tried again, nor a refused login."""
+        """Raises HostError if a retry cannot help: a changed host key, a refused login."""
         assert self._reconnect  # noqa: S101 - for the type checker
         if not self._wanted["follow"]:
             return self._reconnect(host.node)

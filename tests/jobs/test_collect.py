@@ -304,7 +304,7 @@ def test_a_report_only_reads_a_folder_that_somebody_collects_into(tmp_path):
     with claimed(run):
         again = controller.report(run)
     assert again.summary == first.summary and first.notices == ()
-    assert "this is what the collect before it found. try again when it is done" in again.notices[0]
+    assert "this is the last collect's report. try again when it is done" in again.notices[0]
     assert not run.report.exists()
 
 

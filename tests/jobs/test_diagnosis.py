@@ -137,7 +137,7 @@ def test_a_loader_is_the_cause_and_its_worker_the_place(tmp_path: Path) -> None:
     assert "pid 79" in found.reason
     loads["processes"][2] = process(None, pid=79, name="pt_data_worker", state="T")
     found = verdict(tmp_path / "2", a=host(rank(0, REDUCES)), b=host(rank(1, LOADS, **loads)))
-    assert (found.kind, found.remedy) == ("loader", "`orch ssh b -- kill -CONT 79` lets it go on")
+    assert (found.kind, found.remedy) == ("loader", "`orch ssh b -- kill -CONT 79` continues it")
 
 
 @pytest.mark.parametrize("changes", [{"quiet_s": LONG_S - 1}, {"step_s": 31.0}])
@@ -165,7 +165,7 @@ def test_a_disk_that_gives_no_answer_goes_before_who_waits_for_it(tmp_path: Path
 def test_what_is_stopped_or_full_or_silent_needs_no_time(tmp_path: Path) -> None:
     fresh = {"quiet_s": 0.0}
     found = verdict(tmp_path, a=host(rank(0, REDUCES)), b=host(rank(1, None, does="stopped", **fresh)))
-    assert (found.kind, found.rank, found.remedy) == ("stopped", 1, "`orch ssh b -- kill -CONT 77` lets it go on")
+    assert (found.kind, found.rank, found.remedy) == ("stopped", 1, "`orch ssh b -- kill -CONT 77` continues it")
     found = verdict(tmp_path / "2", a=host(rank(0, REDUCES), frozen=["supervisor"]), b=host(rank(1, REDUCES, **fresh)))
     assert (found.kind, found.node) == ("stopped", "a")
     full = {"full_pipes": ["stdout"], "wrapper": "T", "wrapper_pid": 76, **fresh}

@@ -103,7 +103,7 @@ def test_a_damaged_job_that_no_host_knows_is_named_with_how_to_forget_it(seen, c
     job = controller.store.home.job_folder(seen.plan.job)
     shutil.copytree(job, job.with_name("other"))
     found = controller.lost_jobs.rescan(["test"])
-    assert "no host that answered knows it" in str(found.problems["other"])
+    assert "no host that answered has it" in str(found.problems["other"])
 
 
 def test_a_job_of_a_newer_version_is_left_alone(seen, controller):

@@ -97,7 +97,7 @@ def test_a_job_whose_masters_supervisor_is_killed_is_tried_again_without_that_ho
     shown = rack.types("jobs").stdout
     assert "1 of 3" in shown and "2 of 3" in shown
     shown = rack.types("collect", "--job", record["id"]).stderr
-    assert f"This is attempt 2 of 3, and its figures are of it alone; failed before: {job} ({why})." in shown
+    assert f"This is attempt 2 of 3; its figures exclude the failed attempts before: {job} ({why})." in shown
     again = json.loads(rack.types("run", "--dry-run", "--json", f"runs/{record['id']}/job.yaml").stdout)
     assert (again["attempt"]["most"], again["attempt"]["earlier"]) == (3, [])
 
