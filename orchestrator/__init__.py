@@ -11,7 +11,7 @@ __all__ = ["Cluster", "Job", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """`Cluster` and `Job` are imported when somebody asks for them: they know all of `orch`, whose help is quick."""
+    """Imports the API on first use: it loads all of `orch`, and the command's help has to be fast."""
     if name in ("Cluster", "Job"):
         from orchestrator import api
 

@@ -1,4 +1,4 @@
-"""A cluster in a Python program: what the commands do, in a few lines.
+"""The Python API: `orch`'s commands as methods.
 
     from orchestrator import Cluster
 
@@ -9,8 +9,8 @@
         summary = job.collect("runs")
     summary.samples_per_s, summary.efficiency       1166.0, 0.81
 
-Every mistake of a caller, every host that fails, is an `OrchError` (`orchestrator.errors`) with a message and what to
-try. Jobs do not depend on the program: leave it, and `Cluster("rack").job()` finds the latest again, as `orch` does.
+A caller's mistake or a failing host raises an `OrchError` with a message and a remedy. Jobs do not depend on the
+program: `Cluster("rack").job()` finds the latest later.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ from orchestrator.starting.retries import Asked, Retries
 
 
 class Cluster:
-    """A remembered cluster; a name that is left out means the current one. To be used by one thread, and closed."""
+    """A remembered cluster, by default the current one. Use it in one thread, and close it."""
 
     def __init__(self, name: str | None = None, *, accept_new_host_keys: bool = False) -> None:
-        """Raises UsageError where there is no such cluster."""
         self._stack = ExitStack()
         context = opened(Home.default(), accept_new_host_keys=accept_new_host_keys)
         self._controller: Controller = self._stack.enter_context(context)
@@ -54,9 +53,9 @@ class Cluster:
     def up(
         cls, inventory: str | PathLike[str], *, accept_new_host_keys: bool = False, allow_local: bool = False
     ) -> Cluster:
-        """`orch up`: connects to every host of the file, probes it, elects the master. The cluster becomes the current
-        one. allow_local: whether commands that the file runs on this machine may run. Raises HostsError for hosts that
-        cannot be used, though the others are remembered: `Cluster(name)` takes those.
+        """`orch up`: connects to every host of the file, probes it and elects the master. The cluster becomes the
+        current one. allow_local: permits commands that the file runs on this machine. Raises HostsError for unusable
+        hosts; `Cluster(name)` then still opens the cluster with the others.
         """
         loaded, home = load_inventory(Path(inventory)), Home.default()
         with opened(home, accept_new_host_keys=accept_new_host_keys) as controller:
@@ -85,12 +84,11 @@ class Cluster:
     # ---- jobs -----------------------------------------------------------------------------------------------------
 
     def plan(self, *command: str, **options: Any) -> LaunchPlan:
-        """The plan that `run` would start."""
         return self._controller.plan(self._asked(command, options))
 
     def run(self, *command: str, **options: Any) -> Job:
-        """`orch run --detach`: starts a script with its arguments, or the experiment of the options, on all hosts or on
-        none. options: the fields of `JobSpec`. Raises OrchError.
+        """`orch run --detach`: starts a script with its arguments, or an experiment, on all hosts or on none. options:
+        fields of `JobSpec`. Raises OrchError.
         """
         asked = self._asked(command, options)
         job = self._controller.start(asked)
@@ -106,27 +104,25 @@ class Cluster:
         return self._controller.read(checked({"cluster": self.name, **options, **program}, PYTHON))
 
     def job(self, wanted: str = "latest") -> Job:
-        """wanted: an id, the beginning of one, or `latest`. Raises UsageError."""
+        """wanted: an id, a unique prefix, or `latest`. Raises UsageError."""
         return Job(self._controller, self._controller.jobs.find(wanted, self.name))
 
     def waiting(self) -> list[Rival]:
-        """Queued runs on hosts where jobs of this home run or wait, other people's too, in the queue's order: `job`,
-        `user`, `nodes` and `since_s`.
+        """Queued runs, other people's too, on hosts where this home's jobs run or wait, in order: `job`, `user`,
+        `nodes`, `since_s`.
         """
         found = self._controller.queue.waiting(self._controller.jobs.all(self.name).records, self.name)
         return [*found.runs.get(self.name, ())]
 
     def jobs(self) -> list[Job]:
-        """All that are remembered, the newest first, but for those whose files here are damaged (`orch jobs` names
-        these); those that may run are asked after.
-        """
+        """All remembered jobs, newest first, without damaged records."""
         known = self._controller.jobs
         return [Job(self._controller, job) for job in known.sound(known.all(self.name).records)]
 
     # ---- its end --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends the connections. Jobs keep running."""
+        """Jobs keep running."""
         self._stack.close()
 
     def __enter__(self) -> Cluster:
@@ -139,7 +135,7 @@ class Cluster:
 
 
 class Job:
-    """One job of a cluster, while that is open. With `retries` it is the newest attempt."""
+    """With `retries`, the newest attempt."""
 
     def __init__(self, controller: Controller, job: RunningJob, retries: Retries | None = None) -> None:
         self._controller, self._job, self._retries = controller, job, retries
@@ -150,42 +146,38 @@ class Job:
 
     @property
     def state(self) -> str:
-        """As its hosts say it now: `starting`, `running`, `succeeded`, `failed`, `cancelled`, `lost`."""
+        """Asks the hosts: `starting`, `running`, `succeeded`, `failed`, `cancelled`, `lost`."""
         return self._job.refresh().state
 
     def lines(self) -> Iterator[str]:
-        """What its ranks print, `node rank: text`, from the first line on, until it has ended and is not tried again.
-        Raises OrchError where another attempt is due and cannot start.
-        """
+        """`node rank: text`, until the job and its retries have ended. Raises OrchError if a retry cannot start."""
         for event in self._events():
             if isinstance(event, tuple):
                 for line in event:
                     yield f"{line.node} {line.rank}: {line.text}"
 
     def wait(self) -> JobRecord:
-        """Its record once it has ended and is not tried again: `state`, `exit_code`, `first_failure`. Raises OrchError
-        where another attempt is due and cannot start.
+        """The record after the job and its retries have ended: `state`, `exit_code`, `first_failure`. Raises OrchError
+        if a retry cannot start.
         """
         for _ in self._events():
             pass
         return self._job.record
 
     def _events(self) -> Iterator[object]:
-        """Those of one attempt after the other."""
         again: RunningJob | None = self._job
         while again:
             self._job = again
-            with again.apart() as followed:  # what is asked between two lines must not end their stream
+            with again.apart() as followed:  # other calls between two lines must not end the stream
                 yield from followed.follow()
             again = self._retries.after(again) if self._retries else None
 
     def cancel(self) -> JobRecord:
-        """Ends it on every host."""
         return self._job.cancel()[0]
 
     def collect(self, out: str | PathLike[str] = "runs") -> Summary:
-        """`orch collect`: brings logs and metrics into `out/<job>/`, compares its hosts, writes the report there.
-        Raises HostsError where a host's part is missing.
+        """`orch collect`: copies logs and metrics into `out/<job>/` and writes the report. Raises HostsError if a
+        host's part is missing.
         """
         report = self._controller.collect(self._job, Path(out))
         if report.errors:
@@ -193,5 +185,5 @@ class Job:
         return report.summary
 
     def run_folder(self, out: str | PathLike[str] = "runs") -> RunFolder:
-        """Where `collect` puts it: `.report`, `.steps` and so on are its files."""
+        """The folder of `collect`, with `.report`, `.steps` and so on."""
         return RunFolder(Path(out) / self.id)

@@ -1,7 +1,5 @@
-"""The hosts of a cluster, from an inventory to what is remembered of them, and what lies on them afterwards.
-
-inventory → connect → probe → checks → election → (cluster remembered)          up, node, master
-remembered cluster → nodes that are ready, their facts, a master                for a plan
+"""Clusters: connect, probe, check and elect a master (`up`); which hosts are ready for a job; cleanup of their work
+folders.
 """
 
 from __future__ import annotations
@@ -46,42 +44,36 @@ from orchestrator.transport.fanout import errors, errors_by_node, values
 
 PROBE_S = 90.0
 GPUS_S = 15.0
-"""For a look at who is on them, where somebody waits at the screen."""
+"""Shorter: a user waits at the screen."""
 
 Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
 class Up:
-    """What `orch up` found."""
-
     cluster: Cluster
     election: Election | None
-    """None where no host is usable."""
+    """None without a usable host."""
     problems: Mapping[str, HostError]
     warnings: tuple[str, ...]
     unlike: UnlikeError | None = None
-    """Why the usable hosts cannot train together, though some of them can."""
+    """Why the usable hosts cannot train together."""
     findings: tuple[Finding, ...] = ()
-    """What of the problems and warnings `orch doctor` has a check for."""
+    """The problems and warnings that `orch doctor` also checks."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """What was found when these nodes were looked at."""
-
     nodes: Mapping[str, Node]
     facts: Mapping[str, NodeFacts]
     problems: Mapping[str, HostError]
     findings: tuple[Finding, ...]
     at: str
-    """When, ISO 8601."""
+    """ISO 8601."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """What a plan is made of: nodes that can take part, with their facts, and the master among them."""
-
     nodes: Sequence[Node]
     facts: Mapping[str, NodeFacts]
     election: Election
@@ -92,9 +84,8 @@ class Clusters:
         self.store, self.connections = store, connections
 
     def up(self, inventory: Inventory) -> Up:
-        """Connects to every host at once, probes, elects, remembers. Hosts that fail are remembered as such.
-
-        If all fail, a known cluster of this name that has usable hosts stays: its jobs have to remain within reach.
+        """Connects to every host, probes and elects; remembers failing hosts, too. If all hosts fail, a known cluster
+        with usable hosts stays, so that its jobs stay reachable.
         """
         cluster, forgotten = self._of_file(inventory)
         look = self._look_at(cluster, cluster.nodes)
@@ -112,28 +103,27 @@ class Clusters:
         return replace(up, warnings=(*forgotten, *inventory.warnings, *up.warnings))
 
     def _usable_before(self, name: str) -> Cluster | None:
-        """The cluster of this name as it is known, if it has a usable host."""
         with suppress(StateError):
             known = self.store.known_cluster(name)
             return known if known and _usable(known.facts, known.problems) else None
         return None
 
     def nodes_of(self, inventory: Inventory) -> tuple[Node, ...]:
-        """The nodes of this file, and those added to its cluster, which take the file's defaults."""
+        """With nodes added to its cluster, which take the file's defaults."""
         with suppress(StateError):  # `up` reports a damaged record
             if known := self.store.known_cluster(inventory.cluster):
                 return *inventory.nodes, *extra_again(known, inventory)
         return inventory.nodes
 
     def _of_file(self, inventory: Inventory) -> tuple[Cluster, tuple[str, ...]]:
-        """The cluster of this file with all else that is known of it, and what to say of what is not kept. Raises
-        UsageError: see `_takes_over`.
+        """The cluster of this file with all that is known of it, and messages on changes that are lost. Raises
+        UsageError, see `_takes_over`.
         """
         known, forgotten = None, tuple[str, ...]()
         try:
             known = self.store.known_cluster(inventory.cluster)
         except StateError as error:
-            forgotten = (f"{error.message}: what `orch node` and `orch master` had changed is forgotten",)
+            forgotten = (f"{error.message}: changes by `orch node` and `orch master` are lost",)
         file = os.path.abspath(inventory.file)
         if known and known.file != file:
             forgotten += self._takes_over(known, inventory)
@@ -145,25 +135,25 @@ class Clusters:
         return of_file, forgotten
 
     def _takes_over(self, known: Cluster, inventory: Inventory) -> tuple[str, ...]:
-        """What to say where another file takes the place of a cluster that is known by the same name. Raises UsageError
-        where that would put jobs out of reach that have not ended.
+        """Messages if another file replaces the known cluster. Raises UsageError if running jobs would become
+        unreachable.
         """
         here = {_place(node) for node in inventory.nodes}
         elsewhere = [node.name for node in known.nodes if _place(node) not in here]
         if not elsewhere:
             return ()
-        whose = f"cluster {known.name} is that of {known.file} until now, with other hosts ({', '.join(elsewhere)})"
+        whose = f"cluster {known.name} was defined by {known.file} until now, with other hosts ({', '.join(elsewhere)})"
         running = [job.id for job in self.store.jobs() if job.cluster == known.name and job.state not in ENDED]
         if running:
             raise UsageError(
                 f"{whose} and jobs that have not ended: {', '.join(running[:3])}",
                 f"give {inventory.file} another `cluster:` name, or first `orch down --cluster {known.name}`",
             )
-        return (f"{whose}: this file takes its place",)
+        return (f"{whose}: this file replaces it",)
 
     def add_node(self, cluster: Cluster, keys: Mapping[str, Any], node: Node) -> Up:
-        """keys: those of `node` that it does not have from the defaults. Raises UsageError where it is there already,
-        HostError where it cannot be reached: it is not added then.
+        """keys: of `node`, without defaults. Raises UsageError if it exists already, HostError if unreachable; then it
+        is not added.
         """
         look = self._look_at(with_node(cluster, keys, node), (node,))
         if node.name not in look.facts:
@@ -171,8 +161,8 @@ class Clusters:
         return self._remember(cluster.name, look, lambda known: with_node(known, keys, node))
 
     def set_venvs(self, name: str, venvs: Mapping[str, Venv | None]) -> Up:
-        """Has these nodes run their environment's Python from now on (None: their own), and probes them."""
-        cluster = with_made(self.store.cluster(name), venvs)  # read again: making environments took its time
+        """Makes these nodes use the environment's Python (None: their own), and probes them."""
+        cluster = with_made(self.store.cluster(name), venvs)  # read again: making environments took time
         look = self._look_at(cluster, [node for node in cluster.nodes if node.name in venvs])
         return self._remember(name, look, lambda known: with_made(known, venvs))
 
@@ -185,7 +175,7 @@ class Clusters:
         )
 
     def pin_master(self, cluster: Cluster, name: str | None) -> Cluster:
-        """name: None gives the choice back to the election."""
+        """name: None lets the election choose."""
 
         def pinned(known: Cluster) -> Cluster:
             if name:
@@ -195,9 +185,7 @@ class Clusters:
         return self.store.change_cluster(cluster.name, pinned)
 
     def on_gpus(self, cluster: Cluster, without: Collection[str] = ()) -> dict[str, NodeFacts]:
-        """What the nodes that train on GPUs say of these at this moment, as far as they do so in time. Nothing of it is
-        remembered. without: nodes that are known not to answer.
-        """
+        """Current facts of the GPU nodes that answer in time; not remembered. without: nodes known not to answer."""
         known = {node.name: node for node in cluster.nodes if node.name in cluster.facts and node.name not in without}
         asked = [node for name, node in known.items() if checks.wants_cuda(node, cluster.facts[name])]
 
@@ -207,7 +195,6 @@ class Clusters:
         return values(self.connections.each(asked, look, deadline_s=GPUS_S)) if asked else {}
 
     def _look_at(self, cluster: Cluster, nodes: Sequence[Node]) -> Look:
-        """Connects to these nodes of the cluster and probes them."""
         peers = {node.name: _peers(node, cluster.nodes) for node in nodes}
         by_name = {node.name: node for node in nodes}
 
@@ -227,12 +214,12 @@ class Clusters:
         return Look(by_name, facts, problems, findings, now_utc())
 
     def _remember(self, name: str, look: Look, change: Callable[[Cluster], Cluster]) -> Up:
-        """Changes the cluster as it is known now, and makes it the current one."""
+        """Applies the change to the current record, and makes the cluster the current one."""
         saved = self.store.change_cluster(name, lambda known: self._with_look(change(known), look), current=True)
         return self._up(saved, look)
 
     def _with_look(self, cluster: Cluster, look: Look) -> Cluster:
-        """With what was found of those nodes that are still what was looked at, and its master elected again."""
+        """Applies the look to nodes that have not changed since, and elects the master again."""
         same = {node.name for node in cluster.nodes if _is_seen(node, look)}
         problems = {name: _problem(name, error) for name, error in look.problems.items() if name in same}
         cluster = cluster.model_copy(
@@ -243,24 +230,22 @@ class Clusters:
                 "probed": {**cluster.probed, **dict.fromkeys(same, look.at)},
             }
         )
-        with suppress(OrchError):  # `_up` says it
+        with suppress(OrchError):  # `_up` reports it
             return self._elected(cluster)
         return _with_election(cluster, None)
 
     def _up(self, cluster: Cluster, look: Look) -> Up:
-        """What there is to say of the cluster after this look."""
         problems = only(look.problems, {node.name for node in cluster.nodes})
         warnings = [finding.line for finding in look.findings if finding.level == "warn"]
         election = None
         try:
             election = self._elect(cluster, cluster.active())
         except OrchError as error:
-            if not problems:  # else these say it, host by host
+            if not problems:  # else the hosts' problems explain it
                 warnings.append(str(error))
         return Up(cluster, election, problems, tuple(warnings), unlike(cluster), look.findings)
 
     def _elected(self, cluster: Cluster) -> Cluster:
-        """The same cluster with its master elected again from the facts at hand."""
         return _with_election(cluster, self._elect(cluster, cluster.active()))
 
     def _elect(self, cluster: Cluster, nodes: Sequence[Node]) -> Election:
@@ -270,7 +255,9 @@ class Clusters:
         return elect(nodes, {node.name: _usable_facts(cluster, node) for node in nodes})
 
     def ready(self, cluster: Cluster, only: Sequence[str] = ()) -> Ready:
-        """only: the nodes to take; none means all that are not released. Raises HostsError for unusable ones."""
+        """only: nodes; () means all that are not released. Raises UsageError for a released node, HostsError for
+        unusable ones.
+        """
         nodes = cluster.chosen(only)
         for node in nodes:
             if node.name in cluster.released:
@@ -282,8 +269,8 @@ class Clusters:
         return Ready(nodes, values(facts), self._elect(cluster, nodes))
 
     def away(self, cluster: Cluster, only: Sequence[str] = ()) -> dict[str, HostError]:
-        """Which of these nodes cannot take part in a job now, and why: released, not usable at the last `up`, or not to
-        be logged in to. only: as of `ready`.
+        """Nodes that cannot take part now, and why: released, unusable at the last `up`, or no login. only: see
+        `ready`.
         """
         nodes = cluster.chosen(only)
         known = {node.name: error for node in nodes if (error := _why_not(cluster, node))}
@@ -293,34 +280,33 @@ class Clusters:
     # ---- cleaning up ------------------------------------------------------------------------------------------
 
     def look(self, cluster: Cluster) -> dict[str, Survey | HostError]:
-        """What lies in each node's work folder, and whose it is."""
         return self._on_each(cluster, work_folders.survey_host)
 
     def reap(self, cluster: Cluster, *, end: bool) -> dict[str, Reaped | HostError]:
-        """What jobs without a supervisor, and silent links, left on each node; `end` ends ours."""
+        """Leftovers of jobs without a supervisor, and silent links; `end` ends ours."""
         return self._on_each(cluster, partial(work_folders.reap, end=end))
 
     def mend(self, cluster: Cluster, nodes: Sequence[Node], *, end: bool) -> dict[str, Mended | HostError]:
-        """What starts and ends that were cut short left of ours on these nodes; `end` puts it in order."""
+        """Our leftovers of interrupted starts and ends; `end` cleans up."""
         return self._on_each(cluster, partial(work_folders.mend, end=end), nodes)
 
     def down(self, cluster: Cluster, spared: Mapping[str, HostError] | None = None) -> dict[str, Cleared | HostError]:
-        """Ends and removes what is this cluster's, and ours, on each node. spared: nodes to leave as they are, and why;
-        the answers have these errors for them.
+        """Ends and removes all that belongs to this cluster and home. spared: nodes to skip, with errors for the
+        answer.
         """
-        bare = cluster.with_venvs({})  # no environment is asked to remove itself
+        bare = cluster.with_venvs({})  # an environment cannot remove itself
         spared = spared or {}
         nodes = [node for node in bare.nodes if node.name not in spared]
         answers = {**self._on_each(bare, work_folders.down, nodes), **spared}
         cleared = set(values(answers))
-        with suppress(StateError):  # removed or damaged meanwhile: then no environment is remembered either
+        with suppress(StateError):  # removed or damaged meanwhile
             self.store.change_cluster(cluster.name, lambda known: known.with_venvs(all_but(known.venvs, cleared)))
         return answers
 
     def _on_each(
         self, cluster: Cluster, action: Callable[[ConnectedHost, Who], Answer], nodes: Sequence[Node] | None = None
     ) -> dict[str, Answer | HostError]:
-        """nodes: of the cluster; None means all."""
+        """nodes: None means all."""
         who = Who(read_owner(self.store.home), cluster.name)
         asked = cluster.nodes if nodes is None else nodes
         return self.connections.each(asked, lambda host: action(host, who), deadline_s=work_folders.CLEAR_S + 5)
@@ -331,9 +317,10 @@ def _usable(facts: Mapping[str, NodeFacts], problems: Mapping[str, object]) -> s
 
 
 def _unusable(node: Node, facts: NodeFacts, findings: Sequence[Finding]) -> HostError | None:
-    """The first reason, as far as it is known by the host's facts or by its health."""
-    blocking = (found for found in findings if found.level == "block" and node.name in found.where)
-    return checks.unusable(node, facts) or next((ProbeError(node.name, one.seen, one.remedy) for one in blocking), None)
+    """The first reason, from the host's facts or health."""
+    blocking = (each for each in findings if each.level == "block" and node.name in each.where)
+    health = (ProbeError(node.name, finding.seen, finding.remedy) for finding in blocking)
+    return checks.unusable(node, facts) or next(health, None)
 
 
 def _not_added(error: HostError) -> HostError:
@@ -341,18 +328,17 @@ def _not_added(error: HostError) -> HostError:
 
 
 def or_without(error: HostError) -> HostError:
-    """With a word on how a job goes without this host."""
+    """With the options to run without this host."""
     return _with_more(error, ", or ", f"leave it out: `--nodes`, `orch node release {error.node}`, `--hosts MIN:MAX`")
 
 
 def _with_more(error: HostError, joined_by: str, words: str) -> HostError:
-    """Its remedy goes on with these words, or is made of them."""
     error.remedy = joined_by.join(part for part in (error.remedy, words) if part)
     return error
 
 
 def _why_not(cluster: Cluster, node: Node) -> HostError | None:
-    """Why a node is left out of a job that can do without it, as far as that is remembered."""
+    """The remembered reason, for a job that can run without the node."""
     if node.name in cluster.released:
         return HostError(node.name, "is released", f"`orch node restore {node.name}`")
     if node.name in cluster.problems:
@@ -374,7 +360,7 @@ def _usable_facts(cluster: Cluster, node: Node) -> NodeFacts | HostError:
 
 
 def unlike(cluster: Cluster) -> UnlikeError | None:
-    """Why its usable hosts cannot train together on GPUs, if so."""
+    """None if its usable hosts can train together on GPUs."""
     usable = [node for node in cluster.active() if node.name in cluster.facts and node.name not in cluster.problems]
     facts = [(node, cluster.facts[node.name]) for node in usable]
     return unlike_versions([GpuHost(node, found) for node, found in facts if checks.wants_cuda(node, found)])
@@ -390,18 +376,16 @@ def _with_election(cluster: Cluster, election: Election | None) -> Cluster:
 
 
 def _place(node: Node) -> tuple[Any, ...]:
-    """Which folder of which machine a node is, as far as an inventory says."""
     return node.transport, node.host, node.port, node.user, node.proxy_jump, node.workdir
 
 
 def _is_seen(node: Node, look: Look) -> bool:
-    """Whether this is what was looked at: another command may have given the name to another host, or Python."""
+    """Whether the node was probed as it is: another command may have changed its host or Python."""
     seen = look.nodes.get(node.name)
     return seen is not None and (*_place(seen), seen.python) == (*_place(node), node.python)
 
 
 def _peers(node: Node, nodes: Sequence[Node]) -> tuple[str, ...]:
-    """Where the others are, as an address or a name that this host can be asked its route to."""
     return tuple(other.address or other.host for other in nodes if other.name != node.name)
 
 

@@ -1,10 +1,8 @@
-"""From a spec to a job, and from a job to its report: the order of these stages. Prints nothing.
+"""The stages of a job, from a spec to its report: request, plan, GPU check, launch, then collect, analyse, report.
+Prints nothing.
 
-request → plan → (GPUs looked at) → launch → RunningJob                         run
-RunningJob → collect → analyse → report                                         collect
-
-`clusters` builds clusters, `jobs/known` lists jobs, `jobs/running` is one job, `jobs/known` recovers forgotten ones;
-`measuring/` runs jobs of its own through this. Each part is imported when a command first needs it.
+Parts are imported on first use. `clusters` builds clusters, `jobs/known` lists and recovers jobs, `jobs/running` is
+one job; `measuring/` runs jobs of its own.
 """
 
 from __future__ import annotations
@@ -46,15 +44,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report:
-    """A summary and the files it came from."""
-
     summary: Summary
     run: RunFolder
     new_bytes: int
     errors: Mapping[str, HostError]
     """Hosts whose part could not be fetched."""
     notices: Sequence[str] = ()
-    """What else there is to know of the files."""
 
 
 @contextmanager
@@ -65,7 +60,7 @@ def opened(
     ask_passphrase: Callable[[str], str | None] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Controller]:
-    """A controller over what this home remembers; its connections end with the block."""
+    """Its connections end with the block."""
     with Connections(
         home, accept_new_host_keys=accept_new_host_keys, ask_passphrase=ask_passphrase, say=say
     ) as connections:
@@ -73,7 +68,7 @@ def opened(
 
 
 class Controller:
-    """What a person asks for, in the order of its stages. say: called with each line to read before a job starts."""
+    """say: prints a line before a job starts."""
 
     def __init__(self, store: Store, connections: Connections, say: Callable[[str], None] = lambda line: None) -> None:
         self.store, self.connections, self.say = store, connections, say
@@ -129,7 +124,7 @@ class Controller:
     # ---- running ----------------------------------------------------------------------------------------------
 
     def read(self, spec: JobSpec) -> Asked:
-        """The job that a spec asks for. Raises OrchError."""
+        """Raises OrchError."""
         from orchestrator.planning.request import parse_job
         from orchestrator.starting.retries import Asked
 
@@ -139,8 +134,8 @@ class Controller:
         return Asked(cluster, job, cluster.names(spec.nodes))
 
     def _resumed(self, spec: JobSpec, wanted: str) -> Asked:
-        """Goes on from a job's last checkpoint: its cluster with the host that holds it as the master. A script that
-        resumes by itself gets all files that it wrote, whichever hosts take part. Raises UsageError or HostsError.
+        """Resumes from a job's last checkpoint; the host that has it becomes the master. A script that resumes by
+        itself gets all its files. Raises UsageError, HostsError.
         """
         from orchestrator.jobs.retry_policy import job_from, keepers_of, last_checkpoint, settings_of
         from orchestrator.planning.request import parse_job
@@ -153,9 +148,9 @@ class Controller:
         if self._saved_its_own(old, keepers):
             job = parse_job(spec)
             return Asked(cluster, replace(job, request=replace(job.request, resumes=old.job)), only)
-        there = [one for one in keepers if one.name not in cluster.released and (not only or one.name in only)]
+        there = [node for node in keepers if node.name not in cluster.released and (not only or node.name in only)]
         if not there:
-            names = [one.name for one in keepers]
+            names = [node.name for node in keepers]
             raise UsageError(
                 f"the checkpoints of {old.job} are on {' and '.join(names)}, which takes no part",
                 f"`orch node restore {names[0]}`, or name it in --nodes",
@@ -168,8 +163,8 @@ class Controller:
         return Asked(pinned, job_from(exp, kept, found.path, spec), only)
 
     def _saved_its_own(self, old: LaunchPlan, keepers: Sequence[Node]) -> bool:
-        """Whether it ran a script that saves its checkpoints itself. `trainer` may lie beside it, for another script of
-        that folder; then it has written none.
+        """Whether its script saved its own checkpoints. `trainer` in its folder may belong to another script: then we
+        wrote no checkpoint.
         """
         from orchestrator.jobs.retry_policy import kept_by
 
@@ -179,14 +174,14 @@ class Controller:
         return not old.training or (bool(there) and not any(kept_by(old, host) for host in there.values()))
 
     def plan(self, asked: Asked) -> LaunchPlan:
-        """What `start` would start."""
+        """The plan that `start` would launch."""
         job = asked.job
         return self.handovers.noted(self.choice.plan(asked.cluster, job.request, job.code, asked.only), job.blob)
 
     def start(self, asked: Asked, shown: Callable[[LaunchPlan], None] = lambda _: None) -> RunningJob:
-        """Plans a job and launches it; one that waits is launched when its GPUs are free and its turn has come. With
-        `request.hosts` hosts that refuse it are left out while enough remain: another plan is tried then, where spares
-        take their places. shown: called with each plan before it is tried. Raises TurnError, too.
+        """Plans and launches a job; with `waits`, after its turn in the queue. With `request.hosts`, hosts that refuse
+        are replaced by spares while enough remain. shown: called with each plan before it is tried. Raises OrchError,
+        also TurnError.
         """
         cluster, request, code = asked.cluster, asked.request, asked.job.code
         if request.hosts is None or request.spec.waits:
@@ -194,25 +189,25 @@ class Controller:
             if request.spec.waits:
                 return self.launch_in_turn(plan, asked.job.blob, request.spec.wait_limit_s)
             return self._launch_before_rivals(plan, asked.job.blob)
-        away, said = self.choice.away(cluster, request, asked.only), set[str]()
+        away, notes = self.choice.away(cluster, request, asked.only), set[str]()
         while True:
             shown(plan := self.choice.of_those_there(cluster, request, code, asked.only, away))
             try:
-                return self.launch(plan, asked.job.blob, said)
+                return self.launch(plan, asked.job.blob, notes)
             except RefusedError as error:
                 away |= {each.node: each for each in error.errors}
             if plan.job in self.store.job_ids() and self.store.job_record(plan.job).state == "cancelled":
                 self.store.forget_job(plan.job)
 
     def retries(self, asked: Asked, start: Callable[[Asked], RunningJob]) -> Retries:
-        """For a job that is tried again, by `request.attempt`. start: `start`, with what a person sees of it."""
+        """start: `start`, with its output for the user."""
         from orchestrator.starting.retries import Retries
 
         return Retries(self.clusters, self.connections, start, self.say, asked)
 
-    def launch(self, plan: LaunchPlan, blob: bytes, said: set[str] | None = None) -> RunningJob:
-        """Starts the job on all its hosts or on none; remembers it first. Raises HostsError, of which RefusedError says
-        that none of them was asked to run it. said: lines that an earlier plan of the same start has said.
+    def launch(self, plan: LaunchPlan, blob: bytes, shown: set[str] | None = None) -> RunningJob:
+        """Starts the job on all its hosts or on none. Raises HostsError; RefusedError means that no host was asked to
+        run it. shown: lines already printed for this start.
         """
         from orchestrator.clusters import now_utc
         from orchestrator.jobs.job_store import JobRecord
@@ -223,11 +218,11 @@ class Controller:
         plan = plan.model_copy(update={"notes": (*plan.notes, *handover.notes)})
         record = JobRecord.of(plan, "starting")
         job = self._reached(plan)
-        said = set() if said is None else said
-        for note in dict.fromkeys(note for note in handover.notes if note not in said):
+        shown = set() if shown is None else shown
+        for note in dict.fromkeys(note for note in handover.notes if note not in shown):
             self.say(note)
-        said |= {*handover.notes}
-        self.checks.look_at_gpus(plan, job.hosts, said)
+        shown |= {*handover.notes}
+        self.checks.look_at_gpus(plan, job.hosts, shown)
         with self.store.launching(record, plan) as start:
 
             def undone() -> None:
@@ -235,15 +230,15 @@ class Controller:
                 self.store.nothing_to_collect(record.id)
                 start.over()
 
-            def heard(answers: Mapping[str, Prepared]) -> None:
-                self.checks.check_prepared(plan, job.hosts, answers, said)
+            def prepared(answers: Mapping[str, Prepared]) -> None:
+                self.checks.check_prepared(plan, job.hosts, answers, shown)
 
-            launch(plan, job.hosts, blob, undone, heard, lambda: self.handovers.deliver(plan, handover))
+            launch(plan, job.hosts, blob, undone, prepared, lambda: self.handovers.deliver(plan, handover))
             start.over()
         return job
 
     def launch_in_turn(self, plan: LaunchPlan, blob: bytes, limit_s: float | None = None) -> RunningJob:
-        """Queues for the plan's GPUs, then launches it. limit_s: the longest wait. Raises TurnError and as `launch`."""
+        """Queues for the plan's GPUs, then launches. Raises TurnError and as `launch`."""
         from orchestrator.clusters import now_utc
         from orchestrator.jobs.job_queue import Turn
 
@@ -259,7 +254,7 @@ class Controller:
                         raise
 
     def _launch_before_rivals(self, plan: LaunchPlan, blob: bytes) -> RunningJob:
-        """As `launch`. Of two simultaneous starts that each have a GPU that the other needs, one goes first."""
+        """`launch`; if two simultaneous starts block each other, the queue decides."""
         from orchestrator.jobs.job_queue import CROSSED_S, crossed
 
         try:
@@ -272,7 +267,7 @@ class Controller:
             raise
 
     def _reached(self, plan: LaunchPlan) -> RunningJob:
-        """With all its hosts; no start that was left half done is in its way. Raises RefusedError."""
+        """Connects to all hosts, after half-done starts are undone. Raises RefusedError."""
         from orchestrator.clusters import or_without
 
         self.jobs.settle_half_starts()
@@ -285,15 +280,13 @@ class Controller:
     # ---- cleaning up ------------------------------------------------------------------------------------------
 
     def down(self, cluster: Cluster, spared: Mapping[str, HostError] | None = None) -> dict[str, Cleared | HostError]:
-        """Ends this cluster's jobs and removes what is ours from its hosts; remembers how they ended, and that their
-        files are gone. spared: see `Clusters.down`.
-        """
+        """Ends this cluster's jobs, removes our files from its hosts, and records both. spared: see `Clusters.down`."""
         from orchestrator.clusters import now_utc
 
         answers = self.clusters.down(cluster, spared)
         cleared, now = values(answers), now_utc()
         for wanted in {job_id for answer in cleared.values() for job_id in answer.jobs} & {*self.store.job_ids()}:
-            with suppress(OrchError):  # its plan is damaged
+            with suppress(OrchError):  # a damaged plan
                 plan = self.store.plan(wanted)
                 removed = {node.name: cleared[node.name].jobs for node in plan.nodes if node.name in cleared}
                 if last := {name: jobs[wanted] for name, jobs in removed.items() if wanted in jobs}:
@@ -315,11 +308,10 @@ class Controller:
         *,
         limit_bytes: int | None = None,
     ) -> Report:
-        """Pulls what is new into `out/<job>/`, analyses it, writes the report.
+        """Copies new data into `out/<job>/`, analyses it, writes the report. During another collect, returns the
+        existing report. Raises HeldError without a report.
 
-        While somebody else collects into that folder, it is only read. Raises HeldError if there is nothing yet.
-
-        limit_bytes: the most to pull of a log; None: MAX_LOG_BYTES.
+        limit_bytes: per log; None: MAX_LOG_BYTES.
         """
         from orchestrator.jobs.collect import MAX_LOG_BYTES, HeldError, claimed
 
@@ -338,10 +330,7 @@ class Controller:
             return _found_before(run, error)
 
     def report(self, run: RunFolder) -> Report:
-        """Analyses a collected run folder and writes its report; needs no host.
-
-        While somebody collects into that folder, it is only read. Raises HeldError where there is nothing yet.
-        """
+        """Analyses a collected run folder and writes its report, without hosts. Raises HeldError like `collect`."""
         from orchestrator.jobs.collect import HeldError, claimed
 
         try:
@@ -351,7 +340,7 @@ class Controller:
             return _found_before(run, error)
 
     def _analysed(self, run: RunFolder) -> Summary:
-        """With its report written. The folder has to be `claimed`."""
+        """The folder has to be `claimed`."""
         from orchestrator.results.analyse import analyse
         from orchestrator.views.report import write_report
 
@@ -360,7 +349,7 @@ class Controller:
         return summary
 
     def _links_of(self, run: RunFolder, summary: Summary) -> LinksCarried | None:
-        """What the newest measurement of this run's hosts, beside it or remembered, says of their links."""
+        """The newest measurement of this run's network."""
         from orchestrator.forecast.links import COLLECTIVES, runs_measuring
         from orchestrator.results.network import links_carried
 
@@ -373,10 +362,10 @@ class Controller:
 
 
 def _found_before(run: RunFolder, held: HeldError) -> Report:
-    """What is there of a folder that somebody collects into. Raises that error where there is nothing."""
+    """The existing report. Raises `held` without a report."""
     if not run.summary.is_file():
         raise held
     from orchestrator.results.summary import Summary
 
-    said = f"{held.message}; this is what the collect before it found. {held.remedy}"
-    return Report(Summary.load(run), run, 0, {}, (said,))
+    notice = f"{held.message}; this is the last collect's report. {held.remedy}"
+    return Report(Summary.load(run), run, 0, {}, (notice,))

@@ -1,22 +1,21 @@
-"""Every error that a person may see, and the exit code it ends with.
+"""Every error that a user may see, and its exit code.
 
     OrchError                 1   an operation failed
-    ├── StateError            1   what $ORCH_HOME holds of one job or cluster is damaged
+    ├── StateError            1   a record in $ORCH_HOME is damaged
     ├── UsageError            2   wrong usage or a bad input file
-    │   ├── InventoryError    2   every mistake of an inventory file at once
-    │   └── NoJobError        2   no job has the id that was asked for
+    │   ├── InventoryError    2   all mistakes of an inventory file
+    │   └── NoJobError        2   no job matches
     ├── HostError             3   one host is unusable or unreachable
-    │   ├── ConnectError          no TCP connection, no SSH banner, a time-out, a link that broke
-    │   ├── HostKeyError          the host's key is unknown, or not the one we know
+    │   ├── ConnectError          no TCP connection, no SSH banner, a time-out, a broken connection
+    │   ├── HostKeyError          the host's key is unknown or has changed
     │   ├── AuthError             the host refused our user or key
-    │   └── ProbeError            the host answered, but not in a way that lets it take part
-    ├── HostsError            3   several hosts' errors together
-    │   └── RefusedError          hosts that refuse a job, of which nothing has run anywhere
+    │   └── ProbeError            the host's answer is unusable
+    ├── HostsError            3   several hosts' errors
+    │   └── RefusedError          hosts refused a job; nothing has run
     ├── TooFewError           3   fewer hosts can take part than `--hosts` needs
-    ├── UnlikeError           3   hosts that are fine by themselves and cannot train together
-    └── TurnError             3   a run that waited for its GPUs was not started; 1 where somebody cancelled it
+    ├── UnlikeError           3   usable hosts that cannot train together
+    └── TurnError             3   a queued run was not started; 1 if cancelled
 
-Each carries a one-line `message` and a `remedy`: what to try next. `str(error)` joins both.
 This file imports nothing else of the project.
 """
 
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 
 
 class OrchError(Exception):
-    """An expected failure. message: one line, what is wrong and where; remedy: one line, what to try."""
+    """message: what is wrong and where. remedy: what to try."""
 
     exit_code = 1
 
@@ -54,7 +53,7 @@ class NoJobError(UsageError):
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake in an input file. line counts from 1; 0 where no line can be named."""
+    """line: from 1; 0 if unknown."""
 
     file: str
     line: int
@@ -65,21 +64,19 @@ class Mistake:
 
 
 class InventoryError(UsageError):
-    """All mistakes of one inventory, so that a person mends the file once."""
-
     def __init__(self, mistakes: Sequence[Mistake]) -> None:
         super().__init__("\n".join(str(mistake) for mistake in mistakes))
         self.mistakes = tuple(mistakes)
 
 
 class HostError(OrchError):
-    """One host cannot be used. node: its name in the inventory."""
+    """node: its name in the inventory."""
 
     exit_code = 3
     at: str = ""
-    """The host's address or name, where the words hold it."""
+    """The host's address or name, if the message has it."""
     said: bytes = b""
-    """What a command printed that did not come to its end."""
+    """Output of a command that did not finish."""
 
     def __init__(self, node: str, message: str, remedy: str = "") -> None:
         super().__init__(f"{node}: {message}", remedy)
@@ -99,8 +96,6 @@ class AuthError(HostError):
 
 
 class ProbeError(HostError):
-    """What a host answers is of no use."""
-
     def __init__(self, node: str, message: str, remedy: str = "") -> None:
         super().__init__(node, message, remedy or "try again")
 
@@ -114,7 +109,7 @@ class HostsError(OrchError):
 
 
 class RefusedError(HostsError):
-    """These hosts cannot take the job, or give no answer, before any host was asked to run it."""
+    pass
 
 
 class TooFewError(OrchError):

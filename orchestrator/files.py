@@ -1,4 +1,4 @@
-"""Writes files so that a reader never meets half a file, even after a crash; and hashes files."""
+"""Atomic, durable writes and safe paths; file locks and hashes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from orchestrator.errors import UsageError
 
 BLOCK_BYTES = 1 << 20
 MAX_LINKS = 40
-"""On one path, as path_resolution(7) has it."""
+"""Per path, see path_resolution(7)."""
 
 
 def write_atomic(path: Path, content: bytes | str, mode: int = 0o600) -> None:
-    """Writes to a temporary file beside `path`, fsyncs it, renames it, fsyncs the folder. A link in its place is
-    replaced, not followed. Raises UsageError: see `resolved`.
+    """A reader never sees half a file, even after a crash. A link at `path` is replaced, not followed. Raises
+    UsageError, see `resolved`.
     """
     data = content.encode() if isinstance(content, str) else content
     make_folder(path.parent)
@@ -43,9 +43,7 @@ def write_atomic(path: Path, content: bytes | str, mode: int = 0o600) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and those above it, each so that a power cut cannot take it back with what is in it. Raises
-    UsageError: see `resolved`.
-    """
+    """Makes a folder and its parents so that they survive a power cut. Raises UsageError, see `resolved`."""
     resolved(path)
     if not path.is_dir():
         make_folder(path.parent)
@@ -54,11 +52,9 @@ def make_folder(path: Path) -> None:
 
 
 def resolved(path: Path) -> Path:
-    """Where this path leads. Raises UsageError for a link of another user on the way: what we wrote through it would
-    go where they want.
-    """
+    """Raises UsageError for a link of another user on the way, who could redirect our writes."""
     todo, at, links = list(reversed(path.absolute().parts[1:])), Path("/"), 0
-    trusted = {os.geteuid(), 0, os.stat("/").st_uid}  # in a user namespace root is whoever `/` seems to belong to
+    trusted = {os.geteuid(), 0, os.stat("/").st_uid}  # in a user namespace root is the apparent owner of `/`
     while todo:
         part = todo.pop()
         below = at.parent if part == ".." else at / part
@@ -80,7 +76,6 @@ def resolved(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Makes a file, or the names in a folder, outlast a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -90,9 +85,8 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def folder_beneath(top: Path, parts: Sequence[str]) -> Iterator[int]:
-    """The open folder `top/part/part...`, made where it is not there. Below `top` no link is followed.
-
-    Raises OSError where something else than a folder is in the way.
+    """The open folder `top/part/part...`, created if absent, following no link below `top`. Raises OSError if another
+    kind of file is in the way.
     """
     make_folder(top)
     handle = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
@@ -110,8 +104,9 @@ def folder_beneath(top: Path, parts: Sequence[str]) -> Iterator[int]:
 
 
 def own_folder(path: Path) -> None:
-    """Makes the folder, mode 0700, where there is none. Raises UsageError where it, or a link in its place, is somebody
-    else's: what we write there, they could replace."""
+    """Creates the folder with mode 0700 if absent. Raises UsageError if it, or a link in its place, belongs to another
+    user, who could replace our files.
+    """
     resolved(path).mkdir(parents=True, exist_ok=True, mode=0o700)
     if {path.lstat().st_uid, path.stat().st_uid} != {os.geteuid()}:
         raise UsageError(f"{path} belongs to another user", "choose a folder of your own")
@@ -123,19 +118,18 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive flock on `path` (made when absent); waits for it."""
+    """Waits for the lock; creates `path` if absent."""
     while True:
         path = resolved(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a") as file:
             flock(file, fcntl.LOCK_EX)
-            if is_at(file, path):  # else somebody removed it before we had it: nobody else would meet our lock
+            if is_at(file, path):  # else it was removed before we locked it, and other processes would not see our lock
                 yield
                 return
 
 
 def is_at(file: IO[Any], path: Path) -> bool:
-    """Whether this open file is still the one of that name."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -143,7 +137,7 @@ def is_at(file: IO[Any], path: Path) -> bool:
 
 
 def flock(file: IO[Any], operation: int) -> None:
-    """flock(2), whose error names the file, too. Raises BlockingIOError where it is taken."""
+    """flock(2) with the file's name in its error. Raises BlockingIOError if it is taken."""
     try:
         fcntl.flock(file, operation)
     except OSError as error:
@@ -151,7 +145,6 @@ def flock(file: IO[Any], operation: int) -> None:
 
 
 def hash_file(file: IO[bytes]) -> tuple[hashlib._Hash, int]:
-    """The SHA-256 of the file so far, and its size; the file is read to its end."""
     sha256, size = hashlib.sha256(), 0
     while piece := file.read(BLOCK_BYTES):
         sha256.update(piece)

@@ -1,9 +1,9 @@
-"""Whose a job is: the identity of one $ORCH_HOME, so that two people with one login never touch each other's work.
+"""The identity of one $ORCH_HOME: two people with one login never touch each other's jobs.
 
-    owner = read_owner(home)            # made on first need, then always the same
-    owner.id, owner.name                # "5f0c...", "ada@desk": only the id counts, the name is for people
+    owner = read_owner(home)            # created once
+    owner.id, owner.name                # "5f0c...", "ada@desk": only the id counts
 
-A job on a host belongs to (owner id, cluster name); `node.json` there carries both.
+A job on a host belongs to (owner id, cluster name), see its `node.json`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from orchestrator.record import SCHEMA, Owner, RecordError, read_record
 
 
 def read_owner(home: Home) -> Owner:
-    """Raises StateError where the file is damaged: another identity would no longer own what this one started."""
+    """Raises StateError if the file is damaged: a new identity would not own the jobs of this one."""
     if not home.owner.exists():
         own_folder(home.root)
         with locked(home.root / ".lock"):
@@ -37,6 +37,6 @@ def read_owner(home: Home) -> Owner:
 def _name() -> str:
     try:
         user = getpass.getuser()
-    except (OSError, KeyError):  # a user that no passwd file knows
+    except (OSError, KeyError):  # a user without a passwd entry
         user = "somebody"
     return f"{user}@{socket.gethostname()}"[:200]

@@ -1,7 +1,5 @@
-"""Every file name on the controller's side, in one place.
-
-`Home` is $ORCH_HOME: what this person's controller remembers (the hosts are the truth). `RunFolder` is one collected
-run: analyse and report need nothing else. What lies on a host is known to `orchestrator/remote/` alone.
+"""All file names on the controller: $ORCH_HOME (`Home`) and a collected run (`RunFolder`). File names on hosts are in
+`orchestrator/remote/`.
 """
 
 from __future__ import annotations
@@ -11,18 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RUNS = Path("runs")
-"""Where collected runs lie by default."""
 
 
 @dataclass(frozen=True)
 class Home:
-    """$ORCH_HOME, mode 0700."""
+    """Mode 0700."""
 
     root: Path
 
     @classmethod
     def default(cls) -> Home:
-        """$ORCH_HOME, else `orch` in the XDG state folder (XDG Base Directory Specification 0.8)."""
+        """XDG Base Directory Specification 0.8."""
         chosen = os.environ.get("ORCH_HOME")
         if chosen:
             return cls(Path(chosen).expanduser().absolute())
@@ -39,12 +36,12 @@ class Home:
 
     @property
     def owner(self) -> Path:
-        """Who this home is to the hosts: see `owner`."""
+        """See `owner`."""
         return self.root / "owner.json"
 
     @property
     def metrics_token(self) -> Path:
-        """The secret in the address of `orch ui`'s metrics."""
+        """Secret part of the address of `orch ui`'s metrics."""
         return self.root / "metrics-token"
 
     @property
@@ -57,7 +54,6 @@ class Home:
 
     @property
     def last_number(self) -> Path:
-        """Of the job that was started last."""
         return self.root / "last-number"
 
     @property
@@ -65,7 +61,7 @@ class Home:
         return self.root / "profiles"
 
     def profile(self, key: str) -> Path:
-        """How fast one kind of rank is; `profiles.Kind.key` names it."""
+        """key: `profiles.Kind.key`."""
         return self.profiles / f"{key}.json"
 
     def cluster(self, name: str) -> Path:
@@ -76,37 +72,37 @@ class Home:
 
     @property
     def waiting(self) -> Path:
-        """A file for each run that waits for its GPUs."""
+        """A file per queued run."""
         return self.root / "waiting"
 
     def uncollected(self, job: str) -> Path:
-        """There as long as the hosts may hold files of this job that nobody has collected since its end."""
+        """Exists while hosts may hold files of this job that were not collected after its end."""
         return self.job_folder(job) / "uncollected"
 
     def removed(self, job: str) -> Path:
-        """There once `orch down` has removed files of this job from its hosts."""
+        """Exists after `orch down` removed files of this job."""
         return self.job_folder(job) / "removed.json"
 
     def collected(self, job: str) -> Path:
-        """Into which run folders this job was collected or pulled, newest first."""
+        """The job's run folders, newest first."""
         return self.job_folder(job) / "collected.json"
 
     def allowed(self, digest: str) -> Path:
-        """There once a person has allowed these commands of an inventory to run on this machine."""
+        """Exists if the user allowed an inventory's commands on this machine."""
         return self.root / "allowed" / digest
 
     def carried(self, job: str) -> Path:
-        """Files of an earlier job on their way from one host to another, while this job is started."""
+        """Files of an earlier job on their way to another host."""
         return self.job_folder(job) / "carried"
 
     def launching(self, job: str) -> Path:
-        """There from the intent to start a job until every host has been asked to start, and locked all the while."""
+        """Exists, locked, until every host was asked to start the job."""
         return self.job_folder(job) / "launching"
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A collected run: `<out>/<job id>/`."""
+    """`<out>/<job id>/`."""
 
     root: Path
 
@@ -128,7 +124,7 @@ class RunFolder:
 
     @property
     def job_file(self) -> Path:
-        """What `orch run FILE` repeats the run by."""
+        """`orch run FILE` repeats the run."""
         return self.root / "job.yaml"
 
     @property
@@ -145,7 +141,7 @@ class RunFolder:
 
     @property
     def timeline(self) -> Path:
-        """One step of a pipeline; nothing else has one."""
+        """One step of a pipeline; absent for other jobs."""
         return self.root / "timeline.json"
 
     @property
@@ -163,15 +159,14 @@ class RunFolder:
         return self.node(node) / "agent.json"
 
     def left(self, node: str) -> Path:
-        """The logs that were not collected whole: file -> bytes that stayed on the host."""
+        """By log: bytes not collected."""
         return self.node(node) / "left.json"
 
     def files(self, node: str) -> Path:
-        """What the job wrote there beside its logs, under the names that it has in the job's folder."""
+        """Output files besides logs, with their names in the job's folder."""
         return self.node(node) / "files"
 
     def incoming(self, node: str) -> Path:
-        """Files of `files` that have come in part."""
         return self.node(node) / ".incoming"
 
     def gpu(self, node: str) -> Path:

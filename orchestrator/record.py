@@ -1,7 +1,6 @@
-"""The base of every value that is written as JSON, how one is written and read, and whose it is.
+"""Base class of all JSON records, their reading and writing, and the owner record.
 
-Records are read back leniently: unknown keys of a newer version are kept out of the way. `schema` says which form a
-record has; one of a newer form is refused.
+Unknown keys are ignored; a newer `schema` is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from orchestrator.text import one_line
 
 SCHEMA = 1
 RECORD_LIMIT = 64 * 2**20
-"""Bytes: a file that is larger is none of ours."""
 
 
 class Record(BaseModel):
@@ -30,7 +28,7 @@ AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
 class RecordError(ValueError):
-    """A file that holds no such record; its words say what is wrong with the content."""
+    """Invalid content."""
 
 
 def write_record(path: Path, record: Record) -> None:
@@ -38,7 +36,7 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def read_record(path: Path, form: type[AnyRecord]) -> AnyRecord:
-    """Raises OSError where it cannot be read, RecordError where it holds something else, OrchError for a newer form."""
+    """Raises OSError, RecordError for invalid content, OrchError for a newer schema."""
     with open(path, "rb") as file:
         content = file.read(RECORD_LIMIT + 1)
     if len(content) > RECORD_LIMIT:
@@ -50,13 +48,13 @@ def read_record(path: Path, form: type[AnyRecord]) -> AnyRecord:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise RecordError(f"{where}: {first['msg']}") from error
-    if getattr(record, "schema_", SCHEMA + 1) > SCHEMA:  # its form may have no such field
+    if getattr(record, "schema_", SCHEMA + 1) > SCHEMA:  # the class may have no such field
         _refuse_newer(path, content)
     return record
 
 
 def _refuse_newer(path: Path, content: bytes) -> None:
-    with suppress(ValueError):  # what is no JSON is said where it is read
+    with suppress(ValueError):  # the caller reports invalid JSON
         value = from_json(content)
         schema = value.get("schema") if isinstance(value, dict) else None
         if isinstance(schema, int) and schema > SCHEMA:
@@ -64,7 +62,7 @@ def _refuse_newer(path: Path, content: bytes) -> None:
 
 
 def require_record(path: Path, form: type[AnyRecord], remedy: str) -> AnyRecord:
-    """The same where a person named the file. Raises OrchError alone."""
+    """For a file that the user named. Raises only OrchError."""
     try:
         return read_record(path, form)
     except OSError as error:
@@ -74,7 +72,7 @@ def require_record(path: Path, form: type[AnyRecord], remedy: str) -> AnyRecord:
 
 
 class Owner(Record):
-    """One $ORCH_HOME, as hosts know it; see `owner`. Only the id counts, the name is for people."""
+    """One $ORCH_HOME, as hosts identify it. Only the id counts."""
 
     id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     name: Annotated[str, Field(max_length=200)]
@@ -87,4 +85,4 @@ class Owner(Record):
 
 
 Words = Annotated[str, AfterValidator(lambda text: one_line(text, 500))]
-"""A host's: one printable line."""
+"""One printable line from a host."""

@@ -1,4 +1,4 @@
-"""All that is remembered between two commands: clusters, their jobs, and how fast ranks were alone."""
+"""Everything remembered between two commands: clusters, jobs and speed profiles."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 
 
 class Store(RememberedJobs):
-    """Profiles, beside jobs and clusters, and the list of clusters with their jobs."""
-
     def listed_clusters(self) -> list[ListedCluster]:
-        """Every remembered cluster, a damaged one with its error."""
+        """With damaged clusters and their errors."""
         running = [job for job in self.jobs() if job.state not in ENDED]
         return [
             self._listed(name, tuple(job.id for job in running if job.cluster == name)) for name in self.cluster_names()
@@ -35,7 +33,7 @@ class Store(RememberedJobs):
         return ListedCluster(name, tuple(node.name for node in cluster.nodes), cluster.master, cluster.file, running)
 
     def save_profile(self, profile: Profile) -> None:
-        """One that is not valid takes the place of none that is."""
+        """An invalid profile never replaces a valid profile."""
         path = self.home.profile(profile.key)
         with self._locked():
             known = self._profile(path)
@@ -44,8 +42,8 @@ class Store(RememberedJobs):
                 write_record(path, profile)
 
     def profiles(self, kinds: Mapping[Rank, Kind], cluster: str, *, valid: bool = True) -> dict[Rank, Profile]:
-        """The profile of each rank with one: its host's own, else that of its kind. A damaged one counts as none, and
-        so does one that is not valid; with valid=False, one that is.
+        """By rank: its host's own profile, else its kind's. Damaged profiles are skipped, and invalid ones (with
+        valid=False, valid ones).
         """
         found = {}
         for rank, kind in kinds.items():

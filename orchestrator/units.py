@@ -1,7 +1,6 @@
-"""Quantities as people write them (`2.5Gbps`, `16GiB`) and as we print them. Pure.
+"""Parses and formats quantities: `2.5Gbps`, `16GiB`, `3m07s`. Pure.
 
-Bandwidth is decimal bits per second, as on every network panel; memory is bytes, with binary (GiB) and decimal
-(GB) prefixes kept apart (IEC 80000-13).
+Bandwidth is in decimal bits per second, memory in bytes (GiB and GB: IEC 80000-13).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from datetime import date, datetime, time, timedelta
 
 # Bounded, so that no number of a file becomes infinity.
 _NUMBER = r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*"
-# A capital B would be bytes, eight times as much: it is refused, not guessed. (GbE is the name of an Ethernet's speed.)
+# A capital B would mean bytes: refused, not guessed. GbE is an Ethernet speed.
 _BANDWIDTH = re.compile(_NUMBER + r"(?:([kKmMgGtT]?)(?:bps|bit/s|bit|b/s)|([kKmMgGtT])(?:b|bE)?)\s*")
 _BYTES = re.compile(_NUMBER + r"(?:([kMGT])(i?))?B\s*", re.IGNORECASE)
 _DURATION = re.compile(_NUMBER + r"([smh])\s*")
@@ -21,7 +20,7 @@ _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bits per second of `2.5Gbps`, `100 Mbit/s`, `10G`, `2.5GbE`. Raises ValueError naming the form expected."""
+    """Bits per second of `2.5Gbps`, `100 Mbit/s`, `10G`, `2.5GbE`. Raises ValueError, as all parsers here."""
     match = _BANDWIDTH.fullmatch(text)
     if not match or float(match[1]) <= 0:
         raise ValueError(f"{text!r} is not a bandwidth; write it like 2.5Gbps or 100Mbps")
@@ -29,7 +28,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of `16GiB`, `100 MB`, `512B`. Raises ValueError naming the form expected."""
+    """`16GiB`, `100 MB`, `512B`."""
     match = _BYTES.fullmatch(text)
     if not match:
         raise ValueError(f"{text!r} is not a size; write it like 16GiB or 100MB")
@@ -39,7 +38,8 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of `90s`, `30m`, `12h`. Raises ValueError naming the form expected."""
+    """Seconds of `90s`, `30m`, `12h`."""
+
     match = _DURATION.fullmatch(text)
     if not match or float(match[1]) <= 0:
         raise ValueError(f"{text!r} is not a time; write it like 90s, 30m or 12h")
@@ -47,8 +47,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_moment(text: str, now: float) -> float:
-    """Seconds since 1970 of `30m` ago, `14:05`, `2026-11-25 14:05:30`; a time without a zone is this machine's. Raises
-    ValueError naming the forms expected.
+    """Seconds since 1970 of `30m` ago, `14:05`, `2026-11-25 14:05:30`, by default in local time.
 
     >>> parse_moment("30m", 7200.0)
     5400.0
@@ -72,7 +71,7 @@ def parse_moment(text: str, now: float) -> float:
 
 
 def format_bandwidth(bits_per_s: float) -> str:
-    """`2.5Gbps`: the largest decimal unit that leaves a number of at least one."""
+    """`2.5Gbps`."""
     for unit, size in (("Tbps", 1e12), ("Gbps", 1e9), ("Mbps", 1e6), ("kbps", 1e3)):
         if bits_per_s >= size:
             return f"{bits_per_s / size:.4g}{unit}"
@@ -80,7 +79,7 @@ def format_bandwidth(bits_per_s: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """`16.0GiB`: binary units, one decimal."""
+    """`16.0GiB`."""
     for unit, power in (("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1)):
         if count >= 1024**power:
             return f"{count / 1024**power:.1f}{unit}"
@@ -88,7 +87,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_figure(value: float) -> str:
-    """Three digits or more: `0.012`, `3.21`, `42.1`, `960`, `12,345`; the unit stands beside it."""
+    """At least three digits: `0.012`, `3.21`, `42.1`, `960`, `12,345`."""
     size = abs(value)
     if size >= 1e7:
         return f"{value:.3g}"

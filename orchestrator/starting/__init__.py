@@ -1,1 +1,1 @@
-"""How a job begins on a cluster, also once more: which of its hosts take part, who of them does what."""
+"""How a job starts, and is retried, on a cluster: host choice, plan, carried-over files."""

@@ -1,10 +1,10 @@
-"""What a job takes over of an earlier one: the files that its script wrote, by `--resume JOB` or `--keep FOLDER`.
+"""Files that a job takes over from an earlier job, by `--resume JOB` of a script or `--keep FOLDER`.
 
-    handover = handovers.find(plan, blob)           which files of which job, from where; nothing is changed
-    rows = handovers.deliver(plan, handover)        they lie ready on every host of the new job (`remote/handover.py`)
+    handover = handovers.find(plan, blob)           the files, their job and hosts; changes nothing
+    rows = handovers.deliver(plan, handover)        copies them to every host of the new job (`remote/handover.py`)
 
-A host that took part copies its own files. What only other hosts wrote comes to it through this machine: the master's,
-else that of the first in node order. Only a whole file ever lies under its name, as its SHA-256 has it.
+A host copies its own files. It gets files that only other hosts wrote through this machine: the master's copy, else
+the first host's in node order. A file gets its name only when complete and equal to its SHA-256.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from orchestrator.transport.fanout import FOREVER_S, errors, for_each, values
 from orchestrator.units import counted, format_bytes
 
 PLACES = ("src", "checkpoints")
-"""Of a job's folder: what a script writes into its working folder, and into ORCH_CHECKPOINTS."""
+"""A script's working folder and its ORCH_CHECKPOINTS, in a job's folder."""
 MOST_EARLIER = 10
-"""So many earlier jobs are asked for the folders of --keep."""
+"""Earlier jobs that --keep searches."""
 
 Rows = list[list[Any]]
 """[name, size, mtime_ns, whether another host wrote it] each."""
@@ -46,7 +46,7 @@ Rows = list[list[Any]]
 
 @dataclass(frozen=True)
 class Handover:
-    """What is taken over. own: by host of the new job, what it wrote itself. others: what it lacks, by its source."""
+    """own: by host of the new job, its own files. others: files that it lacks, by source."""
 
     old: LaunchPlan | None = None
     own: Mapping[str, Sequence[Output]] = field(default_factory=dict)
@@ -61,12 +61,12 @@ class Handovers:
     # ---- which files ----------------------------------------------------------------------------------------------
 
     def noted(self, plan: LaunchPlan, blob: bytes) -> LaunchPlan:
-        """The plan with what it would take over, in its notes."""
+        """The plan with notes on the files that it would take over."""
         return plan.model_copy(update={"notes": (*plan.notes, *self.find(plan, blob).notes)})
 
     def find(self, plan: LaunchPlan, blob: bytes) -> Handover:
-        """blob: what is shipped. Raises UsageError where --resume names a job that has nothing to give, or still
-        runs, or where the hosts that may hold it give no answer.
+        """blob: the shipped code. Raises UsageError if the job of --resume has no files or still runs, or if hosts that
+        may have them give no answer.
         """
         if not plan.resumes and not plan.keep:
             return Handover()
@@ -85,14 +85,14 @@ class Handovers:
         return Handover(notes=tuple(notes))
 
     def _earlier(self, plan: LaunchPlan) -> Iterator[LaunchPlan]:
-        """Jobs of the same script on the same cluster, newest first."""
+        """Newest first, on the same cluster."""
         me, count = read_owner(self._store.home), 0
         for record in self._store.jobs():
             if record.cluster != plan.cluster or record.exp != plan.exp or record.id == plan.job:
                 continue
             try:
                 old = self._store.plan(record.id)
-            except OrchError:  # damaged
+            except OrchError:  # a damaged plan
                 continue
             if _program(old) == _program(plan) and old.owner == me and count < MOST_EARLIER:
                 count += 1
@@ -101,7 +101,7 @@ class Handovers:
     def _taken_from(
         self, old: LaunchPlan, plan: LaunchPlan, blob: bytes, folders: Sequence[str], *, must: bool, is_attempt: bool
     ) -> Handover | str:
-        """Words in its place where there is nothing to take; "" where these need not be read."""
+        """Returns a note instead if the job has no usable files; "" if no note is needed."""
         with self._connections.apart({}) as connections:
             job = RunningJob(old, self._store, connections)
             try:
@@ -115,7 +115,7 @@ class Handovers:
             if not any(there.values()):
                 if away and not is_attempt:
                     raise UsageError(
-                        f"{some(away, 6)} gave no answer, and may hold what {old.job} wrote",
+                        f"{some(away, 6)} gave no answer, and may hold files of {old.job}",
                         "bring it back, or leave --resume and --keep out",
                     )
                 if must:
@@ -139,15 +139,15 @@ class Handovers:
             f"{name.partition('/')[2]}: shipped anew, not carried over from {old.job}" for name in sorted(replaced)
         ]
         if away:
-            notes.append(f"{some(away, 6)} gave no answer: what only it wrote in {old.job} is not carried over")
+            notes.append(f"{some(away, 6)} gave no answer: files that only it has of {old.job} are not carried over")
         for node, listing in listed.found.items():
             notes += [f"{node}: {words}" for words in listing.notices]
         return _shared_out(old, plan, there, notes)
 
-    # ---- to where they are needed ---------------------------------------------------------------------------------
+    # ---- delivery -------------------------------------------------------------------------------------------------
 
     def deliver(self, plan: LaunchPlan, handover: Handover) -> dict[str, Rows]:
-        """By host, what lies ready there. Raises RefusedError, OrchError."""
+        """The files on each host. Raises RefusedError, OrchError."""
         if handover.old is None:
             return {}
         with self._connections.apart({}) as connections:
@@ -164,7 +164,7 @@ class Handovers:
 
 
 class _Look:
-    """Asks a host whether the job still runs there, and which shipped files were others then."""
+    """Asks a host whether the old job still runs, and which shipped files differed in it."""
 
     def __init__(self, old: LaunchPlan, there: Mapping[str, Sequence[Output]], shipped: Mapping[str, str]) -> None:
         self._old = old
@@ -176,7 +176,7 @@ class _Look:
             for name in names
             if name in folders or any(str(above) in shipped for above in PurePosixPath(name).parents)
         }
-        """A file where the shipped code has a folder, or the other way round."""
+        """Files in place of a folder of the shipped code, or the other way round."""
 
     def __call__(self, host: ConnectedHost) -> tuple[bool, frozenset[str]]:
         old = {"workdir": host.workdir, "job": self._old.job, "code": self._old.code.sha256}
@@ -191,8 +191,6 @@ class _Look:
 
 
 class _Delivery:
-    """Brings every file to every host that is to have it."""
-
     def __init__(
         self,
         store: Store,
@@ -210,7 +208,7 @@ class _Delivery:
         self._hosts = _all(connections.open([cluster.node(name) for name in sorted(names)]))
 
     def _passing_through(self) -> dict[str, list[Output]]:
-        """By its source, what another host lacks."""
+        """By source: files that other hosts lack."""
         found: dict[str, dict[str, Output]] = {}
         for sources in self._others.values():
             for source, outputs in sources.items():
@@ -234,7 +232,7 @@ class _Delivery:
         _all(for_each({name: name for name in takers if self._others[name]}, send, deadline_s=FOREVER_S))
 
     def _copied(self, name: str) -> str:
-        """Where its own files lie, and others are to come. Raises HostError."""
+        """Returns the folder for its files. Raises HostError."""
         own, others = self._own[name], _flat(self._others[name])
         needed = sum(o.size for o in (*own, *others))
         workdir = self._plan.node(name).workdir
@@ -254,7 +252,6 @@ class _Delivery:
         raise HostError(name, "its answer was cut short", "run again")
 
     def _fetch(self) -> None:
-        """To this machine."""
         needed = sum(o.size for outputs in self._through.values() for o in outputs)
         root = self.run_folder.root
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -288,20 +285,20 @@ def _folder(word: Mapping[str, Any]) -> str:
 
 
 def _all(outcomes: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises RefusedError unless every host has done it."""
+    """Raises RefusedError unless every host succeeded."""
     if errors(outcomes):
         raise RefusedError(errors(outcomes))
     return values(outcomes)
 
 
 def _program(plan: LaunchPlan) -> tuple[str, ...]:
-    """What the job runs, whatever it is given."""
+    """Identifies the program, without its arguments."""
     name = next((word for word in plan.nodes[0].command if Path(word).name == plan.exp), "")
     return plan.kind, plan.exp, plan.code.source, name
 
 
 def _wanted(files: Sequence[Output], folders: Sequence[str]) -> list[Output]:
-    """folders: of the script's working folder; none means all that it wrote."""
+    """folders: of the script's working folder; () means all."""
 
     def is_wanted(name: str) -> bool:
         top, *parts = name.split("/")
@@ -315,8 +312,8 @@ def _wanted(files: Sequence[Output], folders: Sequence[str]) -> list[Output]:
 def _shared_out(
     old: LaunchPlan, plan: LaunchPlan, there: Mapping[str, Sequence[Output]], notes: Sequence[str]
 ) -> Handover:
-    """A host keeps what it wrote. Its copy of what another one wrote counts for as long as that is what the other has:
-    the others' ranks have gone on from the newer one.
+    """A host keeps its own files. Its copy of another host's file counts only if it equals that host's current file:
+    the other ranks went on from the newer one.
     """
     order = [old.master, *(node.name for node in old.nodes if node.name != old.master)]
     sources: dict[str, tuple[str, Output]] = {}
@@ -332,13 +329,13 @@ def _shared_out(
         others[name] = {}
         for wanted in sorted(sources.keys() - {output.name for output in own[name]}):
             source, output = sources[wanted]
-            if not (output.foreign and name in there):  # else this host has deleted it
+            if not (output.foreign and name in there):  # else this host deleted it
                 others[name].setdefault(source, []).append(output)
     return Handover(old, own, others, (*_words(old, own, others), *notes))
 
 
 def _is_same(copy: Output, output: Output) -> bool:
-    """A copy has the time of what it was made from."""
+    """A copy keeps the original's time."""
     return (copy.size, copy.mtime_ns) == (output.size, output.mtime_ns)
 
 

@@ -1,10 +1,4 @@
-"""The plan of a job with exactly these hosts: a host that cannot take part is an error here.
-
-plan = planner.plan(cluster, request, code, ["a2000", "v100"], least=None)
-plan, inputs = planner.outlook(cluster, request, code)              and what is known of its speed
-
-Which hosts these are, `choice` knows.
-"""
+"""The plan of a job with given hosts (`Planner`), and the choice of hosts by `--hosts` (`HostChooser`)."""
 
 from __future__ import annotations
 
@@ -47,8 +41,8 @@ class Planner:
     def plan(
         self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str], *, least: int | None
     ) -> LaunchPlan:
-        """Without hosts that only slow the job down, where the person leaves that to us. least: so many stay; None
-        keeps all.
+        """Leaves out hosts that only slow the job down, if the user allows it. least: hosts to keep; None keeps all. An
+        unusable host is an error.
         """
         plan, better = self._plan_on(cluster, request, code, only)
         notes: tuple[str, ...] = ()
@@ -67,9 +61,8 @@ class Planner:
         out: Path | None = None,
         bandwidth_bps: float | None = None,
     ) -> tuple[LaunchPlan, ForecastInputs]:
-        """What would run, and what is known of its speed. out: a folder of collected runs; None means the usual one,
-        and all others that are remembered. Raises UsageError where too little is known, HostsError for hosts that
-        cannot take part.
+        """The plan and all inputs of its forecast. out: a folder of collected runs; None: the default and all
+        remembered ones. Raises UsageError if too little is known, HostsError for unusable hosts.
         """
         draft, profiles, _ = self._drawn(cluster, request, code, only)
         if draft.request.kind != "experiment" and not draft.request.batch:
@@ -81,7 +74,7 @@ class Planner:
             ranks = draft.placement.ranks
             try:
                 split = split_batch_of(draft.training, ranks, profiles)
-            except UsageError:  # by speeds that nobody has measured
+            except UsageError:  # if a speed is not measured
                 split = split_equally(draft.training.batch, ranks)
             draft = draft.with_split(split)
         plan = build_plan(draft)
@@ -90,9 +83,9 @@ class Planner:
         return build_plan(with_rounds(draft, view)), view
 
     def worth(self, cluster: Cluster, request: RunRequest, code: CodeFolder, there: Sequence[str]) -> Worth:
-        """What each of these hosts is worth to the job."""
+        """The value of each host to the job: its speed if known, else its memory."""
         worth = None
-        with suppress(UsageError, UnlikeError):  # which may not hold for those that are taken
+        with suppress(UsageError, UnlikeError):  # the chosen hosts may not cause this error
             draft, profiles, _ = self._drawn(cluster, request, code, there)
             worth = by_speed(build_plan(draft), profiles)
         return worth or by_memory(self._clusters.ready(cluster, there).election.candidates)
@@ -100,7 +93,7 @@ class Planner:
     def _plan_on(
         self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str]
     ) -> tuple[LaunchPlan, Faster | None]:
-        """The plan with these nodes, and whether fewer of them would be faster."""
+        """Also returns a faster subset of these nodes, if there is one."""
         draft, profiles, not_kept = self._drawn(cluster, request, code, only)
         ranks = draft.placement.ranks
         if draft.training and draft.request.global_batch:
@@ -112,7 +105,7 @@ class Planner:
     def _drawn(
         self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str]
     ) -> tuple[Draft, Profiles, Profiles]:
-        """Who does what, what is known of the ranks' speeds, and profiles that count for nothing."""
+        """Returns the draft, the profiles of its ranks, and invalid profiles."""
         ready = self._clusters.ready(cluster, only)
         homes = homes_of(ready.nodes, ready.facts)
         request = replace(request, notes=(*notes_on(request, str(Path.home()), homes), *request.notes))
@@ -131,28 +124,20 @@ class Planner:
         return draft.with_own_batch(known), known, not_kept
 
 
-# Which hosts a job takes, by `--hosts`, and its plan with these.
-#
-# plan = choice.plan(cluster, request, code, only)                    all that were named, or as many as `request.hosts`
-# away = choice.away(cluster, request, only)                          who cannot take part now, and why
-# plan = choice.of_those_there(cluster, request, code, only, away)    the best of all others
-
-
 class HostChooser:
     def __init__(self, planner: Planner, clusters: Clusters) -> None:
         self._planner, self._clusters = planner, clusters
 
     def plan(self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str] = ()) -> LaunchPlan:
-        """only: the nodes to take; none means all that are not released. Raises HostsError for unusable ones.
-
-        With `request.hosts` those that give no answer now are left out, as long as enough remain; else TooFewError.
+        """only: nodes; () means all that are not released. With `request.hosts`, hosts that do not answer are left out.
+        Raises HostsError for unusable hosts, TooFewError if too few remain.
         """
         if request.hosts is None:
             return self._planner.plan(cluster, request, code, only, least=None if only else 1)
         return self.of_those_there(cluster, request, code, only, self.away(cluster, request, only))
 
     def away(self, cluster: Cluster, request: RunRequest, only: Sequence[str]) -> dict[str, HostError]:
-        """Which nodes `request.hosts` has to do without. Raises UsageError where it wants more than there are."""
+        """Nodes that cannot take part now. Raises UsageError if `request.hosts` exceeds the cluster."""
         check_range(_wanted(cluster, request), _names(cluster, only))
         return self._clusters.away(cluster, only)
 
@@ -164,7 +149,7 @@ class HostChooser:
         only: Sequence[str],
         away: Mapping[str, HostError],
     ) -> LaunchPlan:
-        """With as many as `request.hosts` allows of the nodes that are not away. Raises UsageError, TooFewError."""
+        """The best nodes that are not away, as many as `request.hosts` allows. Raises UsageError, TooFewError."""
         wanted, candidates = _wanted(cluster, request), _names(cluster, only)
         there = those_there(wanted, candidates, away)
         pin = cluster.master_pin or next((node.name for node in cluster.nodes if node.master), None)
@@ -185,9 +170,7 @@ class HostChooser:
 
 @contextmanager
 def _naming_the_others(notes: Sequence[str]) -> Iterator[None]:
-    """Where a job cannot be planned with the hosts that were taken, why it is these: the person may have named others
-    in its settings. notes: as of `choice_notes`.
-    """
+    """Adds these notes to an error: the user's settings may name hosts that were not chosen."""
     try:
         yield
     except (UsageError, UnlikeError) as error:

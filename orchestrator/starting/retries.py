@@ -1,12 +1,12 @@
-"""A job that is tried again: `--retries`. The whole job, as a new one, on the hosts that remain.
+"""Retries of a failed job (`--retries`): the whole job, as a new one, on the remaining hosts.
 
-retries = Retries(clusters, connections, start, say, Asked(cluster, job, only))
-while job := retries.after(job):            # has ended; the next attempt, running. None: it is not tried again
-    ...                                     # follow it to its end
+    retries = Retries(clusters, connections, start, say, Asked(cluster, job, only))
+    while job := retries.after(job):            # the ended job; the next attempt, or None
+        ...                                     # follow it to its end
 
-Before an attempt starts, the one before is known to have ended on every host that answers. One that gives no answer has
-had the time in which it ends its ranks by itself (`remote/membership.py`), and refuses the new attempt should it come
-back with anything left of the old one (`remote/prepare.py`).
+An attempt starts after the last one has ended on every host that answers. A host without an answer has had the time
+after which it ends its ranks by itself (`remote/membership.py`); if it comes back with remains of the old attempt, it
+refuses the new one (`remote/prepare.py`).
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from orchestrator.units import counted, format_duration
 
 LONGEST_WAIT_S = 360.0
 ENDED_S = 60.0
-"""After twice the grace: so long may hosts take until nothing of an attempt is left there."""
+"""After twice the grace period, hosts may take this long to clear an attempt."""
 LEASE_S = 20.0
-"""That of `remote/membership.py`: a host that hears nothing of the others for this long ends its ranks."""
+"""From `remote/membership.py`: a host without contact to the others ends its ranks after this time."""
 LADDER_S = 12.0
-"""Beside twice the grace: what ending them may take (`remote/coordinator.py`)."""
+"""Besides twice the grace period, for the end of its ranks (`remote/coordinator.py`)."""
 LOOK_S = 1.0
 _NOT_AGAIN = {
     "script": "the script's own failure, not the hosts'",
-    "person": "somebody ended it",
+    "person": "a person ended it",
 }
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A job as it was asked for. only: the nodes to take; () means all of the cluster."""
+    """only: the nodes to use; () means all."""
 
     cluster: Cluster
     job: ParsedJob
@@ -59,7 +59,7 @@ class Asked:
 
 
 class Retries:
-    """start: plans and launches. say: called with each line to read."""
+    """start: plans and launches. say: prints a line."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class Retries:
         self._asked = asked
         self._plans: list[LaunchPlan] = []
         self._lost: dict[str, str] = {}
-        """Hosts that no attempt takes in again, and in which one they were lost."""
+        """Hosts left out of later attempts, with the attempt that lost them."""
 
     def after(self, job: RunningJob) -> RunningJob | None:
-        """Raises OrchError where the next one is due and cannot start."""
+        """The next attempt, started; None if the job is not retried. Raises OrchError if it cannot start."""
         ended_s, attempt = time.monotonic(), job.plan.attempt
         judged = judge(job.record)
         if attempt is None or judged is None or not self._goes_on(job, attempt, judged):
@@ -115,12 +115,12 @@ class Retries:
     # ---- no second gang -----------------------------------------------------------------------------------------
 
     def _await_end(self, job: RunningJob, ended_s: float, *, rejoin: bool) -> None:
-        """Until nothing of the job is left on any host that answers, and those that do not have had their time.
+        """Waits until no host that answers holds anything of the job, and the others have had their time.
 
-        ended_s: when its end was known. Raises OrchError where something stays.
+        ended_s: when its end was known. Raises OrchError if something remains.
         """
         ladder_s = 2 * job.plan.grace_s
-        told = False
+        is_reported = False
         while True:
             away = job.reach()
             found = launch.agents(job.plan, job.hosts)
@@ -137,10 +137,10 @@ class Retries:
                 )
             if there:
                 launch.cancel(job.plan, job.hosts)
-            elif not told:
+            elif not is_reported:
                 waits = format_duration(ended_s + LEASE_S + LADDER_S + ladder_s - now_s)
                 self._say(f"{some(list(away), 6)}: no answer; at most {waits} until its ranks have ended by themselves")
-                told = True
+                is_reported = True
             time.sleep(LOOK_S)
 
     # ---- the next one -------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Retries:
         notes = [f"attempt {attempt.words}, after {before.job} failed: {before.why}"]
         request = replace(asked, hosts=hosts, attempt=attempt)
         if kept := self._newest(names):
-            holder = self._clusters.ready(cluster, [*kept]).election.master  # of those that have it
+            holder = self._clusters.ready(cluster, [*kept]).election.master  # of the hosts that have it
             cluster = cluster.model_copy(update={"master_pin": holder})
             request = _going_on(request, kept[holder])
             notes.append(f"goes on after update {kept[holder].updates}, from the checkpoint on {holder}")
@@ -164,7 +164,7 @@ class Retries:
         return self._start(Asked(cluster, replace(self._asked.job, request=request), names))
 
     def _hosts(self) -> tuple[HostRange, list[str]]:
-        """How many hosts are enough, and which it may have. Raises TooFewError."""
+        """The required numbers of hosts, and the candidates. Raises TooFewError."""
         plan = self._plans[0]
         candidates = list(plan.hosts.candidates) if plan.hosts else [node.name for node in plan.nodes]
         wanted = self._asked.request.hosts or HostRange(1, len(candidates))
@@ -176,8 +176,9 @@ class Retries:
         return HostRange(wanted.min_hosts, max(wanted.min_hosts, min(wanted.max_hosts, len(names)))), names
 
     def _newest(self, names: Sequence[str]) -> dict[str, KeptCheckpoint]:
-        """The newest checkpoint of all attempts, by each of these hosts that has it; {} where there is none, or nothing
-        that could go on from it.
+        """The newest checkpoint of all attempts, by host that has it; {} without any, or if a script
+        resumes by
+               itself.
         """
         found = dict[str, KeptCheckpoint]()
         for plan in reversed(self._plans if self._asked.request.training else ()):
@@ -197,11 +198,11 @@ def _going_on(request: RunRequest, kept: KeptCheckpoint) -> RunRequest:
 
 
 def _refuse_without(holder: str | None, names: Sequence[str]) -> None:
-    """holder: of the checkpoint that the first attempt had gone on from; None where a person named its path."""
+    """holder: host of the checkpoint that the first attempt resumed from; None if the user gave its path."""
     if holder and holder not in names:
         raise OrchError(f"the checkpoint that it goes on from was lost with {holder}", "--rejoin waits for that host")
 
 
 def _is_there(record: Mapping[str, Any]) -> bool:
-    """record: a host's, of an attempt that has ended elsewhere."""
+    """record: from a host, after the attempt's end elsewhere."""
     return bool(record.get("alive") or record.get("left") or record.get("leftovers"))

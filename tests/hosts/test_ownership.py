@@ -439,7 +439,7 @@ def test_another_file_does_not_silently_take_over_a_cluster_whose_jobs_have_not_
     assert "another `cluster:` name" in refused.value.remedy
     assert [n.name for n in ada.store.cluster("test").nodes] == ["a", "b"]
     ada.jobs.of(mine.plan).cancel()
-    assert any("takes its place" in warning for warning in ada.clusters.up(stranger).warnings)
+    assert any("this file replaces it" in warning for warning in ada.clusters.up(stranger).warnings)
 
 
 def test_setup_does_not_replace_an_environment_that_somebody_else_uses(tmp_path):
