@@ -1,1 +1,1 @@
-"""What came of a run, from nothing but its collected folder."""
+"""Figures of a run, computed from its collected folder."""

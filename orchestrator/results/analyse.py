@@ -1,12 +1,10 @@
-"""From a collected run folder to its figures: who did how much, who waited for whom, how close to the sum of the parts.
+"""From a collected run folder to its `Summary`: speeds, waits, efficiency, straggler.
 
-Takes plan.json, job.json and the ranks' metrics; writes steps.parquet, summary.json and, of a pipeline, timeline.json;
-gives the `Summary`.
+Reads plan.json, job.json and the ranks' metrics; writes steps.parquet, summary.json and, for a pipeline,
+timeline.json.
 
     summary = analyse(RunFolder(Path("runs/mnist_lenet-20261121-0912-k3f")))
     summary.straggler           # Straggler(node="a2000", reason="takes 2.4x as long per sample as v100", ...)
-
-How steps are measured is in `measure`, what each host did in `per_host`, what is missing or odd in `caveats`.
 """
 
 from __future__ import annotations
@@ -51,12 +49,8 @@ AnyFailure = TypeVar("AnyFailure", bound=FirstFailure)
 
 
 def analyse(run: RunFolder, solo: Mapping[str, float] | None = None) -> Summary:
-    """Figures of the run in this folder; writes steps.parquet, summary.json and timeline.json there.
-
-    solo: samples/s that a node did alone, by node, in place of what its profile in the plan says.
-
-    Raises OrchError when there is no plan to read; what else is absent or damaged stands in the summary's `missing`
-    and `warnings`.
+    """solo: samples/s by node, measured alone; replaces the profile in the plan. Raises OrchError without a readable
+    plan; other gaps are in the summary's `missing` and `warnings`.
     """
     plan = require_record(run.plan, LaunchPlan, REMEDY)
     if measures_collectives(plan):
@@ -110,7 +104,7 @@ def _summarise(
 
 
 def _from_plan(plan: LaunchPlan) -> dict[str, Any]:
-    """Fields of the summary that were known before the run."""
+    """Fields known before the run."""
     return {
         "job": plan.job,
         "note": plan.note,
@@ -127,7 +121,7 @@ def _from_plan(plan: LaunchPlan) -> dict[str, Any]:
 
 
 def _from_record(job: JobRecord | None) -> dict[str, Any]:
-    """How it ended; a run folder may lack the record."""
+    """The run folder may lack the record."""
     if not job:
         return {"state": "unknown"}
     return {
@@ -140,7 +134,7 @@ def _from_record(job: JobRecord | None) -> dict[str, Any]:
 
 
 def _from_ranks(plan: LaunchPlan, events: Events) -> dict[str, Any]:
-    """What ranks reported once, at their start or their end."""
+    """Reported once, at the start or the end."""
     starts = events.latest("start")
     first = next(iter(starts.values()), {})
     settings, asked = settings_used(plan, starts, events.since_start("setting", CHANGES))
@@ -158,7 +152,7 @@ def _from_ranks(plan: LaunchPlan, events: Events) -> dict[str, Any]:
 
 
 def _from_steps(plan: LaunchPlan, figures: Figures, nodes: tuple[NodeSummary, ...]) -> dict[str, Any]:
-    """Hosts are compared only where every rank reported."""
+    """Hosts are compared only if every rank reported."""
     speed = cluster_speed(figures)
     fields: dict[str, Any] = {
         "samples_per_s": speed,
@@ -180,7 +174,7 @@ def _from_steps(plan: LaunchPlan, figures: Figures, nodes: tuple[NodeSummary, ..
 
 
 def _training(plan: LaunchPlan, figures: Figures, events: Events) -> dict[str, Any]:
-    """What the network learned; a rank that stands in for a GPU learns nothing, unless it is `like` a larger one."""
+    """Training results. A rank that stands in for a GPU trains nothing, unless it is `like` a larger GPU."""
     rebalances = read_rebalances(events, plan)
     fields: dict[str, Any] = {
         "batch_norm": read_batch_norm(events.latest("start"), plan, rebalances),
@@ -209,7 +203,7 @@ def _ratio(value: Any) -> float | None:
 
 
 def _per_class(value: Any) -> dict[str, float]:
-    """Accuracy by class; a list is numbered from 0. At most 1000 classes are kept."""
+    """A list is numbered from 0. At most 1000 classes are kept."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     ratios = ((one_line(str(name), 80), _ratio(item)) for name, item in list(pairs)[:1000])
     return {name: ratio for name, ratio in ratios if ratio is not None}
@@ -226,16 +220,13 @@ def _cleaned(failure: AnyFailure) -> AnyFailure:
     )
 
 
-# What each host of a run did, and each type of GPU: speeds, times of a step, memory, how its ranks ended.
-#
-# nodes = node_summaries(plan, figures, events, run, solo={})
-# efficiency(speed, nodes)                # (0.44, "estimated"): of the sum of what its hosts can do alone
+# Per host and per GPU type: speeds, step times, memory, ends of ranks.
 
 
 def node_summaries(
     plan: LaunchPlan, figures: Figures, events: Events, run: RunFolder, solo: Mapping[str, float]
 ) -> tuple[NodeSummary, ...]:
-    """solo: samples/s that a node did alone, by node, in place of what its profile in the plan says."""
+    """solo: see `analyse`."""
     measured = (
         _node_summary(node, figures, events, solo.get(node.name, node.solo_samples_per_s or None))
         for node in plan.nodes
@@ -244,7 +235,7 @@ def node_summaries(
 
 
 def cluster_speed(figures: Figures) -> float | None:
-    """Samples/s of all measured steps; None where none was measured, or no samples are known."""
+    """Samples/s of all measured steps."""
     return over(sum(rank.samples for rank in figures.ranks.values()), figures.wall_s) or None
 
 
@@ -283,14 +274,14 @@ def _node_summary(node: NodePlan, figures: Figures, events: Events, solo: float 
 
 
 def _own_speed(rank: RankFigures, steps: int) -> float | None:
-    """Samples/s by what is the rank's own of a step: loading, computing and the update, as far as it reports them."""
+    """Samples/s by the rank's own loading, computing and update, as far as reported."""
     if rank.compute_total_ms is None:
         return None
     return over(rank.samples, (rank.compute_total_ms + steps * ((rank.load_ms or 0) + (rank.optim_ms or 0))) / 1000)
 
 
 def _batch_per_rank(node: NodePlan, start: Mapping[str, Any], figures: Figures) -> int | None:
-    """As its first rank reports it, else as `--batch` split it, else a script's mean over the measured steps."""
+    """As reported, else from `--batch`, else a script's mean over the measured steps."""
     reported = count(start, "batch_per_rank")
     if reported is not None:
         return reported
@@ -301,7 +292,7 @@ def _batch_per_rank(node: NodePlan, start: Mapping[str, Any], figures: Figures) 
 
 
 def _as_seen_by_its_host(node: NodeSummary, plan: LaunchPlan, run: RunFolder) -> NodeSummary:
-    """With what its supervisor noted: use and memory of the GPUs, and how every rank ended."""
+    """Adds GPU use, memory and ends of ranks, from its supervisor's files."""
     gpu = read_gpu_use(run.gpu(node.name))
     memory = gpu.memory_bytes if node.peak_memory_bytes is None else node.peak_memory_bytes
     ends = tuple(_rank_ends(run.agent(node.name), plan.node(node.name)))
@@ -310,7 +301,7 @@ def _as_seen_by_its_host(node: NodeSummary, plan: LaunchPlan, run: RunFolder) ->
 
 
 def _rank_ends(agent: Path, node: NodePlan) -> Iterable[RankEnd]:
-    """agent: the supervisor's record, written on the host and not taken on trust."""
+    """agent: the supervisor's record; untrusted."""
     record: Any = None
     with contextlib.suppress(OSError, ValueError, RecursionError), open(agent, "rb") as file:
         record = json.loads(file.read(RECORD_LIMIT))
@@ -327,7 +318,7 @@ def _rank_ends(agent: Path, node: NodePlan) -> Iterable[RankEnd]:
 def efficiency(
     speed: float | None, nodes: tuple[NodeSummary, ...]
 ) -> tuple[float | None, Literal["solo", "estimated"] | None]:
-    """The cluster's speed over the sum of its hosts', and what that sum was made of."""
+    """The cluster's speed over the sum of its hosts' speeds, and the basis of that sum."""
     solo = _sum(node.solo_samples_per_s for node in nodes)
     own = _sum(node.own_samples_per_s for node in nodes)
     parts = solo or own
@@ -357,7 +348,7 @@ def over(count: float, amount: float) -> float | None:
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
-    """The sum; None as soon as one is unknown, or when there are none."""
+    """None without values, or if any is unknown."""
     known = list(values)
     return sum(value for value in known if value is not None) if known and None not in known else None
 
@@ -368,24 +359,23 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return None if total is None else total / len(known)
 
 
-# Settings as the ranks used them, beside what was asked for. Pure.
+# Settings as the ranks used them, and as requested. Pure.
 #
 #     used, asked = settings_used(plan, starts, changes)       # {"num_workers": 2, ...}, {"num_workers": -1}
 #
-# starts: each rank's last `start` event, which holds its settings as they turned out on its host (`auto` is a name by
-# then). changes: the `setting` events that followed it. Nothing in either is taken on trust. Where ranks
-# differ the value is a sentence: `0 on a, 2 on b`.
+# starts: each rank's last `start` event, with its settings as resolved on its host. changes: later `setting` events.
+# Both are untrusted. If ranks differ the value is a sentence: `0 on a, 2 on b`.
 
 NAMED = 4
-"""How many of the hosts with the same value are named."""
+"""Hosts named per value."""
 CHANGES = 100
-"""So many `setting` events of a rank are read."""
+"""`setting` events read per rank."""
 Starts = Mapping[int, Mapping[str, Any]]
 Changes = Mapping[int, Sequence[Mapping[str, Any]]]
 
 
 def settings_used(plan: LaunchPlan, starts: Starts, changes: Changes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All settings of the plan, and of those that turned out otherwise what the plan has."""
+    """All used settings, and the plan's values if different."""
     used = {key: _used(key, value, plan, starts, changes) for key, value in plan.settings.items()}
     return used, {key: value for key, value in plan.settings.items() if used[key] != value}
 
@@ -410,13 +400,11 @@ def _names(names: list[str]) -> str:
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
-# What each stage of a pipeline did in a run: computing, waiting for its neighbours, sending. Pure.
-#
-# stage_summaries(plan, starts, figures)      # (StageSummary(node="v100", compute_ms=180.0, bubble_ms=12.0, ...), ...)
+# Stages of a pipeline: computing, waiting for neighbours, sending. Pure.
 
 
 def stage_summaries(plan: LaunchPlan, starts: TimelineStarts, figures: Figures) -> tuple[StageSummary, ...]:
-    """starts: each rank's last `start`. In the order in which samples pass them, pipeline by pipeline."""
+    """starts: each rank's last `start`. In the order of the samples, pipeline by pipeline."""
     places = read_places(plan, starts)
     node_of = {rank: node.name for node in plan.nodes for rank in node.rank_numbers}
     stages: dict[tuple[int, int], list[int]] = {}
@@ -440,7 +428,7 @@ def stage_summaries(plan: LaunchPlan, starts: TimelineStarts, figures: Figures) 
 
 
 def _name(stage: str, node_of: Mapping[int, str]) -> str:
-    """As the setting `stages` has it, or `rank 1` where all ranks are on one host, which it names by their numbers."""
+    """From the setting `stages`; `rank 1` if all ranks are on one host."""
     return f"rank {stage}" if stage.isdecimal() and stage not in node_of.values() else stage
 
 

@@ -1,11 +1,9 @@
-"""Which samples BatchNorm saw together in a run, from the ranks' `start` events.
+"""The samples that BatchNorm normalised together, from the ranks' `start` events.
 
-    read_batch_norm(starts, plan, rebalances)       BatchNorm(groups=((183, 1), (73, 1)), whole=False)
-    found.words                                     "BatchNorm saw groups of 183 and 73"
+    read_batch_norm(starts, plan, rebalances).words         "BatchNorm saw groups of 183 and 73"
 
-It takes its means over what a rank computes at once: its part of the batch, or one micro-batch of it. So an exact
-update is that of one process that adds up the gradients of these groups; only with sync_bn, or with a single group, is
-it that of one process that sees the whole batch.
+A group is a rank's part of the batch, or a micro-batch. An exact update equals that of one process that adds up the
+gradients of these groups; only with sync_bn or a single group, that of one process with the whole batch.
 """
 
 from __future__ import annotations
@@ -23,26 +21,24 @@ from orchestrator.results.timeline import Place, read_places
 from trainer.shared.shares import scale_shares
 
 NAMED = 6
-"""Sizes of groups that are named one by one."""
+"""Group sizes listed one by one."""
 MOST_KINDS = 1000
-"""The most kinds that are read of one rank."""
+"""Per rank."""
 
 
 class BatchNorm(Record):
-    """BatchNorm in an update with a full batch, as the run began."""
+    """For a full batch, at the beginning of the run."""
 
     groups: tuple[tuple[int, int], ...]
-    """(samples, how many groups of so many), the largest first."""
+    """(samples, number of such groups), largest first."""
     is_synchronised: bool = False
     moved_to: tuple[int, ...] = ()
-    """By rank, the parts of the batch that shares=auto came to in the end; empty where it left them."""
+    """By rank, the final parts with shares=auto; empty if unchanged."""
     under_ddp: tuple[int, ...] = ()
-    """Of a pipeline, whose groups are micro-batches: each rank's part of the batch, were the batch cut in place of the
-    network."""
+    """In a pipeline: the ranks' parts of the batch with ddp instead."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether it saw every sample of an update at once, from the first update to the last."""
         return self.is_synchronised or (sum(times for _, times in self.groups) == 1 and not self.moved_to)
 
     @property
@@ -62,7 +58,6 @@ class BatchNorm(Record):
 
     @property
     def exact_words(self) -> str:
-        """What an exact update is the same as."""
         if self.is_whole:
             return "the update of one process with the whole batch"
         if self.under_ddp:
@@ -73,7 +68,7 @@ class BatchNorm(Record):
 def read_batch_norm(
     starts: Mapping[int, Mapping[str, Any]], plan: LaunchPlan, rebalances: Sequence[Rebalance]
 ) -> BatchNorm | None:
-    """starts: each rank's last `start`. None where the network has no BatchNorm, or a rank does not report it."""
+    """None without BatchNorm, or if a rank does not report it."""
     if places := read_places(plan, starts):
         return _of_micro_batches(starts, plan, places)
     reported = [_groups(starts.get(rank, {})) for node in plan.nodes for rank in node.rank_numbers]
@@ -90,7 +85,7 @@ def read_batch_norm(
 def _of_micro_batches(
     starts: Mapping[int, Mapping[str, Any]], plan: LaunchPlan, places: Mapping[int, Place]
 ) -> BatchNorm | None:
-    """Each micro-batch passes every stage, and a stage may hold no BatchNorm: the one that saw most has seen all."""
+    """A stage may have no BatchNorm; the stage with the most groups saw all micro-batches."""
     stages: dict[int, Counter[int]] = {}
     for rank, place in places.items():
         stages.setdefault(place.stage, Counter()).update(_groups(starts.get(rank, {})) or {})
@@ -102,7 +97,7 @@ def _of_micro_batches(
 
 
 def _parts(plan: LaunchPlan, batch: int) -> tuple[int, ...]:
-    """By rank, in proportion to the hosts' speeds alone where the plan knows all of them, else alike."""
+    """In proportion to the hosts' own speeds if all are known, else equal."""
     speeds = [node.solo_samples_per_s or 0.0 for node in plan.nodes]
     known = all(speed > 1 for speed in speeds)
     wanted = [
@@ -114,7 +109,7 @@ def _parts(plan: LaunchPlan, batch: int) -> tuple[int, ...]:
 
 
 def _groups(start: Mapping[str, Any]) -> Counter[int] | None:
-    """How many groups of each size a rank reports; a rank without samples has none."""
+    """Number of groups by size."""
     rows = start.get("batch_norm_groups")
     if not isinstance(rows, list) or len(rows) > MOST_KINDS:
         return None
@@ -127,7 +122,7 @@ def _groups(start: Mapping[str, Any]) -> Counter[int] | None:
 
 
 def _list(groups: Any) -> str:
-    """`183 and 73`, `4 x 64, 61 and 3`; of many sizes the largest and the smallest."""
+    """`183 and 73`, `4 x 64, 61 and 3`; of many sizes only the largest and the smallest."""
     pairs = sorted(groups, reverse=True)
     if len(pairs) > NAMED:
         return f"{pairs[0][0]} down to {pairs[-1][0]}, {sum(times for _, times in pairs)} in all"
@@ -135,32 +130,29 @@ def _list(groups: Any) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
 
 
-# How a run's batch was split over its ranks in the course of it, from the ranks' `rebalance` events.
-#
-# read_rebalances(events, plan)       (Rebalance(step=7, shares=(45, 19), before=(32, 32), spread=0.83), ...)
+# Changes of the split of the batch over the ranks, from their `rebalance` events.
 
 MOST = 200
-"""The most rebalances of one run that are read and shown."""
 
 Share = Annotated[int, Field(ge=0, lt=1 << 40)]
 
 
 class Rebalance(Record):
-    """From `step` (counted from 0 over the whole run) on, each rank took so many samples of a full batch."""
+    """From `step` (counted from 0) on: each rank's samples of a full batch."""
 
     step: Annotated[int, Field(ge=0, lt=1 << 60)]
     shares: tuple[Share, ...]
     before: tuple[Share, ...]
     spread: Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
-    """The spread of the ranks' compute times before: (max - min) / mean."""
+    """The ranks' compute times before: (max - min) / mean."""
 
 
 def read_rebalances(events: Events, plan: LaunchPlan) -> tuple[Rebalance, ...]:
-    """All ranks report the same: the first one that reports any counts. Impossible records are left out."""
+    """From the first rank with any, since all report the same."""
     for node in plan.nodes:
         for rank in node.rank_numbers:
             read = [_read(event, plan.world_size) for event in events.of_rank(rank, "rebalance", MOST)]
-            if rebalances := tuple(one for one in read if one):
+            if rebalances := tuple(found for found in read if found):
                 return rebalances
     return ()
 

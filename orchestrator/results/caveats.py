@@ -1,4 +1,4 @@
-"""What of a run is missing, and what must be read with care: a sentence each, for the summary.
+"""Sentences on missing or doubtful data of a run, for the summary.
 
 missing(plan, events, figures)              "v100: no metrics of rank 1 (it holds no event)."
 warnings(plan, events, figures, nodes)      "a2000: metrics of rank 0: the last line is cut off, left out."
@@ -24,7 +24,7 @@ from trainer.shared.metrics import SCHEMA
 
 
 def left_on_hosts(plan: LaunchPlan, run: RunFolder) -> Iterable[str]:
-    """What `collect` did not take of logs that are too long."""
+    """Parts of long logs that `collect` left on the hosts."""
     for node in plan.nodes:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             for file, size in json.loads(run.left(node.name).read_text()).items():
@@ -32,17 +32,16 @@ def left_on_hosts(plan: LaunchPlan, run: RunFolder) -> Iterable[str]:
 
 
 def left_out(plan: LaunchPlan) -> Iterable[str]:
-    """Hosts that the job was to have, and did without."""
     if plan.hosts and plan.hosts.left_out:
-        each = [f"{one.node} ({one_line(one.reason, 200)})" for one in plan.hosts.left_out]
+        each = [f"{host.node} ({one_line(host.reason, 200)})" for host in plan.hosts.left_out]
         yield f"Left out, by --hosts {plan.hosts.words}: {some(each, 12)}."
 
 
 def tried_before(plan: LaunchPlan) -> Iterable[str]:
-    """The attempts that failed before this one, whose figures are not among these."""
+    """Failed earlier attempts, whose figures are not included."""
     if plan.attempt and plan.attempt.earlier:
-        each = [f"{one.job} ({one_line(one.why, 200)})" for one in plan.attempt.earlier]
-        yield f"This is attempt {plan.attempt.words}, and its figures are of it alone; failed before: {some(each, 12)}."
+        each = [f"{failed.job} ({one_line(failed.why, 200)})" for failed in plan.attempt.earlier]
+        yield f"This is attempt {plan.attempt.words}; its figures exclude the failed attempts before: {some(each, 12)}."
 
 
 def not_finite(job: JobRecord | None) -> Iterable[str]:
@@ -52,7 +51,7 @@ def not_finite(job: JobRecord | None) -> Iterable[str]:
 
 
 def missing(plan: LaunchPlan, events: Events, figures: Figures) -> Iterable[str]:
-    """What should be here and is not: ranks without metrics, ranks without steps."""
+    """Ranks without metrics or steps."""
     if plan.kind == "script" and len(events.absent) == plan.world_size:
         yield (
             "No rank has metrics: no step of an optimiser of torch was seen, nor records in the file that ORCH_METRICS "
@@ -72,13 +71,13 @@ def missing(plan: LaunchPlan, events: Events, figures: Figures) -> Iterable[str]
         )
     if figures.reported and len(figures.reported) < plan.world_size:
         yield (
-            f"{len(figures.reported)} of {plan.world_size} ranks reported steps: the cluster's speed is theirs alone, "
+            f"{len(figures.reported)} of {plan.world_size} ranks reported steps: the cluster's speed is only theirs, "
             "and waits, efficiency and straggler are unknown."
         )
 
 
 def warnings(plan: LaunchPlan, events: Events, figures: Figures, nodes: tuple[NodeSummary, ...]) -> Iterable[str]:
-    """What is here and could not be used, or says less than it seems to."""
+    """Unusable or misleading data."""
     starts = events.starts()
     if times := max(starts.values(), default=1) - 1:
         yield f"The ranks were restarted {_times(times)}; speeds and times are those after the last start."
@@ -90,11 +89,11 @@ def warnings(plan: LaunchPlan, events: Events, figures: Figures, nodes: tuple[No
         schema = start.get("schema")
         if isinstance(schema, (int, float)) and schema > SCHEMA:
             newer = one_line(str(schema), 20)
-            yield f"{node_of[rank]}: rank {rank} writes metrics of schema {newer}; this orch knows {SCHEMA}."
+            yield f"{node_of[rank]}: rank {rank} writes metrics of schema {newer}; this orch reads up to {SCHEMA}."
     if _trained_apart(events):
         yield (
-            "Each rank trained by itself, as far as was seen: none had made a process group of torch by its first "
-            "step. A framework that is not told of the other hosts does so without an error (docs/frameworks.md)."
+            "Each rank trained by itself, as far as can be seen: by its first step no rank had created a process group "
+            "of torch. A framework that is not set up for several hosts does so without an error (docs/frameworks.md)."
         )
     if figures.reported and not figures.steps:
         yield _why_no_figures(figures)
@@ -104,14 +103,14 @@ def warnings(plan: LaunchPlan, events: Events, figures: Figures, nodes: tuple[No
 
 
 def _trained_apart(events: Events) -> bool:
-    """Whether ranks of a script that was watched from outside never met, though there are several."""
+    """Whether the ranks of an observed script never met."""
     starts = events.latest("start").values()
     apart = [bool(start.get("samples_from")) and start.get("backend") is None for start in starts]
     return len(apart) > 1 and all(apart)
 
 
 def _rejected(rejects: Rejects, was_restarted: bool) -> Iterable[str]:
-    """Caveats about the rejected lines of one rank. A rank that was started again repeats steps, which is no fault."""
+    """A restarted rank repeats steps, which is no fault."""
     if rejects.malformed:
         yield f"{counted(rejects.malformed, 'line')} not JSON events, left out."
     if rejects.too_long:
@@ -125,7 +124,6 @@ def _rejected(rejects: Rejects, was_restarted: bool) -> Iterable[str]:
 
 
 def _why_not_valid(node: NodePlan, events: Events) -> str:
-    """In words, by how much its ranks missed their pace."""
     ends = events.latest("end")
     last = [ends.get(rank, {}) for rank in node.rank_numbers]
     if not any(end.get("valid") is False for end in last):
@@ -141,7 +139,7 @@ def _why_no_figures(figures: Figures) -> str:
             f"No step could be measured after the warm-up ({figures.warmup_steps} left out): steps too few, without "
             "times, or never reported by every rank."
         )
-    return "No step could be measured: step lines without times, or none that every rank reported."
+    return "No step could be measured: step lines without times, or no step that every rank reported."
 
 
 def _times(count: int) -> str:

@@ -1,12 +1,11 @@
-"""Collected runs side by side: how fast each was, what chance alone could have moved, and what differs between them.
+"""Comparison of collected runs: speeds with confidence intervals, and the differences between the runs. Needs no host.
 
     comparison = compare([RunFolder(Path("runs/a")), RunFolder(Path("runs/b"))])
     comparison.runs[1].of_first         Interval(value=3.9, low=3.8, high=4.0): 3.9 times as fast as the first
     comparison.runs[1].verdict          "3.90 times as fast as A (3.80 to 4.00)"
 
-Needs no host. A run is known by a letter, in the order in which they were named; the first one is what the others are
-measured against. Intervals come from the steps within each run (`curves`): what changes from one run to the next,
-and not during one, they cannot know, so a difference of less than LEAST is none.
+The first run is the reference. Intervals come from the steps within a run (`curves`), so they miss variation between
+runs; differences below LEAST are reported as "no difference".
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from orchestrator.units import format_bandwidth
 
 LETTERS = string.ascii_uppercase
 LEAST = 0.02
-"""Runs of the same thing differ by this much where nothing is wrong: clocks, caches, where threads are put."""
+"""Repeated runs differ by this much: clocks, caches, placement of threads."""
 ABSENT = "-"
 
 
@@ -41,24 +40,24 @@ class ComparedRun(Record):
     hosts: tuple[str, ...]
     samples_per_s: float | None = None
     speed: Interval | None = None
-    """The same with its interval; None where there are too few steps."""
+    """samples_per_s with its interval; None with too few steps."""
     of_first: Interval | None = None
-    """Its speed over the first run's."""
+    """Relative to the first run."""
     of_combined: float | None = None
-    """Its speed over the sum of what its hosts do alone, 0..1."""
+    """Relative to the sum of its hosts' own speeds, 0..1."""
     valid: bool = True
-    """Whether every paced host kept its pace."""
+    """Every paced host kept its pace."""
     not_finite: NotFinite | None = None
     accuracy: float | None = None
     seconds_to: float | None = None
-    """Until the accuracy that all runs came to; see `Comparison.common_accuracy`."""
+    """Until `Comparison.common_accuracy`."""
     steps: int = 0
     total_s: float | None = None
     curves: Curves = Field(default_factory=Curves)
 
     @property
     def verdict(self) -> str:
-        """Beside the first run, in words."""
+        """Compared to the first run."""
         found = self.of_first
         if found is None:
             return f"not compared: it takes {LEAST_STEPS} measured steps in both"
@@ -69,22 +68,22 @@ class ComparedRun(Record):
 
 
 class Difference(Record):
-    """What is not the same in all runs: a setting, a host, a version."""
+    """A setting, host or version that differs between runs."""
 
     what: str
     values: tuple[str, ...]
-    """One a run, in their order."""
+    """By run."""
 
 
 class Comparison(Record):
     schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
     runs: tuple[ComparedRun, ...]
     common_accuracy: float | None = None
-    """The highest that every run came to, 0..1; None where one has no evaluation."""
+    """The highest accuracy that every run reached, 0..1; None if a run has no evaluation."""
     differences: tuple[Difference, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """With each run's verdict in words."""
+        """With each run's verdict."""
         document = self.model_dump(mode="json", by_alias=True)
         for run, entry in zip(self.runs, document["runs"], strict=True):
             entry["verdict"] = None if run is self.runs[0] else run.verdict
@@ -92,7 +91,7 @@ class Comparison(Record):
 
 
 def compare(folders: Sequence[RunFolder]) -> Comparison:
-    """Of runs that were analysed, at most 26. Raises OrchError where one cannot be read."""
+    """At most 26 analysed runs. Raises OrchError if one cannot be read."""
     summaries = [Summary.load(folder) for folder in folders]
     steps = [read_steps(folder) for folder in folders]
     common = common_accuracy([summary.curves for summary in summaries])
@@ -127,7 +126,7 @@ def common_accuracy(curves: Sequence[Curves]) -> float | None:
 
 
 def seconds_to(curves: Curves, accuracy: float) -> float | None:
-    """From the first update to the first evaluation that reached it; None where the course is not known."""
+    """From the first update to the first evaluation that reached it; None if unknown."""
     if len(curves.course) < 2:
         return None
     place = placed(curves.course, [moment.seconds for moment in curves.course])
@@ -136,14 +135,14 @@ def seconds_to(curves: Curves, accuracy: float) -> float | None:
 
 
 def differences(summaries: Sequence[Summary]) -> Iterator[Difference]:
-    """Settings first, then hosts, then versions; each that is not the same everywhere."""
+    """Settings, then hosts, then versions."""
     yield from _unlike("", [_as_words(summary.settings) for summary in summaries])
     yield from _unlike("", [_of_run(summary) for summary in summaries])
     names = dict.fromkeys(node.name for summary in summaries for node in summary.nodes)
     nodes = [{node.name: node for node in summary.nodes} for summary in summaries]
     for name in names:
         found = [_of_host(by_name[name]) if name in by_name else {} for by_name in nodes]
-        if all(found):  # else `hosts` says so already
+        if all(found):  # else `hosts` reports it already
             yield from _unlike(f"{name}: ", found)
 
 
@@ -188,12 +187,10 @@ def _of_host(node: NodeSummary) -> dict[str, str]:
     return {key: one_line(str(value), 60) for key, value in known.items() if value is not None}
 
 
-# The figures of a run as plain tables, for a paper's own plots. Pure.
+# Figures of a run as plain tables, for a user's own plots. Pure. Unknown values are None; column names have units.
 #
 #     for name, table in figure_tables(summary).items():
 #         table.columns, table.rows           name: hosts, speeds, loss, evaluations, epochs, shares
-#
-# What is not known is None. Units stand in the names of the columns.
 
 
 @dataclass(frozen=True)
@@ -209,7 +206,7 @@ OF_HOST = (
 
 
 def figure_tables(summary: Summary) -> dict[str, FigureTable]:
-    """Those that have a row."""
+    """Without empty tables."""
     curves = summary.curves
     seconds, samples = _clocks(curves)
     columns = (*OF_HOST[:7], "step_p50_ms", "step_p95_ms", *OF_HOST[7:])
@@ -242,7 +239,7 @@ def _host(node: NodeSummary) -> tuple[Any, ...]:
 
 
 def _clocks(curves: Curves) -> tuple[Place | _Unknown, Place | _Unknown]:
-    """Seconds and samples at a step."""
+    """Functions from step to seconds and samples."""
     if len(curves.course) < 2:
         return _Unknown(), _Unknown()
     seconds, samples = zip(*((moment.seconds, float(moment.samples)) for moment in curves.course), strict=True)
@@ -250,7 +247,7 @@ def _clocks(curves: Curves) -> tuple[Place | _Unknown, Place | _Unknown]:
 
 
 class _Unknown:
-    """The course of a run of which no rank said when its updates were over."""
+    """No rank reported when its updates ended."""
 
     def __call__(self, step: int) -> None:
         return None
@@ -264,7 +261,7 @@ def _speeds(summary: Summary, seconds: Place | _Unknown) -> Iterator[tuple[Any, 
 
 
 def _shares(summary: Summary) -> Iterator[tuple[int, int, int]]:
-    """Each rank's from the beginning, and from each change on."""
+    """Each rank's shares, initial and after each change."""
     changes = summary.rebalances
     begin = [(0, changes[0].before)] if changes else []
     for step, shares in [*begin, *((change.step, change.shares) for change in changes)]:

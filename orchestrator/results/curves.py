@@ -1,9 +1,7 @@
-"""How a run learned: its loss over the updates, and what each epoch and evaluation reported.
+"""Curves of a run: loss, evaluations, epochs, speed over time; and confidence intervals of its speed.
 
-    curves = read_curves(events)             # after `measure`
-    curves.loss[-1].loss, curves.evaluations[-1].accuracy, curves.epochs[-1].seconds
-
-At most POINTS of each are kept. Both tables have to be there: `steps` of `read_events`, `timed` of `measure`.
+curves = read_curves(events)             # after `measure`, which adds the table `timed`
+curves.loss[-1].loss, curves.evaluations[-1].accuracy, curves.epochs[-1].seconds
 """
 
 from __future__ import annotations
@@ -29,63 +27,56 @@ from trainer.shared.metrics import LARGEST
 
 POINTS = 200
 _EVENTS = 100_000
-"""The most events of one name that are read from a rank's file."""
 
 AnyPoint = TypeVar("AnyPoint")
 Place = Callable[[int], float]
-"""Where an update lies among others, by its number: in seconds, in samples, on an axis."""
+"""Maps an update's number to seconds, samples, or a position."""
 
 
 class LossPoint(Record):
-    """The mean over all samples of the updates since the point before, of the ranks that tell their loss."""
+    """Mean over the samples since the point before, of ranks that report a loss."""
 
     step: int
-    """The last of these updates."""
     loss: float
 
 
 class EvaluationPoint(Record):
-    """What the network reached after an update."""
-
     step: int
     accuracy: float | None = None
     """0..1."""
     loss: float | None = None
-    """The mean over the test data. One of both is known."""
+    """At least one of both is known."""
 
 
 class Epoch(Record):
-    """How long an epoch took."""
-
     epoch: int
     seconds: float
-    """The time of its updates, evaluation left out; since the `start` record for an epoch that was resumed."""
+    """Without evaluation; for a resumed epoch since the `start` record."""
     loss: float | None = None
-    """The mean over its samples, of all ranks; summaries of an older orch have none."""
+    """None in summaries of an older orch."""
 
 
 class Moment(Record):
-    """How far the run was when an update was over."""
+    """At the end of an update."""
 
     step: int
     seconds: float
-    """Since its first update began, by the clock of one host; evaluations and checkpoints count."""
+    """Since the first update began, with evaluations and checkpoints."""
     samples: int
-    """All ranks', of this update and all before."""
+    """All ranks' samples so far."""
 
 
 class Curves(Record):
     loss: tuple[LossPoint, ...] = ()
     updates_a_point: int = 1
-    """The most that a point of the loss is the mean of."""
     evaluations: tuple[EvaluationPoint, ...] = ()
     epochs: tuple[Epoch, ...] = ()
     course: tuple[Moment, ...] = ()
-    """Empty where no rank says when its updates were over; summaries of an older orch have none."""
+    """Empty if no rank reports times, or from an older orch."""
 
     @property
     def epoch_words(self) -> str:
-        """How many, and how long each took: the median and the range. There has to be one."""
+        """Needs at least one epoch."""
         seconds = [epoch.seconds for epoch in self.epochs]
         count, median = max(epoch.epoch for epoch in self.epochs) + 1, f"{statistics.median(seconds):.3g} s"
         if len(seconds) == 1:
@@ -94,9 +85,7 @@ class Curves(Record):
 
 
 def read_curves(events: Events) -> Curves:
-    """Every rank reports the same epochs and evaluations: the first rank that has any counts. Of a step that was taken
-    more than once, after a new start, the last one counts.
-    """
+    """All ranks report the same: the first with any counts. After a restart, a step's last report counts."""
     (steps,) = events.connection.execute("SELECT count(DISTINCT step) FROM timed WHERE complete").fetchone()
     rows = events.connection.execute(_LOSS, [max(1, min(POINTS, steps))]).fetchall()
     ends = [step for step, _ in rows]
@@ -111,14 +100,14 @@ def read_curves(events: Events) -> Curves:
 
 _LOSS = """
 WITH whole AS (
-    SELECT step, sum(loss) AS loss, sum(samples) AS samples FROM timed WHERE complete AND tells_loss
+    SELECT step, sum(loss) AS loss, sum(samples) AS samples FROM timed WHERE complete AND has_loss
     GROUP BY step HAVING count(loss) = count(*) AND sum(samples) > 0),
 parts AS (SELECT *, ntile(?) OVER (ORDER BY step) AS part FROM whole)
 SELECT max(step), sum(loss) / sum(samples) FROM parts GROUP BY part ORDER BY part
 """
 
 
-# Hosts' clocks differ: the first rank's alone says when an update was over.
+# Hosts' clocks differ: only the first rank's counts.
 _COURSE = """
 WITH whole AS (SELECT step, sum(samples) AS samples FROM timed WHERE complete GROUP BY step),
 own AS (
@@ -133,7 +122,7 @@ SELECT max(step), max(wall) - any_value(began), max(samples)::BIGINT FROM seen G
 
 
 def _moments(events: Events) -> Iterator[Moment]:
-    """As far as time goes forward in them."""
+    """Stops where time goes backward."""
     seconds_before = 0.0
     for step, seconds, samples in events.connection.execute(_COURSE, [POINTS]).fetchall():
         if seconds_before <= seconds < LARGEST:
@@ -162,13 +151,13 @@ def _first_ranks(events: Events, event: str) -> list[dict[str, object]]:
 
 
 def _thinned(by_number: Sequence[tuple[int, AnyPoint]]) -> tuple[AnyPoint, ...]:
-    """At most POINTS of them, evenly, the last one among them."""
+    """At most POINTS, evenly spaced, including the last."""
     every = -(-len(by_number) // POINTS) or 1
     return tuple(each for _, each in by_number[::-1][::every][::-1])
 
 
 def placed(course: Sequence[Moment], values: Sequence[float]) -> Place:
-    """Between two moments in proportion to the updates; before the first and behind the last, as these."""
+    """Linear between two moments, constant outside."""
     steps = [moment.step for moment in course]
 
     def place(step: int) -> float:
@@ -181,20 +170,19 @@ def placed(course: Sequence[Moment], values: Sequence[float]) -> Place:
     return place
 
 
-# How fast each host was in the course of a run, and what happened meanwhile.
+# Speed of each host over the run, and marks of events.
 #
 #     course = read_speed_course(events)             # after `measure`
 #     course.hosts[0].samples_per_s[-1], course.marks[0].what
 #
-# Over the measured steps, in stretches of equally many. All ranks meet in every step, so a stretch takes as long on
-# each:
-# what its slowest rank takes. Durations alone, as everywhere; clocks of different hosts are not compared.
+# Per stretch of equally many measured steps. All ranks meet in every step, so a stretch takes as long as its slowest
+# rank. Only durations are used, since hosts' clocks differ.
 
 SPEED_POINTS = 100
 STEPS_A_POINT = 4
-"""At least so many: single steps jitter."""
+"""Single steps jitter."""
 MARKS = 50
-"""The most marks of a kind; of more of them the last ones are kept."""
+"""Per kind; the last ones are kept."""
 _READ = 100_000
 Happened = Literal["rebalance", "eval", "checkpoint"]
 KINDS: tuple[Happened, ...] = ("rebalance", "eval", "checkpoint")
@@ -203,20 +191,20 @@ TOGETHER = "all hosts"
 
 class HostCourse(Record):
     name: str
-    """`all hosts` where each sample passes all of them."""
+    """`all hosts` if each sample passes all of them."""
     samples_per_s: tuple[float, ...]
-    """One for each stretch."""
+    """By stretch."""
 
 
 class HappenedAt(Record):
     what: Happened
     step: int
-    """After which update; of a rebalance the first with the new shares."""
+    """The update before; for a rebalance the first with the new shares."""
 
 
 class SpeedCourse(Record):
     steps: tuple[int, ...] = ()
-    """The last step of each stretch."""
+    """The last of each stretch."""
     hosts: tuple[HostCourse, ...] = ()
     marks: tuple[HappenedAt, ...] = ()
 
@@ -239,7 +227,7 @@ def read_speed_course(events: Events) -> SpeedCourse:
 
 
 def _marks(events: Events, last: int) -> Iterator[HappenedAt]:
-    """Every rank reports the same, of checkpoints the first alone: the first rank that has any counts."""
+    """All ranks report the same, checkpoints only the first."""
     for what in KINDS:
         ranks = events.latest(what)
         read = events.of_rank(min(ranks), what, _READ) if ranks else []
@@ -260,29 +248,24 @@ SELECT step, name, 1000 * samples / ms FROM times JOIN work USING (part) ORDER B
 """
 
 
-# How far chance alone could move a run's speed, from its own steps. Pure.
+# Confidence interval of a run's speed, from its own steps. Pure.
 #
-#     speed = Steps((64, 64, ...), (12.1, 11.9, ...))     samples and milliseconds of each step, in their order
+#     speed = Steps((64, 64, ...), (12.1, 11.9, ...))     samples and milliseconds of each step
 #     interval(speed)                                     Interval(value=5310.2, low=5274.9, high=5342.0), samples/s
-#     ratio(speed, other)                                 the second one's speed over the first one's
+#     ratio(speed, other)                                 the second speed over the first
 #
-# Neighbouring steps are alike (a busy minute, a hot GPU), so that steps drawn one by one would promise far too narrow
-# an
-# interval. Whole blocks of neighbours are drawn, around the end as well: the circular block bootstrap (Politis and
-# Romano
-# 1992). A run is cut into few blocks, as many as the method of batch means takes (10 to 30, Schmeiser 1982), so that
-# what
-# comes and goes slowly is inside a block; and into fewer where neighbouring blocks are still alike.
+# Neighbouring steps are alike (a busy minute, a hot GPU), so drawing single steps would give a far too narrow
+# interval. Blocks of neighbours are drawn instead, also around the end: the circular block bootstrap (Politis and
+# Romano 1992). A run is cut into few blocks, as in the method of batch means (10 to 30, Schmeiser 1982), so that slow
+# changes stay inside a block; into fewer if neighbouring blocks are still alike.
 
 BLOCKS = {20: 1.10, 10: 1.22, 5: 1.58}
-"""Into how many a run may be cut, and how much wider its interval is then: n of them vary less than what they were
-drawn from, by the root of (n-1)/n, and have the tails of Student's t, 2.09, 2.26 and 2.78 for 1.96.
+"""Blocks -> widening of the interval: n blocks vary less than their source, by the root of (n-1)/n, and have the tails
+of Student's t, 2.09, 2.26 and 2.78 instead of 1.96.
 """
 LEAST_STEPS = 20
-"""With fewer there is no interval."""
 DRAWN = 1000
 INSIDE = 0.95
-"""An interval holds so much of what was drawn."""
 
 
 class Interval(Record):
@@ -293,7 +276,7 @@ class Interval(Record):
 
 @dataclass(frozen=True)
 class Steps:
-    """samples: of all ranks. ms: by the clock of one rank that met the others in every step."""
+    """samples: of all ranks. ms: of one rank that met the others in every step."""
 
     samples: Sequence[float]
     ms: Sequence[float]
@@ -304,7 +287,7 @@ class Steps:
 
 
 def interval(of: Steps) -> Interval | None:
-    """Samples/s. None where there are too few steps."""
+    """Samples/s. None with too few steps."""
     if len(of.ms) < LEAST_STEPS:
         return None
     blocks = _blocks(of)
@@ -312,7 +295,7 @@ def interval(of: Steps) -> Interval | None:
 
 
 def ratio(first: Steps, second: Steps) -> Interval | None:
-    """The second one's speed over the first one's. None where one has too few steps."""
+    """second / first. None with too few steps."""
     if min(len(first.ms), len(second.ms)) < LEAST_STEPS:
         return None
     blocks = [_blocks(steps) for steps in (first, second)]
@@ -322,7 +305,7 @@ def ratio(first: Steps, second: Steps) -> Interval | None:
 
 
 def _blocks(of: Steps) -> int:
-    """The most blocks of which neighbours are not visibly alike; where they always are, the fewest."""
+    """The most blocks whose neighbours are not visibly alike, else the fewest."""
     for blocks in BLOCKS:
         if _likeness(_speeds(of, blocks)) <= 1 / math.sqrt(blocks):
             return blocks
@@ -330,13 +313,12 @@ def _blocks(of: Steps) -> int:
 
 
 def _speeds(of: Steps, blocks: int) -> list[float]:
-    """Of each block of steps, one after the other."""
     ends = [number * len(of.ms) // blocks for number in range(blocks + 1)]
     return [Steps(of.samples[a:b], of.ms[a:b]).samples_per_s for a, b in itertools.pairwise(ends)]
 
 
 def _likeness(values: Sequence[float]) -> float:
-    """The correlation between neighbours: about 0 where there is none, with a spread of 1/sqrt(n)."""
+    """About 0 if neighbours are independent, with a spread of 1/sqrt(n)."""
     mean = statistics.fmean(values)
     apart = [value - mean for value in values]
     square = sum(each * each for each in apart)
@@ -344,8 +326,8 @@ def _likeness(values: Sequence[float]) -> float:
 
 
 def _drawn(of: Steps, blocks: int, seed: int) -> list[float]:
-    """Speeds of runs that could as well have been: as many blocks, each of them at a place drawn at random."""
-    draw = random.Random(seed)  # noqa: S311 - the same runs have the same interval, whenever they are compared
+    """Speeds of equally plausible runs."""
+    draw = random.Random(seed)  # noqa: S311 - repeatable: the same runs always have the same interval
     count = len(of.ms)
     length = -(-count // blocks)
     samples, ms = (list(accumulate([*values, *values[:length]], initial=0.0)) for values in (of.samples, of.ms))
@@ -364,25 +346,22 @@ def _around(value: float, drawn: Sequence[float], wider: float) -> Interval:
     return Interval(value=value, low=value - wider * max(0.0, value - low), high=value + wider * max(0.0, high - value))
 
 
-# The accuracy at which a run was to end, and when it came to that, from the ranks' `target` event.
+# The target accuracy of a run, and when it was reached, from the ranks' `target` event.
 #
-# read_target(events)     AccuracyTarget(asked=0.99, reached=Reached(accuracy=0.9912, step=3751, ...))
+#     read_target(events)     AccuracyTarget(asked=0.99, reached=Reached(accuracy=0.9912, step=3751, ...))
 
 Ratio = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, lt=1 << 60)]
 
 
 class Reached(Record):
-    """The evaluation that reached it."""
-
     accuracy: Ratio
     step: Count
-    """After this update, counted from 0 over the whole run."""
+    """The update before, from 0."""
     epoch: Count
     samples: Count
-    """Of the whole run, up to then."""
     total_s: Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
-    """Since the start of the process, which may have gone on from a checkpoint."""
+    """Since the start of the process, which may have resumed."""
 
 
 class AccuracyTarget(Record):
@@ -402,7 +381,7 @@ class AccuracyTarget(Record):
 
 
 def read_target(events: Events) -> AccuracyTarget | None:
-    """Every rank reports the same: the first that does counts. None where no target was set."""
+    """None without a target."""
     start = next(iter(events.latest("start").values()), {})
     asked = read_settings(start.get("settings")).target_accuracy
     if not asked or not 0 < asked <= 1:

@@ -1,9 +1,6 @@
-"""What the ranks of a run reported, to be asked: the tables that `tables.read_events` filled, and what was left out.
+"""The events of a run's ranks, in the tables of `tables.read_events`. Imports no duckdb.
 
-    events.latest("end")[0]["total_s"]           each rank's last event of a name, as the rank wrote it
-    events.connection.sql("SELECT rank, count(*) FROM steps GROUP BY rank")
-
-Nothing here needs duckdb until it is used.
+events.latest("end")[0]["total_s"]           each rank's last event of a name
 """
 
 from __future__ import annotations
@@ -18,8 +15,6 @@ from orchestrator.jobs.metric_lines import parse_event
 
 @dataclass(frozen=True)
 class MetricsFile:
-    """Where one rank's metrics lie."""
-
     node: str
     rank: int
     path: Path
@@ -39,19 +34,18 @@ class Rejects:
 @dataclass(frozen=True)
 class Events:
     connection: Any
-    """duckdb.DuckDBPyConnection; closed with the context that gave it."""
+    """duckdb.DuckDBPyConnection; closed with its context."""
     rejects: dict[int, Rejects] = field(default_factory=dict)
     absent: dict[int, str] = field(default_factory=dict)
-    """Rank -> why its file could not be read."""
+    """By rank, why its file could not be read."""
 
     def latest(self, event: str) -> dict[int, dict[str, Any]]:
-        """Each rank's last event of this name."""
         texts = self._latest.get(event, {})
         return {rank: content for rank, text in texts.items() if (content := parse_event(text)) is not None}
 
     @cached_property
     def _latest(self) -> dict[str, dict[int, str]]:
-        """By event and rank, asked for at once: a question takes DuckDB a millisecond, however small the answer."""
+        """Every event in one query: each query takes DuckDB a millisecond, however small the answer."""
         rows = self.connection.execute(
             "SELECT event, rank, arg_max(content, line) FROM others GROUP BY event, rank ORDER BY rank"
         ).fetchall()
@@ -61,7 +55,7 @@ class Events:
         return found
 
     def since_start(self, event: str, limit: int) -> dict[int, list[dict[str, Any]]]:
-        """Each rank's first events of this name after its last start, in their order."""
+        """Each rank's first events of this name after its last start."""
         rows = self.connection.execute(
             "SELECT rank, content FROM others AS o WHERE event = ? AND line >"
             " (SELECT max(line) FROM others AS s WHERE s.rank = o.rank AND s.event = 'start')"
@@ -75,11 +69,10 @@ class Events:
         return found
 
     def starts(self) -> dict[int, int]:
-        """How often each rank was started and took a step: again by torchrun's --max-restarts."""
+        """Starts of each rank that led to a step (torchrun's --max-restarts)."""
         return dict(self.connection.execute("SELECT rank, times FROM starts").fetchall())
 
     def of_rank(self, rank: int, event: str, limit: int) -> list[dict[str, Any]]:
-        """The first events of this name in the rank's file, in their order."""
         rows = self.connection.execute(
             "SELECT content FROM others WHERE rank = ? AND event = ? ORDER BY line LIMIT ?", [rank, event, limit]
         ).fetchall()

@@ -1,16 +1,13 @@
-"""From the ranks' steps to sums: SQL over the tables that `read_events` filled.
-
-Takes open `Events` and the plan, gives `Figures`: a few numbers a rank.
+"""Sums over the ranks' steps, in SQL over the tables of `read_events`.
 
     with read_events(files) as events:
         figures = measure(events, plan)
         write_steps(events, plan, run.steps)
 
-What a rank waited in a step, and what the network alone took, is defined in `jobs.waits`. A measured step is one that
-every reporting rank reported, with its time, after the warm-up; where ranks were started again, after their last start
-(with fewer hosts, steps are other ones). The time of them all is the longest of the ranks' own sums: ranks that meet in
-every step take equally long over many of them, whereas summing each step's slowest rank would count twice what one host
-loses after a step and the others wait for in the next.
+Wait and network time are defined in `jobs/metric_lines`. A step is measured if every reporting rank reported it with
+its time, after the warm-up and the last start (with fewer hosts, steps differ). Their total time is the longest of the
+ranks' sums: ranks that meet in every step take equally long over many, while the sum of each step's slowest rank would
+count twice a delay of one host after a step for which the others wait in the next.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ STRETCHES = 10
 
 @dataclass(frozen=True)
 class RankFigures:
-    """One rank over the measured steps; a mean is None where some of them lack it."""
+    """Over the measured steps; a mean is None if some of them lack the value."""
 
     rank: int
     samples: int
@@ -51,19 +48,19 @@ class RankFigures:
     bubble_before_ms: float | None
     bubble_behind_ms: float | None
     wire_ms: float | None
-    """These three of a pipeline alone."""
+    """Only in a pipeline: these three."""
     compute_spread_ms: float | None
-    """Half of what lies between the quartiles of its compute times."""
+    """Half the distance between the quartiles of its compute times."""
 
 
 @dataclass(frozen=True)
 class Figures:
     reported: frozenset[int]
-    """Ranks with at least one usable step line."""
+    """Ranks with a usable step line."""
     ranks: dict[int, RankFigures]
-    """Empty where no step was measured."""
+    """Empty without measured steps."""
     stretch_wait_ms: dict[int, tuple[float, ...]]
-    """By rank, its mean wait in each of up to STRETCHES stretches of the run, one after the other."""
+    """By rank, the mean wait in each of up to STRETCHES consecutive stretches."""
     steps: int
     warmup_steps: int
     samples_total: int
@@ -72,7 +69,7 @@ class Figures:
 
     @property
     def wall_s(self) -> float:
-        """How long the measured steps took all of them together."""
+        """Duration of all measured steps."""
         return max((rank.total_ms for rank in self.ranks.values()), default=0.0) / 1000
 
     def of(self, node: NodePlan) -> list[RankFigures]:
@@ -80,7 +77,7 @@ class Figures:
 
 
 def measure(events: Events, plan: LaunchPlan) -> Figures:
-    """Adds the table `timed` (wait, sync, measured) to the steps, and sums them up."""
+    """Adds the table `timed` (wait, sync, measured)."""
     query = events.connection.execute
     warmup = _warmup_steps(plan, events)
     query(_TIMED.format(world_size=plan.world_size, warmup=warmup))
@@ -101,18 +98,18 @@ def measure(events: Events, plan: LaunchPlan) -> Figures:
 
 
 def _by_work(events: Events, ranks: Sequence[RankFigures]) -> dict[int, RankFigures]:
-    """A pipeline's samples pass every rank, as those of slices do, and some ranks alone count them: here each rank has
-    contributed as many as its part of the network's work on them is worth.
+    """A pipeline's or tensor group's samples pass every rank, and only some ranks count them: here each rank
+    contributes samples in proportion to its part of the network's work.
     """
     work = {rank: number(start, "work") for rank, start in events.latest("start").items()}
-    parts = [work.get(one.rank) for one in ranks]
-    total = sum(one.samples for one in ranks)
+    parts = [work.get(rank.rank) for rank in ranks]
+    total = sum(rank.samples for rank in ranks)
     shares = [part for part in parts if part is not None and 0 <= part <= 1]
     if len(shares) < len(ranks) or not ranks or not math.isclose(sum(shares), 1, abs_tol=1e-3):
-        return {one.rank: one for one in ranks}
+        return {rank.rank: rank for rank in ranks}
     ends = [round(total * part) for part in accumulate(shares)]
     own = [end - begin for begin, end in zip([0, *ends], [*ends[:-1], total], strict=False)]
-    return {one.rank: replace(one, samples=samples) for one, samples in zip(ranks, own, strict=True)}
+    return {rank.rank: replace(rank, samples=samples) for rank, samples in zip(ranks, own, strict=True)}
 
 
 def _warmup_steps(plan: LaunchPlan, events: Events) -> int:
@@ -123,7 +120,7 @@ def _warmup_steps(plan: LaunchPlan, events: Events) -> int:
 
 
 def _last_epoch_loss(events: Events) -> float | None:
-    """As a rank reports it, which has heard of the others' steps; else the mean over the steps of that epoch."""
+    """As reported (a rank includes the others' steps), else the mean over that epoch's steps."""
     epochs = events.latest("epoch").values()
     if any("loss" in epoch for epoch in epochs):
         return next((loss for epoch in epochs if (loss := number(epoch, "loss")) is not None), None)
@@ -133,7 +130,6 @@ def _last_epoch_loss(events: Events) -> float | None:
 
 
 def _wait_and_sync() -> tuple[str, str]:
-    """SQL over the columns of `together`."""
     exposed, comm, least_comm = (ColumnExpression(name) for name in ("exposed_ms", "comm_ms", "least_comm_ms"))
     bubble = ColumnExpression("bubble_before_ms") + ColumnExpression("bubble_behind_ms")
     among_ranks = wait_and_sync(exposed, comm, least_comm, least=_least)
@@ -201,13 +197,13 @@ SELECT node, quantile_cont(t_ms, 0.5), quantile_cont(t_ms, 0.95) FROM slowest GR
 
 _EPOCHS_LOSS = """
 SELECT CASE WHEN count(loss) = count(*) AND sum(samples) > 0 THEN sum(loss) / sum(samples) END
-FROM timed WHERE complete AND tells_loss AND epoch = ?
+FROM timed WHERE complete AND has_loss AND epoch = ?
 """
 
 _LAST_LOSS = """
-WITH last AS (SELECT max(step) AS step FROM timed WHERE complete AND tells_loss)
+WITH last AS (SELECT max(step) AS step FROM timed WHERE complete AND has_loss)
 SELECT CASE WHEN count(loss) = count(*) AND sum(samples) > 0 THEN sum(loss) / sum(samples) END
-FROM timed JOIN last ON timed.step = last.step WHERE tells_loss
+FROM timed JOIN last ON timed.step = last.step WHERE has_loss
 """
 
 
@@ -227,5 +223,5 @@ def write_steps(events: Events, plan: LaunchPlan, path: Path) -> None:
 
 
 def gpu_label(node: NodePlan) -> str:
-    """What groups hosts by type."""
+    """Groups hosts by type."""
     return one_line(node.gpu) if node.gpu else ("CPU" if node.device == "cpu" else "GPU of unknown type")

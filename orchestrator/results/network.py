@@ -1,11 +1,7 @@
-"""What a run of `--exp collectives` found out about the network.
+"""Network measurements of a run of `--exp collectives`; formulas: `trainer.shared.alpha_beta`.
 
-Takes the ranks' events and the plan, gives the measurements and, for each operation, the line through them:
-
-    collectives = read_collectives(events, plan)
-    collectives.operation("all_reduce").of_declared  # 0.93 of the slowest host's declared bandwidth
-
-Bandwidths and lines are computed again from bytes and times, as `trainer.shared.alpha_beta` defines them.
+collectives = read_collectives(events, plan)
+collectives.operation("all_reduce").of_declared  # 0.93 of the slowest host's declared bandwidth
 """
 
 from __future__ import annotations
@@ -23,7 +19,6 @@ from trainer.shared.alpha_beta import BUS_FACTORS, algorithm_gbps, bus_factor, f
 
 EXPERIMENT = "collectives"
 LIMIT = 10_000
-"""Measurements of one run that are looked at."""
 
 
 def measures_collectives(plan: LaunchPlan) -> bool:
@@ -31,12 +26,12 @@ def measures_collectives(plan: LaunchPlan) -> bool:
 
 
 def unpaced(plan: LaunchPlan) -> LaunchPlan:
-    """A host that stands in for a GPU computes nothing here, and its network is its own."""
+    """Paced hosts compute nothing here, and their network is real."""
     return plan.model_copy(update={"nodes": tuple(node.model_copy(update={"paced": None}) for node in plan.nodes)})
 
 
 def read_collectives(events: Events, plan: LaunchPlan) -> Collectives:
-    """Rank 0's measurements; invalid lines are left out."""
+    """From rank 0."""
     read = (_time(event, plan.world_size) for event in events.of_rank(0, "collective", LIMIT))
     times = tuple(time for time in read if time)
     declared = [node.bandwidth_bps / 1e9 for node in plan.nodes if node.bandwidth_bps]
@@ -52,7 +47,7 @@ def read_collectives(events: Events, plan: LaunchPlan) -> Collectives:
 
 
 def not_measured(found: Collectives) -> Iterable[str]:
-    """A sentence for each operation that was not measured at all sizes."""
+    """A sentence per operation."""
     if not found.times:
         yield "No measurement was recorded."
     names = dict.fromkeys(time.operation for time in found.times)
@@ -90,7 +85,7 @@ def _time(event: Mapping[str, Any], world_size: int) -> CollectiveTime | None:
 
 
 def _operation(times: list[CollectiveTime], plan: LaunchPlan, declared: float | None) -> CollectiveOperation | None:
-    """times: of one operation. None where none of them could be measured."""
+    """times: of one operation."""
     points = {time.bytes: time.time_ms / 1000 for time in times if time.time_ms is not None}
     if not points:
         return None
@@ -110,60 +105,54 @@ def _operation(times: list[CollectiveTime], plan: LaunchPlan, declared: float | 
     )
 
 
-# What was measured of a network, as a summary keeps it: operations by size, the line through them, links one by one.
+# Network measurements as a summary stores them.
 #
 #     found.operation("all_reduce").busbw_gbps
 #     names, gbps = link_matrix(found)            gbps["v100", "a2000"]
-#
-# How they are read from a run's events stands in `network`.
 
 
 class CollectiveTime(Record):
-    """How long one operation took for one size. No time: `error` says why."""
+    """Time of one operation at one size, or `error`."""
 
     operation: str
     bytes: int
-    """The size of the whole array."""
+    """The whole array's."""
     iterations: int = 0
     time_ms: float | None = None
-    """Median of what the slowest rank needed."""
+    """Median of the slowest rank's times."""
     algbw_gbps: float | None = None
     busbw_gbps: float | None = None
     error: Words | None = None
 
 
 class CollectiveOperation(Record):
-    """One operation over all its sizes: what was measured at both ends, and time = alpha + bytes / beta between."""
+    """One operation over all sizes: time = alpha + bytes / beta."""
 
     operation: str
     smallest_bytes: int
     latency_us: float
-    """The latency of the smallest size."""
+    """At the smallest size."""
     largest_bytes: int
     busbw_gbps: float
-    """The bus bandwidth at the largest size."""
+    """At the largest size."""
     of_declared: float | None = None
-    """busbw_gbps as a part of the slowest host's declared bandwidth."""
+    """Relative to the slowest host's declared bandwidth."""
     alpha_us: float | None = None
     beta_gbps: float | None = None
-    """Algorithm bandwidth; None where time does not grow with bytes."""
+    """Algorithm bandwidth; None if time does not grow with bytes."""
     worst_error: float | None = None
-    """The largest distance of a measured time from the line, as a part of that time."""
+    """The largest relative distance of a time from the line."""
 
 
 class LinkSpeed(Record):
-    """From one node to another, by itself."""
-
     source: str
     target: str
     gbps: float
 
 
 class Collectives(Record):
-    """What a run that measures the network found."""
-
     declared_gbps: float | None = None
-    """Bandwidth of the slowest host, as the inventory says; None within one host."""
+    """The slowest host's; None within one host."""
     times: tuple[CollectiveTime, ...] = ()
     operations: tuple[CollectiveOperation, ...] = ()
     links: tuple[LinkSpeed, ...] = ()
@@ -173,22 +162,22 @@ class Collectives(Record):
 
 
 def link_matrix(found: Collectives) -> tuple[list[str], dict[tuple[str, str], float]]:
-    """The nodes, and Gbps from one to another."""
+    """Nodes, and Gbps by (source, target)."""
     names = list(dict.fromkeys(end for link in found.links for end in (link.source, link.target)))
     return names, {(link.source, link.target): link.gbps for link in found.links}
 
 
 class LinksCarried(Record):
-    """What the hosts' links carried when they were measured."""
+    """Measured bandwidth of the hosts' links."""
 
     job: str
-    """That measured them."""
+    """The measuring job."""
     gbps: Mapping[str, tuple[float, float]]
-    """By node: the most that went out to one other node, and that came in from one."""
+    """By node: the most to, and the most from, one other node."""
 
 
 def links_carried(job: str, found: Collectives, nodes: Sequence[str]) -> LinksCarried | None:
-    """Of a run of collectives; None where not every link between these nodes was measured.
+    """None unless every link between these nodes was measured.
 
     >>> links = (LinkSpeed(source="a", target="b", gbps=2.3), LinkSpeed(source="b", target="a", gbps=2.2))
     >>> links_carried("collectives-1", Collectives(links=links), ["a", "b"]).gbps["a"]

@@ -1,4 +1,4 @@
-"""What would have taken less time than a run that is over: its fastest host alone, with the `orch run` line. Pure."""
+"""Faster ways to repeat a finished run, for example on its fastest host, with the `orch run` line. Pure."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from trainer.shared.config import begun_with, names_of
 from trainer.shared.settings import Settings
 
 WORTH = 1.05
-"""What is less than 5 % faster is not worth a word: by so much predictions and measurements may be off."""
+"""Smaller gains are within the error of predictions and measurements."""
 OF_RANKS = names_of(lambda each: each.is_of_ranks)
-"""A single rank takes the experiment's own values of these."""
 
 
 def measured(plan: LaunchPlan, nodes: Sequence[NodeSummary], samples_per_s: float | None) -> tuple[Faster, ...]:
-    """The plan's predictions, with the fastest host alone by what was measured of it in place of what was predicted.
-
-    samples_per_s: of the cluster in this run; None where it is not known. Where a host could not keep its pace nothing
-    that was measured counts, and what was predicted stays.
+    """samples_per_s: of the cluster. Measured speeds of the fastest host replace predictions, unless a host did not
+    keep its pace.
     """
     if samples_per_s is None or len(nodes) < 2:
         return ()
@@ -29,11 +26,11 @@ def measured(plan: LaunchPlan, nodes: Sequence[NodeSummary], samples_per_s: floa
         return plan.faster
     speeds = {node.name: node.solo_samples_per_s or node.own_samples_per_s or 0.0 for node in nodes}
     name = max(speeds, key=lambda each: speeds[each])
-    others = tuple(one for one in plan.faster if len(one.hosts) > 1)
+    others = tuple(each for each in plan.faster if len(each.hosts) > 1)
     if speeds[name] <= WORTH * samples_per_s or not may_leave(plan, (name,)):
         return others
     settings = plan.training and settings_on(plan.training, plan.node(name).ranks, all_hosts=False)
-    if plan.kind == "experiment" and settings is None:  # of another version of orch: no line of ours would be the same
+    if plan.kind == "experiment" and settings is None:  # from another version of orch: our line would differ
         return others
     is_profiled = next(node for node in nodes if node.name == name).solo_samples_per_s is not None
     alone = Faster(
@@ -44,16 +41,16 @@ def measured(plan: LaunchPlan, nodes: Sequence[NodeSummary], samples_per_s: floa
         basis="profiled" if is_profiled else "computed",
         command=run_line(plan, [name], settings),
     )
-    return (*(one for one in others if one.of_time * WORTH < alone.of_time), alone)
+    return (*(each for each in others if each.of_time * WORTH < alone.of_time), alone)
 
 
 def may_leave(plan: LaunchPlan, hosts: Collection[str]) -> bool:
-    """A checkpoint to go on from lies on the master alone."""
+    """The checkpoint to resume from is only on the master."""
     return plan.training is None or not plan.training.resume or plan.master in hosts
 
 
 def settings_on(settings: Settings, ranks: int, *, all_hosts: bool) -> Settings:
-    """These, less what speaks of ranks that are not there."""
+    """Without settings of missing ranks."""
     own = begun_with(settings.exp)
     dropped = OF_RANKS if ranks == 1 else () if all_hosts else ("slow", "shares", "stages")
     return dataclasses.replace(settings, **{name: own[name] for name in dropped})

@@ -1,10 +1,9 @@
-"""What held a host's GPU below the clock that it could have: power, heat, or its hardware. Pure.
+"""Why a host's GPU ran below its possible clock: power, heat, or hardware. Pure. An idle GPU, or one with clocks set by
+its owner, is not slowed.
 
     slowing = Slowing()
-    slowing.add(reading)            # of `straggler`, one after the other
+    slowing.add(reading)            # from `straggler.readings`
     slowing.found().words           "slowed by its power cap of 70 W for 43 % of the run: 1,290 instead of 1,800 MHz"
-
-A GPU that idles, or whose owner set its clocks, is not slowed.
 """
 
 from __future__ import annotations
@@ -16,30 +15,26 @@ from orchestrator.record import Record
 from orchestrator.units import format_percent
 
 BUSY_PERCENT = 20
-"""A GPU that is used less than this does not need its clocks."""
+"""Below it, a GPU does not need its clocks."""
 LEAST_SHARE = 0.05
-"""A part of the run; what lasted less is not mentioned."""
+"""Shorter slowdowns of a run are not mentioned."""
 LEAST_LOSS = 0.03
-"""A part of the clock. A power cap is often reported of a card that hardly notices."""
+"""Cards often report a power cap that hardly matters."""
 
 
 class Slowed(Record):
-    """One GPU that was slowed during the run."""
-
     rank: int
-    """The rank that uses it."""
     by: str
-    """What slowed it."""
+    """The cause."""
     share: float
-    """The part of the readings that found it slowed, 0..1."""
+    """0..1 of its readings."""
     mhz: float | None = None
-    """The median of the SM clock while it was slowed."""
+    """Median SM clock."""
     instead_mhz: float | None = None
-    """The median of the SM clock while it was busy and not slowed."""
+    """Median SM clock while busy and not slowed."""
     most_mhz: float | None = None
-    """The highest SM clock that the card has."""
     limit_watts: float | None = None
-    """The limit, where a power cap slowed it."""
+    """Only for a power cap."""
 
     @property
     def words(self) -> str:
@@ -60,7 +55,7 @@ def is_slowed(slowed_by: int | None) -> bool:
 
 
 class Slowing:
-    """The readings of one host, folded: memory does not grow with the run."""
+    """Memory does not grow with the run."""
 
     def __init__(self) -> None:
         self._gpus: dict[tuple[int, int | None], _Gpu] = {}
@@ -72,7 +67,7 @@ class Slowing:
             )
 
     def found(self) -> Slowed | None:
-        """The GPU that was slowed for the longest part of the run; None where none was for a part that matters."""
+        """The GPU slowed longest; None if it hardly matters."""
         each = [slowed for (rank, _), gpu in self._gpus.items() if (slowed := gpu.slowed(rank))]
         return max(each, key=lambda slowed: slowed.share, default=None)
 
@@ -109,7 +104,7 @@ class _Gpu:
 
 
 def _median(counts: Counter[int]) -> float | None:
-    """The median of the values counted; for an even number of them the upper of the two in the middle."""
+    """For an even number of values the upper middle one."""
     left = counts.total() // 2
     for value in sorted(counts):
         if left < counts[value]:

@@ -1,9 +1,6 @@
-"""Who the others wait for, and what limits a step.
+"""The straggler for which the others wait, the bottleneck of a step, and GPU use.
 
-Takes the plan and the ranks' `Figures`, gives values of the summary:
-
-    find_straggler(plan, figures)   # Straggler(node="a2000", reason="takes 2.5x as long per sample as v100", ...)
-    find_bound(plan, figures)       # Bound(part="wire", node="a2000", share=0.78)
+find_straggler(plan, figures)   # Straggler(node="a2000", reason="takes 2.5x as long per sample as v100", ...)
 """
 
 from __future__ import annotations
@@ -25,19 +22,16 @@ from orchestrator.results.timeline import is_pipeline
 from orchestrator.units import format_figure
 
 NOISE = 0.05
-"""A wait below this part of a step names no straggler."""
+"""Part of a step: shorter waits name no straggler."""
 UNREPEATED = 0.5
-"""The same where a single step was measured, whose noise is unknown."""
+"""For a single measured step, whose noise is unknown."""
 STUDENT = (63.66, 9.92, 5.84, 4.60, 4.03, 3.71, 3.50, 3.36, 3.25)
 """Student's t at 99 %, two-sided, for 1 to 9 degrees of freedom."""
 
 
 def find_straggler(plan: LaunchPlan, figures: Figures) -> Straggler | None:
-    """The host, or on a single host the rank, that the others wait for; None when the wait is lost in the noise.
-
-    It is the one whose rank waits least itself. What counts is how much longer the others wait: hosts that are late by
-    turns all wait, and nobody is to blame. That has to be more than the measurement's own noise (`_is_noise`): of two
-    equal hosts under load one is always the slower by a little.
+    """The host, or on a single host the rank, that waits least. The others have to wait longer than the noise: if hosts
+    are late by turns, all wait, and of two equal hosts one is always slightly slower.
     """
     node_of = {rank: node.name for node in plan.nodes for rank in node.rank_numbers}
     last = _last(plan, figures)
@@ -63,9 +57,9 @@ def find_straggler(plan: LaunchPlan, figures: Figures) -> Straggler | None:
 
 
 def _is_noise(wait_ms: float, figures: Figures, last: int, others: Sequence[int]) -> bool:
-    """Whether so much waiting says nothing of a host: it is small beside a step, smaller than what the host's own
-    compute time varies by from step to step, or not the same over the run. That is judged by batch means (A. M. Law,
-    Simulation Modeling and Analysis): steps that follow each other are alike, stretches of the run less so.
+    """Whether the wait is small, below the spread of the host's compute times, or varies over the run. The last by
+    batch means (A. M. Law, Simulation Modeling and Analysis): neighbouring steps are alike, stretches of the run less
+    so.
     """
     step_ms = figures.ranks[last].total_ms / figures.steps
     if wait_ms < max(NOISE * step_ms, figures.ranks[last].compute_spread_ms or 0.0):
@@ -79,7 +73,7 @@ def _is_noise(wait_ms: float, figures: Figures, last: int, others: Sequence[int]
 
 
 def find_bound(plan: LaunchPlan, figures: Figures) -> Bound | None:
-    """The largest part of a step of the rank that waits least: everybody else's step is as long as its."""
+    """The largest part of a step of the rank that waits least: it determines every rank's step."""
     last = _last(plan, figures)
     if last is None:
         return None
@@ -96,14 +90,14 @@ def find_bound(plan: LaunchPlan, figures: Figures) -> Bound | None:
 
 
 def _last(plan: LaunchPlan, figures: Figures) -> int | None:
-    """The rank that waits least; None where one rank's wait is not known."""
+    """The rank that waits least; None if any wait is unknown."""
     waits = {number: rank.wait_ms for number, rank in figures.ranks.items() if rank.wait_ms is not None}
     return min(waits, key=lambda rank: waits[rank]) if waits and len(waits) == plan.world_size else None
 
 
 def _reason_of_stage(last: RankFigures, others: list[RankFigures], label: str) -> str:
-    """A pipeline's hosts have blocks of their own: the others wait for the one whose blocks take longest. Empty where
-    it is none of these, and everybody waits while the pipeline fills and drains.
+    """The others wait for the stage whose blocks take longest. "" if its blocks are no slower: ranks wait while the
+    pipeline fills and drains.
     """
     compute, other_compute = last.compute_ms or 0.0, _mean(rank.compute_ms for rank in others)
     if compute <= (1 + NOISE) * other_compute:
@@ -130,32 +124,25 @@ def _per_sample_ms(ranks: list[RankFigures]) -> float | None:
 
 
 def _mean(values: Iterable[float | None]) -> float:
-    """The mean of the known values; 0 where none is known."""
+    """0 without known values."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else 0.0
 
 
-# What a host's GPUs were doing while a job ran: read from the gpu.jsonl that its supervisor wrote.
+# GPU use of a host, from the gpu.jsonl of its supervisor.
 #
 #     read_gpu_use(run.gpu("v100"))       # GpuUse(utilisation=93.5, memory_bytes=12884901888, slowed=None)
-#
-# A line that is no reading counts for nothing (`jobs/live_stats.py`).
 
 
 @dataclass(frozen=True)
 class GpuUse:
-    """How one host used its GPUs; None for what no reading shows."""
-
     utilisation: float | None = None
-    """Mean over the GPUs and all readings, 0..100."""
+    """0..100."""
     memory_bytes: int | None = None
-    """The most that one GPU held at a time."""
     slowed: Slowed | None = None
-    """What held the most of them down for a part of the run that matters."""
 
 
 def read_gpu_use(path: Path) -> GpuUse:
-    """A file that is not there is a host of whose GPUs nothing is known."""
     used, known, memory, slowing = 0.0, 0, None, Slowing()
     for reading in readings(path):
         if reading.utilisation is not None:
@@ -167,7 +154,6 @@ def read_gpu_use(path: Path) -> GpuUse:
 
 
 def readings(path: Path) -> Iterator[Reading]:
-    """In the order of the file; none where there is no file."""
     lines = GpuLines()
     with contextlib.suppress(OSError), open(path, "rb") as file:
         for line in whole_lines(file):

@@ -1,14 +1,11 @@
-"""The ranks' metrics files, checked line by line and laid into DuckDB tables.
-
-Takes `nodes/<node>/rank-<r>/metrics.jsonl` of a run folder, gives an open `Events` with two tables:
+"""The ranks' metrics files, checked line by line, in DuckDB tables; and tables as files.
 
     with read_events(files) as events:
         events.connection.sql("SELECT rank, count(*) FROM steps GROUP BY rank")
 
-`steps` has one row per rank and step, the one reported last, and says whether it came after the last start of its rank
-that led to any (`last_start`), and whether it has a loss, be it null for one that is no number (`tells_loss`); `others`
-holds all other events as JSON text. A line belongs to the rank whose file it stands in, whatever it says. Nothing in
-these files is trusted: what cannot be used is counted, not raised.
+`steps`: one row per rank and step, the last reported; `last_start`: after the rank's last start that led to a step;
+`has_loss`: it has a loss, null if invalid. `others`: all other events as JSON text. A line belongs to the rank of its
+file. The files are untrusted: unusable lines are counted, not raised.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ _NOT_JSON = re.compile(rb"(?<=[:,\[\s])(?:NaN|[+-]?Infinity)(?=\s*[,}\]])")
 
 @contextlib.contextmanager
 def read_events(files: Sequence[MetricsFile]) -> Iterator[Events]:
-    """Reads every file within bounded memory: DuckDB spills to a temporary folder beyond 1 GB."""
+    """In bounded memory: DuckDB spills to a temporary folder beyond 1 GB."""
     with tempfile.TemporaryDirectory(prefix="orch-analyse-") as folder:
         config: dict[str, Any] = {"memory_limit": "1GB", "threads": 2, "temp_directory": folder}
         connection = duckdb.connect(":memory:", config=config)
@@ -74,7 +71,7 @@ def _load(events: Events, file: MetricsFile, sieved: Path) -> None:
 
 
 def _sieve(source: IO[bytes], target: IO[bytes], rejects: Rejects) -> None:
-    """Copies what may be JSON: no line over the limit, no bad UTF-8, no half line at the end."""
+    """Copies possible JSON: no long line, no bad UTF-8, no partial last line."""
     for line in whole_lines(source):
         if line is None:
             rejects.too_long += 1
@@ -85,7 +82,7 @@ def _sieve(source: IO[bytes], target: IO[bytes], rejects: Rejects) -> None:
         if not _is_utf8(line):
             rejects.malformed += 1
         elif stripped := line.strip():
-            # json.dumps of Python writes these by default; null is refused where a number must stand.
+            # Python's json.dumps writes these by default; null is refused for a required number.
             if b"NaN" in stripped or b"Infinity" in stripped:
                 stripped = _NOT_JSON.sub(b"null", stripped)
             target.write(stripped + b"\n")
@@ -109,16 +106,16 @@ def _count_repeated(events: Events) -> None:
 
 
 _NUMBERS = EVENT_FIELDS["step"]
-"""What a step line may carry, all of it numbers, in the order in which _READ takes a line apart."""
+"""Fields of a step line, in the order in which _READ extracts them."""
 _KEPT = tuple(event for event in EVENT_FIELDS if event != "step")
-"""Events that are kept as they are."""
+"""Stored unchanged."""
 _PATHS = ", ".join(f"'$.{name}'" for name in _NUMBERS)
-# The JSON text of a string keeps its quotes, so that only a JSON number becomes a number here.
+# The JSON text of a string keeps its quotes, so only a JSON number becomes a number here.
 _CASTS = ", ".join(f"TRY_CAST(texts[{i}] AS DOUBLE) AS {name}" for i, name in enumerate(_NUMBERS, start=1))
 
 
 def _refusals() -> str:
-    """SQL: does a step line hold a number that no rank can have measured?"""
+    """SQL: whether a step line has an impossible number."""
     whole = [f"coalesce({name} <> floor({name}) OR {name} < 0 OR {name} > {LARGEST}, true)" for name in STEP_COUNTS]
     times = [
         f"(texts[{_NUMBERS.index(name) + 1}] IS NOT NULL"
@@ -130,7 +127,7 @@ def _refusals() -> str:
 
 _TABLES = f"""
 CREATE TABLE lines (
-    node VARCHAR, rank INTEGER, line BIGINT, event VARCHAR, refused BOOLEAN, content VARCHAR, tells_loss BOOLEAN,
+    node VARCHAR, rank INTEGER, line BIGINT, event VARCHAR, refused BOOLEAN, content VARCHAR, has_loss BOOLEAN,
     {", ".join(f"{name} DOUBLE" for name in _NUMBERS)});
 CREATE VIEW others AS SELECT rank, line, event, content FROM lines WHERE content IS NOT NULL;
 """  # noqa: S608 - names of our own
@@ -152,7 +149,7 @@ FROM numbers
 _STAGE_TIMES = ", ".join(
     f"CASE WHEN isfinite({name}) AND {name} BETWEEN 0 AND {LARGEST} THEN {name} END AS {name}" for name in STAGE_TIMES
 )
-# A script that writes only the time of day still shows its step's length: the difference on one host's clock.
+# If a script writes only the time of day, the difference on one host's clock is its step time.
 _STEPS = f"""
 CREATE TABLE starts AS
 WITH ends AS (SELECT rank, max(line) AS last_step FROM lines WHERE event = 'step' AND NOT refused GROUP BY rank)
@@ -168,22 +165,19 @@ SELECT node, rank, step::BIGINT AS step, line > coalesce(started, 0) AS last_sta
        samples::BIGINT AS samples,
        coalesce(t_ms, CASE WHEN wall_ms > 0 AND wall_ms < {LARGEST} THEN wall_ms END) AS t_ms,
        load_ms, compute_ms, exposed_ms, coalesce(comm_ms, exposed_ms) AS comm_ms, optim_ms, {_STAGE_TIMES},
-       CASE WHEN isfinite(loss) AND abs(loss) < {LARGEST} THEN loss END AS loss, tells_loss,
+       CASE WHEN isfinite(loss) AND abs(loss) < {LARGEST} THEN loss END AS loss, has_loss,
        CASE WHEN isfinite(wall) THEN wall END AS wall
 FROM walls LEFT JOIN starts USING (rank)
 """  # noqa: S608 - names of our own
 
 
-# Tables as files, Parquet, CSV or JSON Lines, written by DuckDB: whole or not at all.
-#
-# copy_whole(connection, "SELECT * FROM timed", run.steps)
-# convert(Path("loss.csv"), Path("loss.parquet"))
+# Tables as files, Parquet, CSV or JSON Lines, written by DuckDB: complete or not at all.
 
 FORMS = {".parquet": "parquet", ".csv": "csv, HEADER", ".jsonl": "json"}
 
 
 def copy_whole(connection: duckdb.DuckDBPyConnection, query: str, path: Path) -> None:
-    """What the query finds, in the form that the path's suffix names."""
+    """The path's suffix chooses the form."""
     handle, temporary = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=path.suffix, dir=path.parent)
     os.close(handle)
     try:
@@ -202,16 +196,9 @@ def convert(source: Path, target: Path) -> None:
         copy_whole(connection, f"SELECT * FROM {reader}('{quoted}')", target)  # noqa: S608 - a path that is quoted
 
 
-# The steps of a collected run, as `steps.parquet` holds them.
-#
-# steps = read_steps(run)        Steps of the measured ones, in their order
-
-
 def read_steps(run: RunFolder) -> Steps:
-    """Empty where nothing was measured. The clock is that of the rank whose steps took longest together: over many
-    steps all take equally long, see `measure`.
-
-    Raises OrchError where the file is missing or is no such table.
+    """The measured steps in order. Times are of the rank whose steps took longest in total, see `measure`. Raises
+    OrchError if the file is missing or no such table.
     """
     with duckdb.connect() as connection:
         try:

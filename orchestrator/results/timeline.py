@@ -1,11 +1,10 @@
-"""One step of a pipeline on one clock: what each rank computed when, and what travelled between them. Pure.
+"""Timeline of one pipeline step on a common clock: each rank's tasks, and the messages between them. Pure.
 
-    line = read_timeline(plan, events)          # None where there is none
+    line = read_timeline(plan, events)
     line.lanes[0].bars[0]                       # Bar(task="forward", number=0, begin_ms=0.6, end_ms=2.1)
     line.messages[0]                            # Message(source=1, target=0, task="forward", sent_ms=2.0, came_ms=2.4)
 
-The ranks write the marks of one step in many (`tasks` events), each by its own clock; `clocks` puts these beside each
-other by the messages between stages, and by the sums of gradients, which nobody has before all have joined them.
+Ranks record one step in many (`tasks` events), each by its own clock.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from trainer.shared.stages import Pipelines, parse_stages, ranks_of
 
 MOST_RANKS = 64
 MOST_EVENTS = 20
-"""`tasks` events of a rank that are read: there is one for each power of ten."""
+"""Per rank: one per power of ten of steps."""
 FORWARD, BACKWARD = TASKS[:2]
 
 
 class Bar(Record):
-    """number: of the micro-batch, from 0; None for what is done once a step."""
+    """number: of the micro-batch; None for a task once per step."""
 
     task: str
     number: int | None
@@ -40,7 +39,7 @@ class Bar(Record):
 
 
 class Message(Record):
-    """What one rank sent another: the result of a task, for the same task of the other."""
+    """The result of a task, sent for the same task of another rank."""
 
     source: int
     target: int
@@ -51,8 +50,6 @@ class Message(Record):
 
 
 class TimelineLane(Record):
-    """One rank's row."""
-
     rank: int
     node: str
     pipeline: int
@@ -60,7 +57,6 @@ class TimelineLane(Record):
     first_block: int
     last_block: int
     begin_ms: float
-    """When the step began on this rank."""
     bars: tuple[Bar, ...]
 
 
@@ -68,14 +64,14 @@ class Timeline(Record):
     """Milliseconds since the first rank began the step."""
 
     step: int
-    """Of the whole run, from 0."""
+    """From 0."""
     within_ms: float
-    """How far the clocks of two ranks may still be apart."""
+    """Largest clock error."""
     lanes: tuple[TimelineLane, ...]
-    """Stage by stage, in the order in which samples pass them."""
+    """In the order of the samples."""
     messages: tuple[Message, ...]
     left_out: int = 0
-    """Tasks at the end of the step that are not here, since a record holds no more."""
+    """Tasks beyond a record's limit."""
 
 
 Row = tuple[str, int | None, float, float, float | None, float | None]
@@ -83,7 +79,7 @@ Row = tuple[str, int | None, float, float, float | None, float | None]
 
 
 def read_timeline(plan: LaunchPlan, events: Events) -> Timeline | None:
-    """The latest step whose marks all ranks wrote. None where there is none, or their clocks cannot be aligned."""
+    """The latest step recorded by all ranks; None if clocks cannot be aligned."""
     places = read_places(plan, events.latest("start"))
     found = events.since_start("tasks", MOST_EVENTS) if places else {}
     if not 0 < len(places) <= MOST_RANKS or places.keys() != {r for node in plan.nodes for r in node.rank_numbers}:
@@ -99,7 +95,6 @@ def read_timeline(plan: LaunchPlan, events: Events) -> Timeline | None:
 
 
 def write_timeline(line: Timeline | None, path: Path) -> None:
-    """An older one is removed where there is none."""
     if line:
         write_record(path, line)
     else:
@@ -107,7 +102,7 @@ def write_timeline(line: Timeline | None, path: Path) -> None:
 
 
 def load_timeline(path: Path) -> Timeline | None:
-    """None where there is none that can be read: the report goes without it."""
+    """None if unreadable."""
     try:
         return read_record(path, Timeline)
     except (OSError, RecordError, OrchError):
@@ -117,7 +112,7 @@ def load_timeline(path: Path) -> Timeline | None:
 def timeline(
     step: int, places: Mapping[int, Place], rows: Mapping[int, Sequence[Row]], nodes: Mapping[int, str], left_out: int
 ) -> Timeline | None:
-    """rows, nodes: of each rank that has a place."""
+    """rows, nodes: by rank."""
     order = sorted(places, key=lambda rank: (places[rank].pipeline, places[rank].stage, rank))
     pairs = list(_matched(places, rows))
     clocks = align(_bounds(pairs, places, rows), order)
@@ -154,7 +149,7 @@ def _lane(rank: int, place: Place, node: str, rows: Iterable[Row], shift_ms: flo
 
 
 def _matched(places: Mapping[int, Place], rows: Mapping[int, Sequence[Row]]) -> Iterator[Message]:
-    """Sendings and the arrivals that belong to them, each by its own rank's clock."""
+    """Pairs of sending and arrival, each by its own rank's clock."""
     sent = {
         (places[rank].pipeline, places[rank].stage, task, number): (rank, sent_ms)
         for rank in places
@@ -174,11 +169,10 @@ def _matched(places: Mapping[int, Place], rows: Mapping[int, Sequence[Row]]) -> 
 def _bounds(
     messages: Iterable[Message], places: Mapping[int, Place], rows: Mapping[int, Sequence[Row]]
 ) -> Mapping[tuple[int, int], float]:
-    """As `align` takes them."""
     bounds: dict[tuple[int, int], float] = {}
 
     def add(earlier: int, earlier_ms: float, later: int, later_ms: float) -> None:
-        """What the one did comes before what the other did."""
+        """An event of one rank precedes an event of another."""
         key, most_ms = (later, earlier), later_ms - earlier_ms
         bounds[key] = min(bounds.get(key, most_ms), most_ms)
 
@@ -193,7 +187,6 @@ def _bounds(
 
 
 def _rows(event: Mapping[str, Any]) -> Iterator[Row]:
-    """Those that a rank can have written."""
     rows = event.get("tasks")
     for row in rows[:MOST_TASKS] if isinstance(rows, list) else ():
         if not (isinstance(row, list) and len(row) == 6 and row[0] in TASKS):
@@ -209,35 +202,32 @@ def _is_time(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= LARGEST  # NaN is not
 
 
-# Hosts' clocks against each other, from what one of them must have done before another. Pure.
+# Alignment of the hosts' clocks, from the order of events. Pure.
 #
 #     clocks = align({(0, 1): 3.0, (1, 0): -1.0}, ranks=[0, 1])
 #     clocks.offsets_ms[1], clocks.within_ms          # 2.0, 1.0: rank 1's times plus 2 are rank 0's, to within 1 ms
 #
-# Each bound says: the offset of b less that of a is at most so much. A message that a sends at s and b has at r (each
-# by
-# its own clock) cannot have come before it was sent: offset(a) - offset(b) <= r - s. Messages both ways leave an
-# interval
-# between two hosts; its middle supposes that the fastest message took equally long either way, as NTP does (RFC 5905,
-# section 8). Over several hosts the tightest interval is a shortest path (Floyd and Warshall), and the middles of the
-# intervals to one rank break no bound.
+# A bound (a, b): the offset of b exceeds that of a by at most this. A message sent by a at s and received by b at r
+# (each by its own clock) gives offset(a) - offset(b) <= r - s. Messages both ways give an interval; its middle assumes
+# that the fastest message took equally long either way, as NTP does (RFC 5905, section 8). Over several hosts the
+# tightest interval is a shortest path (Floyd and Warshall), and the middles of the intervals to one rank break no
+# bound.
 
 SLACKS_MS = (0.0, 0.1, 1.0, 10.0)
-"""By how much bounds may contradict each other: a GPU's clock and its host's are compared through a call."""
+"""Allowed contradictions: a GPU's clock and its host's are compared through a call."""
 
 
 @dataclass(frozen=True)
 class Clocks:
-    """offsets_ms: what to add to each rank's times. within_ms: how far any of them may be off."""
+    """offsets_ms: to add to each rank's times. within_ms: the largest error."""
 
     offsets_ms: dict[int, float]
     within_ms: float
 
 
 def align(bounds: Mapping[tuple[int, int], float], ranks: Sequence[int]) -> Clocks | None:
-    """bounds: (a, b) -> the most that the offset of b can exceed that of a, ms. The first rank's offset is 0.
-
-    None where some rank is not tied to the first one both ways, or bounds contradict each other.
+    """bounds: (a, b) -> the most by which b's offset exceeds a's, ms. None if a rank is not connected to the first both
+    ways, or bounds contradict each other.
     """
     for slack_ms in SLACKS_MS:
         most = _tightest(bounds, ranks, slack_ms)
@@ -266,18 +256,16 @@ def _middles(most: Mapping[tuple[int, int], float], ranks: Sequence[int]) -> Clo
     return Clocks(offsets, max((most[first, rank] + most[rank, first]) / 2 for rank in ranks))
 
 
-# The stages of a pipeline: which rank held which blocks, and what is said of each stage. Pure.
+# Stages of a pipeline, from the setting `stages` in the ranks' `start` events. Pure.
 #
 #     read_places(plan, starts)           # {0: Place(pipeline=0, stage=0, name="v100", first=0, last=36), ...}
-#
-# Which blocks a rank holds stands in the setting `stages` of its `start` event, as the run resolved it.
 
 Starts = Mapping[int, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's. name: of its stage, as the setting `stages` has it; first, last: its blocks."""
+    """name: the stage's, from the setting `stages`. first, last: its blocks."""
 
     pipeline: int
     stage: int
@@ -287,27 +275,27 @@ class Place:
 
 
 class StageSummary(Record):
-    """One stage. Times are means over its ranks and the measured steps."""
+    """Times are means over its ranks and the measured steps."""
 
     pipeline: int
     stage: int
-    """Its place in the order in which samples pass them, from 0."""
+    """In the order of the samples, from 0."""
     node: str
     name: str
-    """The host, or the rank of it where the host's ranks have stages of their own: `a16:1`, `rank 1`."""
+    """`a16:1`, `rank 1` if a host's ranks have stages of their own."""
     ranks: tuple[int, ...]
     first_block: int
     last_block: int
     work: float | None = None
-    """Its part of the network's work on a batch, 0..1."""
+    """0..1 of the network's work."""
     compute_ms: float | None = None
     bubble_ms: float | None = None
-    """The wait for a neighbour's activations or gradients."""
+    """Waiting for a neighbour."""
     waits_for: str | None = None
-    """The stage that it waited for most, by its name; None where it did not wait."""
+    """The stage's name."""
     waits_for_ms: float | None = None
     wire_ms: float | None = None
-    """With a message of its own on its way out, beside compute."""
+    """With an outgoing message in transfer, next to compute."""
 
     @property
     def blocks(self) -> str:
@@ -319,7 +307,7 @@ def is_pipeline(plan: LaunchPlan) -> bool:
 
 
 def read_places(plan: LaunchPlan, starts: Starts) -> dict[int, Place]:
-    """By rank. Empty outside a pipeline, and where ranks do not say how the network was cut."""
+    """By rank. Empty outside a pipeline, or if not reported."""
     if not is_pipeline(plan):
         return {}
     nodes = [node.name for node in plan.nodes for _ in node.rank_numbers]

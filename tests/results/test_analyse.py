@@ -316,7 +316,7 @@ BAD_LINES = {
     "a comma for a point": (b'{"event":"step","step":11,"samples":1,"t_ms":1,5}\n', "1 line not JSON events"),
     "a list": (b"[1, 2]\n", "1 line not JSON events"),
     "a repeated step": (lines([step(9, 32, 2, 40, 6, 2)]), "1 line with a step number seen before"),
-    "a newer schema": (lines([start(schema=7)]), "schema 7; this orch knows 1"),
+    "a newer schema": (lines([start(schema=7)]), "schema 7; this orch reads up to 1"),
 }
 
 
