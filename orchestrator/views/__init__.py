@@ -1,1 +1,1 @@
-"""What people see: tables, pages, pictures, documents."""
+"""Output for users: tables, pages, charts, JSON documents."""

@@ -1,9 +1,9 @@
-"""Draws a run's charts with matplotlib: as SVG within a page, in the page's colours, or as a file.
+"""Charts of a run, drawn with matplotlib: as SVG inside a page, or as a file. Pure except for the written files.
 
     svg(LineChart("loss", "updates", (ChartLine("training", [(0, 2.3), (100, 0.4)], PALETTE[0]),), from_zero=True))
     draw_throughput(summary, run.chart)         # PNG
 
-matplotlib takes half a second to import, so that each function imports it. Pure but for the files that it writes.
+matplotlib takes half a second to import, so functions import it.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ PALETTE = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#9
 MOST_LINES = len(PALETTE)
 MARKED = "#c8372d"
 INK = "#757d87"
-"""A grey that can be read on a white page and on a dark one: the background is transparent."""
+"""A grey readable on white and dark pages: the background is transparent."""
 _MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*", "<")
 _BARS = (
     ("samples_per_s", "in the cluster", PALETTE[0], ""),
-    ("own_samples_per_s", "own speed (estimate of alone)", PALETTE[1], "//"),
+    ("own_samples_per_s", "own speed (estimated, without other hosts)", PALETTE[1], "//"),
     ("solo_samples_per_s", "measured alone", PALETTE[2], ".."),
 )
-"""Field of a host, its words, its colour, and the hatch that distinguishes it on paper."""
+"""Field of a host, label, colour, and hatch for print."""
 _WIDTH, _HEIGHT = 420, 200
-"""Of a chart within a page, in the units of its SVG; style.css has the size of the text."""
+"""A chart's size in a page, in SVG units; style.css has the text size."""
 
 Points = Sequence[tuple[float, float]]
-"""In the order of x, which is never negative."""
+"""By x, which is never negative."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class ChartLine:
     colour: str
     dots: bool = False
     marked: Sequence[Points] = ()
-    """Stretches of it that stand out."""
+    """Highlighted stretches."""
 
 
 @dataclass(frozen=True)
 class Upright:
-    """Something that happened at one place of the x axis."""
+    """An event at one x."""
 
     name: str
     x: float
@@ -72,21 +72,21 @@ class Upright:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Lines over an x axis that begins at 0; at least one has a point."""
+    """x begins at 0. At least one line has a point."""
 
     title: str
     over: str
-    """What the x axis counts."""
+    """The quantity of the x axis."""
     lines: tuple[ChartLine, ...]
     from_zero: bool = False
-    """Whether the y axis begins at 0, too."""
+    """Whether the y axis begins at 0."""
     percent: bool = False
-    """Whether y values are parts of 1."""
+    """Whether y values are 0..1."""
     uprights: tuple[Upright, ...] = ()
 
     @property
     def key(self) -> dict[str, str]:
-        """Name -> colour, for the words above the drawing. A single line has the title."""
+        """Name -> colour, without a single line."""
         lines = {line.name: line.colour for line in self.lines if line.points and len(self.lines) > 1}
         return lines | {each.name: each.colour for each in self.uprights}
 
@@ -95,7 +95,7 @@ class LineChart:
 
 
 def svg(chart: LineChart) -> Markup:
-    """The drawing as a part of an HTML page: without ids, styles and namespaces that could meet those of the page."""
+    """Part of an HTML page, without ids, styles and namespaces that could conflict with the page's."""
     text = _drawn(partial(line_figure, chart), "svg", fonttype="none").decode()
     body = text[text.index(">", text.index("<svg")) + 1 :]
     body = re.sub(r"<metadata>.*?</metadata>|<defs>.*?</defs>|<!--.*?-->", "", body, flags=re.DOTALL)
@@ -106,7 +106,7 @@ def svg(chart: LineChart) -> Markup:
 
 
 def line_figure(chart: LineChart, title: str = "") -> Any:
-    """For a page, which has title and key in its own text. title: for a file, which has all that within itself."""
+    """title: for a file; a page has title and key in its text."""
     figure, axes = _empty(8.6, 4.2, "constrained") if title else _empty(_WIDTH / 72, _HEIGHT / 72, None)
     for line, marker in zip(chart.lines, itertools.cycle(_MARKERS), strict=False):
         _draw_line(axes, line, marker if title and len(line.points) <= 30 else None)
@@ -147,7 +147,7 @@ def _draw_line(axes: Any, line: ChartLine, marker: str | None) -> None:
 
 
 def _set_axes(axes: Any, chart: LineChart) -> None:
-    """Round marks; the y axis ends with the first and the last of them."""
+    """Round ticks; the y axis spans them."""
     from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
     xs, ys = ([point[axis] for line in chart.lines for point in line.points] for axis in (0, 1))
@@ -170,7 +170,7 @@ def _set_axes(axes: Any, chart: LineChart) -> None:
 
 
 def draw_throughput(summary: Summary, path: Path) -> bool:
-    """Writes the chart and returns True; without a speed to show, removes an older chart and returns False."""
+    """Without a speed to show, removes an older chart and returns False."""
     if not has_speeds(summary):
         path.unlink(missing_ok=True)
         return False
@@ -184,7 +184,7 @@ def has_speeds(summary: Summary) -> bool:
 
 
 def throughput_figure(summary: Summary) -> Any:
-    """Each host's speed in the cluster beside its speed alone; of a run that measured the network, that."""
+    """Hosts' speeds, or network bandwidths."""
     return _figure_of_network(summary) if summary.collectives else _figure_of_hosts(summary)
 
 
@@ -217,7 +217,7 @@ def _figure_of_hosts(summary: Summary) -> Any:
 
 
 def _figure_of_network(summary: Summary) -> Any:
-    """Bus bandwidth over size, a line for each operation; the declared bandwidth is its upper bound."""
+    """Bus bandwidth over size, a line per operation."""
     found = summary.collectives or Collectives()
     figure, axes = _empty(8.6, 5.2, "constrained")
     for index, operation in enumerate(found.operations):
@@ -267,15 +267,15 @@ def _short(text: str) -> str:
 
 
 def save(draw: Callable[[], Any], path: Path) -> None:
-    """Writes the file whole, in the form that its suffix names; equal figures give equal bytes."""
+    """path's suffix chooses the form; equal figures give equal bytes."""
     write_atomic(path, _drawn(draw, path.suffix.removeprefix(".")))
 
 
 def _drawn(draw: Callable[[], Any], form: str, fonttype: str = "path") -> bytes:
-    """fonttype: `none` keeps text as text, `path` needs no font where the file is read."""
+    """fonttype: `none` keeps text, `path` needs no font."""
     content = io.BytesIO()
     with warnings.catch_warnings():
-        # A host's name may be in a script that the font has no glyphs for: boxes are drawn, and that is enough.
+        # A host's name may have characters that the font lacks: boxes are fine.
         warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
         with _plain_settings(fonttype):
             without_date = {"Date": None} if form == "svg" else None
@@ -285,7 +285,7 @@ def _drawn(draw: Callable[[], Any], form: str, fonttype: str = "path") -> bytes:
 
 @contextlib.contextmanager
 def _plain_settings(fonttype: str = "path") -> Iterator[None]:
-    """matplotlib obeys a `matplotlibrc` of the current folder, which may be anybody's; we do not."""
+    """matplotlib reads a `matplotlibrc` of the current folder, which may be untrusted; we ignore it."""
     import matplotlib
 
     with matplotlib.rc_context():
@@ -297,7 +297,6 @@ def _plain_settings(fonttype: str = "path") -> Iterator[None]:
 
 
 def _empty(width_inch: float, height_inch: float, layout: Any) -> tuple[Any, Any]:
-    """A figure with nothing on it, and its axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -307,23 +306,19 @@ def _empty(width_inch: float, height_inch: float, layout: Any) -> tuple[Any, Any
 
 
 def _plain(axes: Any, grid: str = "both") -> None:
-    """No frame, and thin lines behind what is drawn. grid: the axis whose values they mark."""
+    """grid: the axis with grid lines."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=grid, color=INK, alpha=0.25, linewidth=0.8)
     axes.set_axisbelow(True)
 
 
-# A run's figures as files for a paper: each table as CSV, JSON Lines and Parquet, each plot as SVG and PNG.
-# Pure but for these.
-#
-# for path in write_figures(run, summary, Path("figures")): ...
+# Figures of a run as files: tables as CSV, JSON Lines and Parquet, plots as SVG and PNG.
 
 TABLES = ("csv", "jsonl", "parquet")
-"""The forms of a table, by the ends of their files' names."""
 
 
 def write_figures(run: RunFolder, summary: Summary, folder: Path) -> Iterator[Path]:
-    """Each file once it is written, whole. Files of the same names are replaced."""
+    """Yields each written file. Existing files are replaced."""
     make_folder(folder)
     tables = figure_tables(summary)
     for name, table in tables.items():
@@ -345,7 +340,7 @@ def write_figures(run: RunFolder, summary: Summary, folder: Path) -> Iterator[Pa
 
 
 def csv_of(table: FigureTable) -> str:
-    """What is not known is an empty cell."""
+    """Unknown values are empty cells."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(table.columns)
@@ -358,11 +353,11 @@ LINES = (
     ("loss", "loss", "loss", "training loss"),
     ("accuracy", "evaluations", "accuracy", "test accuracy"),
 )
-"""Plot, its table, the column that it draws, and the words on its axis."""
+"""Plot, table, column, axis label."""
 
 
 def plots(summary: Summary, tables: Mapping[str, FigureTable]) -> dict[str, Callable[[], Any]]:
-    """Name -> the function that draws it."""
+    """Functions that draw, by name."""
     found: dict[str, Callable[[], Any]] = {}
     if has_speeds(summary):
         found["throughput"] = partial(throughput_figure, summary)
@@ -379,13 +374,13 @@ def plots(summary: Summary, tables: Mapping[str, FigureTable]) -> dict[str, Call
 
 
 def _along(table: FigureTable) -> str:
-    """Seconds if they are known, else steps."""
+    """Seconds if known, else steps."""
     place = table.columns.index("seconds")
     return "seconds" if all(row[place] is not None for row in table.rows) else "step"
 
 
 def _lines(table: FigureTable, along: str, column: str) -> tuple[ChartLine, ...]:
-    """One for each host, if the table names hosts."""
+    """One per host if the table has hosts."""
     x, y = table.columns.index(along), table.columns.index(column)
     host = table.columns.index("host") if "host" in table.columns else None
     found: dict[str, list[tuple[float, float]]] = {}

@@ -1,8 +1,7 @@
-"""The two streams that a person reads, and the few ways to write on them.
+"""Output to the terminal: messages, tables that fit the screen, and formats of figures.
 
-Results go to standard output, everything else (progress, notices, errors) to standard error; colours only on a
-terminal. Whatever is printed goes through `plain`: hosts have a say in nearly all of it, and nothing of theirs may
-steer the terminal or be taken for markup.
+Results go to standard output, the rest (progress, notices, errors) to standard error; colours only on a terminal. All
+text passes `plain`, so that text from hosts is neither obeyed by the terminal nor taken for markup.
 """
 
 from __future__ import annotations
@@ -31,29 +30,29 @@ if TYPE_CHECKING:
 
 class _Out(Console):
     def on_broken_pipe(self) -> None:
-        """rich would exit with 1 here; `cli` knows that a reader who has left is no error."""
+        """rich would exit with 1 here; for `cli` a reader who left is no error."""
         raise BrokenPipeError
 
 
-if isinstance(sys.stdout, io.TextIOWrapper):  # where an encoding lacks a letter that a host printed, show a `?`
+if isinstance(sys.stdout, io.TextIOWrapper):  # letters that the encoding lacks become `?`
     sys.stdout.reconfigure(errors="replace")
-# A pipe has no width: a table is not to be folded for it.
+# A pipe has no width: do not fold tables for it.
 out = _Out(highlight=False, soft_wrap=True, width=None if sys.stdout and sys.stdout.isatty() else 200)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def plain(text: object, style: str = "") -> Text:
-    """Nothing in it is obeyed by the terminal or taken for markup; line breaks stay."""
+    """Neutralises control sequences and markup; keeps line breaks."""
     return Text(clean_lines(text), style)
 
 
 def put(text: object) -> None:
-    """A line of the result."""
+    """A result line."""
     out.print(plain(text))
 
 
 def say(text: str) -> None:
-    """A line beside the result."""
+    """To standard error."""
     err.print(plain(text))
 
 
@@ -62,7 +61,6 @@ def warn(text: str, to: Console | None = None) -> None:
 
 
 def fail(message: str, remedy: str = "") -> None:
-    """An error: what is wrong, then what to try."""
     for line in message.split("\n"):
         err.print(Text.assemble(("error:", "red"), " ", plain(line)))
     if remedy:
@@ -70,33 +68,33 @@ def fail(message: str, remedy: str = "") -> None:
 
 
 def fail_each(errors: Iterable[OrchError]) -> None:
-    """Each different one once, with the hosts that share it."""
+    """Each distinct error once, with its hosts."""
     for error in together(errors):
         fail(error.message, error.remedy)
 
 
 def print_json(value: Any) -> None:
-    """The one document of `--json`, never coloured or wrapped."""
-    print(json.dumps(value, indent=2))  # and not `write`: there may be no standard output
+    """Never coloured or wrapped."""
+    print(json.dumps(value, indent=2))  # not `write`: standard output may be closed
 
 
 def print_json_line(value: Any) -> None:
-    """One document of a stream of them, at once."""
+    """One document of a stream, flushed."""
     print(json.dumps(value), flush=True)
 
 
 def print_answers(answers: Mapping[str, Any], words: Callable[[Any], str]) -> None:
-    """One line a host with what it answered in words; then the errors."""
+    """A line per host, then the errors."""
     for node, answer in answers.items():
         if not isinstance(answer, Exception):
             put(f"{node}: {words(answer)}")
     fail_each(answer for answer in answers.values() if isinstance(answer, OrchError))
 
 
-# A table that fits the screen: where it is narrow, whole columns go and figures stay whole.
+# Tables that fit the screen: a narrow screen drops whole columns, never cuts figures.
 
 LEAST_TEXT = 24
-"""A column of words is at least this wide, so that it can be read where it is folded."""
+"""Minimum width of a folded text column."""
 LEAST_NAME = 4
 
 
@@ -109,7 +107,7 @@ def print_table(
     left_from: int = 99,
     drop: Sequence[str] = (),
 ) -> None:
-    """right_from, left_from: figures stand at the right, and words after them at the left. drop: as for `table`."""
+    """right_from, left_from: columns between them are right-aligned. drop: see `table`."""
     out.print(table(title, columns, rows, right_from, left_from, drop=drop))
 
 
@@ -123,7 +121,7 @@ def table(
     drop: Sequence[str] = (),
     text: Sequence[str] = (),
 ) -> Table:
-    """drop: columns that a narrow screen does without, the first ones first. text: columns that may be folded."""
+    """drop: columns to drop first on a narrow screen. text: columns that may fold."""
     heading = None if title is None else plain(title)
     made = Table(title=heading, title_justify="left", header_style="bold", box=None, pad_edge=False)
     cells = _cells(rows)
@@ -139,12 +137,12 @@ def table(
 
 
 def has_room(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> bool:
-    """Whether this screen has room for all of these columns."""
+    """Whether the screen is wide enough for all columns."""
     return _kept(columns, _cells(rows), (), ())[1]
 
 
 def _as_one(columns: Sequence[str], rows: Sequence[Sequence[Text]]) -> Sequence[Sequence[Text]]:
-    """If nothing is folded, one row of long cells, which looks the same: rich takes 0.2 ms for the layout of a row."""
+    """Without folding, one row of long cells looks the same; rich takes 0.2 ms per row."""
     if not rows or any("\n" in cell.plain for row in rows for cell in row) or not _kept(columns, rows, (), ())[1]:
         return rows
     return [[Text("\n").join(cells) for cells in zip(*rows, strict=True)]]
@@ -157,7 +155,7 @@ def _cells(rows: Sequence[Sequence[Any]]) -> list[list[Text]]:
 def _kept(
     columns: Sequence[str], rows: Sequence[Sequence[Text]], drop: Sequence[str], text: Sequence[str]
 ) -> tuple[list[int], bool]:
-    """The columns for which this screen has room, and whether it has room for them without folding figures."""
+    """Columns to show, and whether they fit without folding figures."""
     widths = [max(len(name), *(_width(row[index]) for row in rows), 0) for index, name in enumerate(columns)]
     for index, name in enumerate(columns):
         widths[index] = min(widths[index], LEAST_TEXT) if name in text else widths[index]
@@ -176,9 +174,8 @@ def _width(cell: Text) -> int:
     return max(map(cell_len, cell.plain.split("\n")))
 
 
-# How a figure is written for people, the same on every screen and page. Pure but for the clock and its zone.
-#
-# A figure that is not known is a dash in place of a number. `units` has the plain formats that sentences use, too.
+# Formats of figures, the same on screens and pages. Pure except for the clock and its zone. `units` has formats for
+# sentences.
 
 UNKNOWN = "-"
 
@@ -193,7 +190,7 @@ def clock(seconds: float) -> str:
 
 
 def figure(value: float | None) -> str:
-    """A speed or a time, its unit beside it."""
+    """Without unit."""
     return UNKNOWN if value is None else format_figure(value)
 
 
@@ -215,12 +212,11 @@ def age(iso: str | None) -> str | None:
 
 
 def local_second(wall: float | None) -> str:
-    """Local time of seconds since 1970, to the second; a dash where it is not known."""
+    """Seconds since 1970 as local time."""
     return UNKNOWN if wall is None else f"{datetime.fromtimestamp(wall):%Y-%m-%d %H:%M:%S}"
 
 
 def local_minute(iso: str | None) -> str | None:
-    """Local time, to the minute."""
     try:
         return f"{datetime.fromisoformat(iso).astimezone():%Y-%m-%d %H:%M}" if iso else None
     except ValueError:

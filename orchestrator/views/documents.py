@@ -1,6 +1,5 @@
-"""The documents of `--json`, each built in one place. Pure but for the time of day.
-
-What stands in them is read by programs: a key is never renamed, and a figure is never rounded.
+"""The documents of `--json`. Pure except for the time of day. Programs read them: never rename a key or round a
+figure.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from orchestrator.errors import ConnectError, HostError
 from orchestrator.units import format_bandwidth
 from orchestrator.views.console import local_minute
 
-if TYPE_CHECKING:  # `orch jobs` should not load what other documents are about
+if TYPE_CHECKING:  # `orch jobs` should not load the other documents' modules
     from orchestrator.doctor.observations import Observations, Pair
     from orchestrator.doctor.table import Diagnosis, Finding
     from orchestrator.forecast.advice import Advice, Choice, WhatIf
@@ -35,13 +34,13 @@ if TYPE_CHECKING:  # `orch jobs` should not load what other documents are about
     from orchestrator.views.plan_rows import Outlook
 
 MOST_LISTED = 100
-"""A plan lists its hosts and shares where there are at most so many."""
+"""Longer lists of hosts and shares are left out of a plan."""
 MAX_TIME_S = 253402300799.0
-"""The last second that a date has: the year 9999."""
+"""The year 9999, the last that a date can have."""
 
 
 def findings_json(findings: Iterable[Finding]) -> list[dict[str, Any]]:
-    """Of a finding about a way, `where` is its start and its end."""
+    """For a finding about a connection, `where` is its start and end."""
     return [asdict(finding) for finding in findings]
 
 
@@ -50,8 +49,8 @@ def cluster_json(
     silent: Mapping[str, HostError] | None = None,
     on_gpus: Mapping[str, NodeFacts] | None = None,
 ) -> dict[str, Any]:
-    """The document of `orch up --json` and `orch status --json`. silent: as for `print_status`. on_gpus: who is on the
-    GPUs now, of the nodes that said so; None: those that were there when the nodes were probed.
+    """`orch up --json` and `orch status --json`. silent: see `print_status`. on_gpus: current facts of nodes that
+    answered; None: facts of the last probe.
     """
     rows = []
     for node in cluster.nodes:
@@ -89,7 +88,7 @@ def cluster_json(
 
 
 def _occupants(facts: NodeFacts | None) -> list[dict[str, Any]] | None:
-    """Every process on a GPU of the node; None where it is not known."""
+    """Processes on the node's GPUs; None if unknown."""
     if facts is None:
         return None
     return [{"gpu": gpu.index, **occupant.model_dump()} for gpu in facts.gpus for occupant in gpu.occupants]
@@ -108,7 +107,6 @@ def node_status(cluster: Cluster, name: str, silent: Mapping[str, HostError]) ->
 
 
 def clusters_json(current: Current | None, clusters: Sequence[ListedCluster]) -> dict[str, Any]:
-    """`orch clusters --json`."""
     rows = [asdict(cluster) for cluster in clusters]
     return {"schema": 1, "current": asdict(current) if current else None, "clusters": rows}
 
@@ -116,7 +114,7 @@ def clusters_json(current: Current | None, clusters: Sequence[ListedCluster]) ->
 def jobs_json(
     jobs: Sequence[JobRecord], unheard: Mapping[str, Mapping[str, HostError]] | None = None
 ) -> dict[str, Any]:
-    """unheard: by job that may still run, the hosts that gave no answer."""
+    """unheard: by job, hosts without an answer."""
     when = ("started", "ended", "exit_code", "first_failure", "stall", "joined", "not_finite")
     keys = ("id", "name", "note", "state", "exp", "cluster", "nodes", "hosts", "attempt", *when)
     rows = [{key: job.model_dump(mode="json")[key] for key in keys} for job in jobs]
@@ -124,7 +122,7 @@ def jobs_json(
 
 
 def waiting_json(waiting: Mapping[str, Sequence[Rival]]) -> list[dict[str, Any]]:
-    """Queued runs by cluster, in the queue's order. user: the login on the host."""
+    """user: the login on the host."""
     return [
         {"id": run.job, "state": "waiting", "cluster": cluster, "nodes": list(run.nodes), "user": run.user or None}
         | {"place": place, "waited_s": None if run.since_s is None else round(run.since_s, 1)}
@@ -136,17 +134,17 @@ def waiting_json(waiting: Mapping[str, Sequence[Rival]]) -> list[dict[str, Any]]
 def status_json(
     cluster: dict[str, Any], jobs: Sequence[JobRecord], unheard: Mapping[str, Mapping[str, HostError]]
 ) -> dict[str, Any]:
-    """`orch status --json`. cluster: see `cluster_json`."""
+    """cluster: from `cluster_json`."""
     return {"schema": 1, "cluster": cluster, "jobs": jobs_json(jobs, unheard)["jobs"]}
 
 
 def job_json(job: JobRecord) -> dict[str, Any]:
-    """One job alone: `run`, `cancel`."""
+    """For `run` and `cancel`."""
     return {**jobs_json([job])["jobs"][0], "schema": 1}
 
 
 def top_json(job: JobNow) -> dict[str, Any]:
-    """A line of `orch top --json`: shares are parts of 1, times seconds and milliseconds, memory bytes."""
+    """A line of `orch top --json`."""
     return {
         "schema": 1,
         "wall": round(time.time(), 3),
@@ -189,7 +187,7 @@ def _host_document(host: HostNow) -> dict[str, Any]:
 def nodes_json(
     answers: Mapping[str, Any], failed: Mapping[str, Exception], more: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What each host answered, or why it did not. more: what holds for all of them."""
+    """Answers and errors by host. more: common fields."""
     nodes = {name: {"error": str(failed[name])} if name in failed else asdict(answers[name]) for name in answers}
     return {"schema": 1, **(more or {}), "nodes": nodes}
 
@@ -202,7 +200,6 @@ def pulled_json(
     chosen: Mapping[str, Sequence[Output]],
     found: Mapping[str, Pulled | HostError],
 ) -> dict[str, Any]:
-    """`orch pull --json`."""
     from orchestrator.jobs.pull import is_here
 
     nodes: dict[str, Any] = {node: {"error": str(error)} for node, error in errors.items()}
@@ -226,12 +223,12 @@ def pulled_json(
 
 
 def changed(file: Output) -> str:
-    """When it was changed, in ISO 8601."""
+    """ISO 8601."""
     return datetime.fromtimestamp(min(file.mtime_ns / 1e9, MAX_TIME_S), timezone.utc).isoformat(timespec="seconds")
 
 
 def plan_json(found: Outlook) -> dict[str, Any]:
-    """`orch plan --json`. Hosts and shares are listed where there are at most MOST_LISTED."""
+    """`orch plan --json`."""
     from orchestrator.forecast.layers import gradient_bytes
 
     advice, scene = found.advice, found.scene
@@ -308,7 +305,6 @@ def _what_if(change: WhatIf, advice: Advice) -> dict[str, Any]:
 
 
 def doctor_json(cluster: str, found: Diagnosis) -> dict[str, Any]:
-    """`orch doctor --json`."""
     mesh = found.seen.mesh
     return {
         "schema": 1,
@@ -329,12 +325,12 @@ def _way(pair: Pair, seen: Observations) -> dict[str, Any]:
 
 
 def dry_run_json(plan: LaunchPlan, files: Sequence[str]) -> dict[str, Any]:
-    """`orch run --dry-run --json`. plan: masked. files: what is shipped."""
+    """plan: masked. files: shipped ones."""
     return plan.model_dump(mode="json", by_alias=True) | {"files": list(files)}
 
 
 def profile_json(exp: str, batch: int, known: Sequence[RankProfile]) -> dict[str, Any]:
-    """`orch profile --json`. batch: samples, split over the ranks by what was measured."""
+    """batch: samples, split over the ranks by measured speed."""
     from orchestrator.planning.profiles import measured_shares
 
     shares = measured_shares(batch, known)
@@ -354,7 +350,6 @@ def profile_json(exp: str, batch: int, known: Sequence[RankProfile]) -> dict[str
 
 
 def sweep_json(name: str, study: Study, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """`orch sweep --json`."""
     from orchestrator.studies.ledger import within_noise
 
     rows = [
@@ -372,7 +367,7 @@ def sweep_json(name: str, study: Study, outcomes: Sequence[Outcome]) -> dict[str
 
 
 def _measured(study: Study, outcomes: Sequence[Outcome], outcome: Outcome) -> dict[str, Any]:
-    """figures: medians; least, most: the ends of their ranges."""
+    """figures: medians; least, most: their ranges."""
     from orchestrator.studies.ledger import speed_up
 
     assert outcome.done  # noqa: S101 - for the type checker
@@ -387,12 +382,11 @@ def _measured(study: Study, outcomes: Sequence[Outcome], outcome: Outcome) -> di
 
 
 def why_json(job: str, verdict: Verdict, outcomes: Mapping[str, HostLook | HostError]) -> dict[str, Any]:
-    """The document of `orch why --json`."""
-    from orchestrator.jobs.diagnosis import standings_of
+    from orchestrator.jobs.diagnosis import activities_of
 
     ranks = [
-        {"node": one.node, "at": one.at, "moves": one.moves, "place": one.place, **one.look.model_dump(mode="json")}
-        for one in standings_of(outcomes)
+        {"node": rank.node, "at": rank.at, "moves": rank.moves, "place": rank.place} | rank.look.model_dump(mode="json")
+        for rank in activities_of(outcomes)
     ]
     silent = {name: found.message for name, found in outcomes.items() if isinstance(found, HostError)}
     return {"schema": 1, "job": job, "verdict": asdict(verdict), "silent": silent, "ranks": ranks}

@@ -1,4 +1,4 @@
-"""A launch plan in words, as `run --dry-run` prints it, and its notes."""
+"""A launch plan and its notes as text (`run --dry-run`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILES_SHOWN = 40
 
 
 def print_plan(plan: LaunchPlan, files: Sequence[str] = ()) -> None:
-    """The whole plan as text: exactly what would run. files: what it ships; the first FILES_SHOWN are named."""
+    """files: shipped ones; the first FILES_SHOWN are listed."""
     rendezvous = place(plan.master_address, plan.rendezvous_port)
     console.put(f"job {plan.job} on cluster {plan.cluster}: {counted(plan.world_size, 'rank')}")
     console.put(f"master {plan.master}, rendezvous {rendezvous} (static)")
@@ -25,7 +25,7 @@ def print_plan(plan: LaunchPlan, files: Sequence[str] = ()) -> None:
         least, most = plan.hosts.min_hosts, plan.hosts.max_hosts
         console.put(f"hosts {least} to {most} of {some(plan.hosts.candidates, 12)}")
     if plan.attempt:
-        whose = "whatever the cause" if plan.attempt.any_cause else "where the cause is the hosts'"
+        whose = "whatever the cause" if plan.attempt.any_cause else "if the hosts cause the failure"
         console.put(f"attempt {plan.attempt.words}, {whose}")
     if plan.checkpoints:
         master, *copies = plan.checkpoints
@@ -74,24 +74,24 @@ def _print_node(plan: LaunchPlan, node: NodePlan) -> None:
 
 
 def _batch_words(plan: LaunchPlan, node: NodePlan) -> str:
-    """Under tensor shares are of the channels, and every rank has the whole batch."""
+    """With tensor, shares are of channels, and every rank gets the whole batch."""
     if plan.training and plan.training.strategy == "tensor":
         parts = (format_percent(share / sum(plan.shares)) for share in node.shares)
         return f"{sum(plan.shares)} samples a step on every rank, {' + '.join(parts)} of each layer's channels"
     return f"{' + '.join(map(str, node.shares))} samples a step"
 
 
-def warn_notes(plan: LaunchPlan, said: set[str] | None = None) -> None:
-    """said: what an earlier plan of the same command has noted, which is not repeated; this one's notes join it."""
-    said = set() if said is None else said
+def warn_notes(plan: LaunchPlan, shown: set[str] | None = None) -> None:
+    """shown: notes already printed, which are skipped; the plan's notes are added."""
+    shown = set() if shown is None else shown
     for note in plan.notes:
-        if note not in said:
+        if note not in shown:
             console.warn(note)
-        said.add(note)
+        shown.add(note)
 
 
 def warn_faster(found: Iterable[Faster]) -> None:
-    """What would take less time, each with the line to copy."""
+    """Faster alternatives with their command lines."""
     for each in found:
         console.warn(each.words)
         console.err.print(Text.assemble("  ", ("try:", "bold"), " ", console.plain(each.command)))

@@ -1,4 +1,4 @@
-"""A run that is followed: every line of its ranks, and below or between them how it goes."""
+"""Live output of a followed run: every line of its ranks, and its progress."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from orchestrator.views.console import LEAST_NAME, clock, figure, local_second, 
 
 _RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
 Shown = RunProgress | Bars | Silence | Standstill
-"""What stands below the lines until the next of its kind comes."""
+"""Shown below the lines until replaced."""
 PROGRESS_LINE_S = 10.0
 BARS_SHOWN = 8
 
@@ -36,12 +36,12 @@ def print_events(
     *,
     times: bool = False,
 ) -> int:
-    """Every line with its node and rank before it, a colour a rank, and how the run goes below or between them. times:
-    each line begins with when it was printed. Returns how many lines that were.
+    """Prints lines with node and rank, and progress below or between them. times: with the time of printing. Returns
+    the number of lines.
     """
     words, printed = _LineWords(stream, times=times), 0
     board: _LiveTable | _Sentences = _LiveTable(stream) if _is_screen(stream) else _Sentences()
-    # What is printed past a table that stands on the same screen would be torn by its next drawing.
+    # Output that bypasses a table on the same screen would be torn by its next drawing.
     notices = stream if _is_screen(stream) and _is_screen(console.err) else console.err
     try:
         for event in events:
@@ -63,14 +63,14 @@ def print_events(
 
 
 def _print_lines(text: str, stream: Console) -> None:
-    """One segment as it is: laying out each line would cost a flood of them ten times what they cost us."""
+    """A single raw segment: layout of each line would cost ten times as much."""
     if text:
         stream.print(Segments([Segment(text)]), end="")
 
 
 @contextlib.contextmanager
 def _ctrl_c_waits() -> Iterator[None]:
-    """Until what is under way is done."""
+    """Delays a Ctrl-C until the block ends."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -85,8 +85,6 @@ def _ctrl_c_waits() -> Iterator[None]:
 
 
 class _LineWords:
-    """Lines as they are printed, coloured where the stream shows colours."""
-
     def __init__(self, stream: Console, *, times: bool) -> None:
         self._coloured, self._times = stream.color_system is not None and not stream.no_color, times
         self._frames: dict[tuple[str, int, str], tuple[str, str]] = {}
@@ -97,7 +95,6 @@ class _LineWords:
         return f"{local_second(wall):19} {before}{text}{after}" if self._times else f"{before}{text}{after}"
 
     def _frame(self, node: str, rank: int, stream: str) -> tuple[str, str]:
-        """What stands around the text of every line of this stream."""
         prefix, after = _prefix(LogLine(node, rank, stream, "")), "\n"
         if self._coloured:
             colour = Style.parse(_RANK_COLOURS[rank % len(_RANK_COLOURS)])
@@ -109,12 +106,12 @@ class _LineWords:
 
 
 def _is_screen(stream: Console) -> bool:
-    """FORCE_COLOR makes rich take a pipe for a terminal."""
+    """FORCE_COLOR makes rich treat a pipe as a terminal."""
     return stream.is_interactive and stream.file.isatty()
 
 
 class _LiveTable:
-    """Below the lines on a terminal; drawn again with each value, and left standing at the end."""
+    """Below the lines on a terminal; redrawn with each event."""
 
     def __init__(self, stream: Console) -> None:
         self._stream = stream
@@ -122,11 +119,10 @@ class _LiveTable:
         self._shown: dict[type, Shown] = {}
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
-        """Around whatever is drawn: what a Ctrl-C tears would stand on the screen beside the next drawing of it."""
+        """Wraps each drawing, so that a Ctrl-C does not tear it."""
         return _ctrl_c_waits()
 
     def lines_come(self) -> None:
-        """What was said of their silence is over."""
         if self._shown.pop(Silence, None):
             self._draw()
 
@@ -139,7 +135,7 @@ class _LiveTable:
     def close(self) -> None:
         if self._live:
             self._shown = {kind: event for kind, event in self._shown.items() if kind is RunProgress}
-            self._draw()  # what was drawn over and over has come as lines
+            self._draw()  # redrawn lines have come as lines
             self._live.stop()
 
     def _draw(self) -> None:
@@ -151,7 +147,7 @@ class _LiveTable:
                 redirect_stderr=_is_screen(console.err),
             )
             self._live.start()
-        # Laid out here, once: each line that is printed draws the table below it again.
+        # Laid out once: each printed line redraws the table below it.
         parts = Group(
             *(part for kind in (Silence, Standstill, RunProgress, Bars) for part in self._parts(self._shown.get(kind)))
         )
@@ -179,14 +175,14 @@ class _LiveTable:
 
 
 class _Sentences:
-    """Where there is no screen: one line a host and a bar, seldom, and the last word of each host at the end."""
+    """Without a screen: one line per host and progress bar, seldom, and the last state at the end."""
 
     def __init__(self) -> None:
         self._due: float | None = None
         self._latest: dict[type, Shown] = {}
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
-        """A pipe that nobody reads shall not hold a Ctrl-C up."""
+        """A pipe without a reader must not delay a Ctrl-C."""
         return contextlib.nullcontext()
 
     def lines_come(self) -> None:
@@ -206,7 +202,7 @@ class _Sentences:
             self._say()
 
     def close(self) -> None:
-        """What is still being drawn has come as lines."""
+        """Redrawn lines have come as lines."""
         self._latest = {kind: event for kind, event in self._latest.items() if kind is RunProgress}
         self._say()
 
@@ -227,10 +223,10 @@ def _prefix(line: LogLine) -> str:
     return f"[{one_line(line.node)} {line.rank}] "
 
 
-# How a run goes at this moment: as a small table, and in sentences where there is no screen.
+# Progress of a run as a small table, or in sentences without a screen.
 
 STARTING_S = 60.0
-"""So long it is no wonder that nothing is printed: torch is loaded."""
+"""Until then silence is normal: torch is loaded."""
 
 
 def silence_words(silence: Silence) -> str:
@@ -248,14 +244,14 @@ def time_words(progress: RunProgress) -> str:
 
 
 def progress_table(progress: RunProgress, width: int) -> Table:
-    """At most `width` columns wide and one line a host; where it is narrow, names are cut before figures."""
+    """At most `width` columns; names are cut before figures."""
     rows = [*progress.rows, *([progress.together] if progress.together else [])]
     columns, figures = ["step", "samples/s", "loss", "sync", "wait"], [_progress_cells(row) for row in rows]
 
     def taken() -> int:
         return sum(2 + max(map(len, column)) for column in zip(columns, *figures, strict=True))
 
-    for index in (2, 0):  # nobody needs a loss of fifteen digits
+    for index in (2, 0):  # a loss of fifteen digits is useless
         if taken() + LEAST_NAME > width:
             del columns[index]
             figures = [cells[:index] + cells[index + 1 :] for cells in figures]
@@ -274,7 +270,7 @@ def _progress_cells(row: HostRow) -> tuple[str, ...]:
 
 
 def progress_lines(progress: RunProgress) -> list[str]:
-    """A sentence for each host; of a pipeline one more, with the speed and the loss that its hosts have together."""
+    """A sentence per host; for a pipeline another for all hosts together."""
     if not progress.together:
         return [progress_words(row) for row in progress.rows]
     step, speed, loss, *_ = _progress_cells(progress.together)

@@ -1,4 +1,4 @@
-"""The table of a cluster's hosts: `up`, `status`, `node`."""
+"""Tables by host: clusters (`up`, `status`, `node`), profiles, run summaries, network measurements, doctor findings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def print_cluster(cluster: Cluster) -> None:
 
 
 def print_status(cluster: Cluster, silent: Mapping[str, HostError] | None) -> None:
-    """silent: the nodes that do not answer at this moment; None where nobody looked."""
+    """silent: nodes without an answer; None: not asked."""
     nodes = cluster_json(cluster, silent)["nodes"]
     _print_nodes(cluster, [{**node, "probed": age(node["probed"])} for node in nodes], "probed")
     known = {name: problem.as_error(name) for name, problem in cluster.problems.items()}
@@ -39,10 +39,12 @@ def print_status(cluster: Cluster, silent: Mapping[str, HostError] | None) -> No
 
 
 def _print_nodes(cluster: Cluster, nodes: Sequence[Mapping[str, Any]], when: str) -> None:
-    """when: the key of the time that comes last."""
+    """when: key of the last column."""
     columns = ("name", "IP", "id", "note", "GPU", "bandwidth", "image", "torch", "venv", "status", when)
     rows = [[str(node["address" if column == "IP" else column.lower()] or "") for column in columns] for node in nodes]
-    filled = [index for index in range(len(columns)) if any(row[index] for row in rows)]  # a narrow screen has no room
+    filled = [
+        index for index in range(len(columns)) if any(row[index] for row in rows)
+    ]  # a narrow screen has no room for empty columns
     shown = [[row[index] for index in filled] for row in rows]
     drop = ("added", "venv", "note", "image", "id", "bandwidth")
     console.out.print(table(f"cluster {cluster.name}", [columns[index] for index in filled], shown, drop=drop))
@@ -50,7 +52,7 @@ def _print_nodes(cluster: Cluster, nodes: Sequence[Mapping[str, Any]], when: str
         console.out.print(Text.assemble("master: ", console.plain(cluster.master_reason, "bold")))
 
 
-# The table of `orch profile`: how fast each rank is alone, and its part of a batch.
+# The table of `orch profile`: speed of each rank alone, and its part of a batch.
 
 
 def print_profiles(batch: int, known: Sequence[RankProfile]) -> None:
@@ -65,7 +67,7 @@ def titles(batch: int) -> tuple[str, ...]:
 
 
 def cells(batch: int, each: RankProfile, share: int | None) -> tuple[str, ...]:
-    """A line of the table. share: the rank's part of the batch, if it is known."""
+    """share: the rank's part of the batch."""
     (node, local_rank), known = each.rank, each.profile
     return (
         node if known.ranks == 1 else f"{node}:{local_rank}",
@@ -80,7 +82,7 @@ def cells(batch: int, each: RankProfile, share: int | None) -> tuple[str, ...]:
 
 
 def blocks_words(known: Sequence[BlockTimes]) -> str:
-    """What is known of the network's blocks, "" where no rank measured them."""
+    """ "" without measured blocks."""
     if not known:
         return ""
     stretches = min(blocks.stretches for blocks in known)
@@ -90,21 +92,20 @@ def blocks_words(known: Sequence[BlockTimes]) -> str:
     return f"blocks: {known[0].count} measured{in_groups}, fixed {fixed} ms a micro-batch"
 
 
-# The summary of a collected run: its hosts compared, and what that comes to.
+# The summary of a collected run.
 
 COLUMNS = (
     *("node", "GPU", "ranks", "batch/rank", "samples/s", "alone*", "step ms"),
     *("load", "compute", "sync", "wait"),
 )
 DISPENSABLE = ("ranks", "batch/rank", "load", "GPU", "alone*")
-"""What a narrow screen does without, the first ones first."""
+"""Dropped first on a narrow screen."""
 SLOWED_SHOWN = 5
 CLASSES_SHOWN = 20
 STAGE_COLUMNS = ("stage", "held by", "blocks", "work", "compute", "bubble", "wire", "waits for")
 
 
 def print_summary(summary: Summary) -> None:
-    """The comparison of the hosts, and what it comes to."""
     if summary.collectives:
         print_network(summary.collectives)
     else:
@@ -134,14 +135,14 @@ def print_hosts(summary: Summary) -> None:
 
 
 def print_stages(summary: Summary) -> None:
-    """How the network was cut, and where each part's time goes."""
+    """The cut of the network, and times per stage."""
     rows = [_stage_cells(stage, several=summary.stages[-1].pipeline > 0) for stage in summary.stages]
     shown = table("stages, ms a step", STAGE_COLUMNS, rows, right_from=3, left_from=7, drop=("work", "wire"))
     console.out.print(shown)
 
 
 def _stage_cells(stage: StageSummary, *, several: bool) -> tuple[str, ...]:
-    """several: are there other pipelines beside?"""
+    """several: whether there are several pipelines."""
     number = f"{stage.pipeline + 1}.{stage.stage + 1}" if several else str(stage.stage + 1)
     times = (figure(each) for each in (stage.compute_ms, stage.bubble_ms, stage.wire_ms))
     return (number, stage.name, stage.blocks, percent(stage.work), *times, stage.waits_for or "-")
@@ -156,7 +157,7 @@ def _cells(node: NodeSummary) -> tuple[str, ...]:
 
 
 def _print_speed(summary: Summary, *, has_star: bool) -> None:
-    """How fast the whole was. has_star: a footnote says what the hosts alone are judged by."""
+    """has_star: prints the footnote on standalone speeds."""
     whole = f"cluster: {figure(summary.samples_per_s)} samples/s"
     if summary.efficiency is not None:
         whole += f", {percent(summary.efficiency)} of its hosts' combined standalone speed*"
@@ -171,7 +172,7 @@ def _print_speed(summary: Summary, *, has_star: bool) -> None:
 
 
 def _findings(summary: Summary) -> Iterator[str]:
-    """What limited the run, who was waited for, and what it learned."""
+    """Bottleneck, straggler, training results."""
     if summary.prediction and summary.of_prediction:
         yield f"{summary.prediction.words}; measured {percent(summary.of_prediction)} of it"
     if summary.bound:
@@ -195,7 +196,7 @@ def _findings(summary: Summary) -> Iterator[str]:
 
 
 def class_lines(accuracies: Mapping[str, float]) -> list[str]:
-    """In at most 80 columns; of many classes those that did worst."""
+    """At most 80 columns; of many classes the worst."""
     worst = sorted(accuracies, key=lambda name: accuracies[name])[:5]
     shown = list(accuracies) if len(accuracies) <= CLASSES_SHOWN else worst
     head = "  by class, %: " if shown is not worst else f"  worst of {len(accuracies)} classes, %: "
@@ -204,11 +205,11 @@ def class_lines(accuracies: Mapping[str, float]) -> list[str]:
     return [line.replace("\u00a0", " ") for line in wrapped]
 
 
-# What a run of collectives measured: a table of its operations, and one of its links.
+# Results of a run of collectives.
 
 
 def print_network(found: Collectives) -> None:
-    """A line an operation: what a small call costs, how fast a large one is, and the line between."""
+    """A line per operation: times of the smallest and largest size, and the line between."""
     columns = ["operation", "size", "µs", "size", "bus Gbps", "of declared", "alpha µs", "beta Gbps", "off by at most"]
     rows = []
     for each in found.operations:
@@ -223,7 +224,7 @@ def print_network(found: Collectives) -> None:
 
 
 def print_links(names: Sequence[str], gbps: Mapping[tuple[str, str], float]) -> None:
-    """From each host (a line) to each (a column), in as many tables as the screen's width asks for."""
+    """Rows: sources; columns: targets; in as many tables as the screen needs."""
     title: str | None = "Gbps from one host to another, by itself"
     first = max(len("from / to"), *map(len, names))
     for part in _parts(names, max(LEAST_NAME, console.out.width - first)):
@@ -233,7 +234,7 @@ def print_links(names: Sequence[str], gbps: Mapping[tuple[str, str], float]) -> 
 
 
 def _parts(names: Sequence[str], width: int) -> Iterator[list[str]]:
-    """The names cut into runs that stand beside each other on so many columns, two before each; at least one a run."""
+    """Runs of names that fit into `width` columns, with two spaces before each; at least one name per run."""
     part: list[str] = []
     for name in names:
         if part and sum(len(each) + 2 for each in (*part, name)) > width:
@@ -243,7 +244,7 @@ def _parts(names: Sequence[str], width: int) -> Iterator[list[str]]:
     yield part
 
 
-# What `orch doctor` found: each finding with its remedy, a matrix of the hosts' connections, and a summary.
+# Findings of `orch doctor`: a matrix of connections, findings with remedies, and a summary.
 
 MOST_IN_MATRIX = 12
 _STYLES = {"block": "red", "warn": "yellow"}
@@ -260,7 +261,7 @@ def print_diagnosis(found: Diagnosis) -> None:
 
 
 def _print_finding(same: Sequence[Finding]) -> None:
-    """same: findings that differ in their hosts alone."""
+    """same: findings that differ only in their hosts."""
     first = same[0]
     console.out.print(
         Text.assemble(
@@ -280,12 +281,12 @@ def _print_finding(same: Sequence[Finding]) -> None:
 
 def _where(same: Sequence[Finding]) -> str:
     if same[0].is_way:
-        return ", ".join(f"{one.where[0]} -> {one.where[1]}" for one in same)
-    return host_set(list(dict.fromkeys(name for one in same for name in one.where)))
+        return ", ".join(f"{finding.where[0]} -> {finding.where[1]}" for finding in same)
+    return host_set(list(dict.fromkeys(name for finding in same for name in finding.where)))
 
 
 def _together(findings: Sequence[Finding]) -> list[list[Finding]]:
-    """Each sentence once, in the order in which it first came."""
+    """In order of first appearance."""
     found = dict[tuple[str, ...], list[Finding]]()
     for finding in findings:
         key = (finding.id, finding.level, finding.seen, finding.remedy)
@@ -294,8 +295,8 @@ def _together(findings: Sequence[Finding]) -> list[list[Finding]]:
 
 
 def _print_ways(mesh: Mesh) -> None:
-    """A row for each start, a column for each end, with as much in each as the screen has room for; where it has none,
-    the count alone: findings name those that fail.
+    """Rows: starts; columns: ends; as detailed as the screen allows, else only the count: findings name failed
+    connections.
     """
     names = list(dict.fromkeys(pair.start for pair in mesh.pairs))
     ways = {(pair.start, pair.end): pair for pair in mesh.pairs}

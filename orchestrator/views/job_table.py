@@ -1,4 +1,4 @@
-"""Jobs: their table, how one ended, and which of them stand still or are not heard of."""
+"""Tables of jobs, command outputs and diagnoses; warnings on stalled and silent jobs."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from orchestrator.views import console
 from orchestrator.views.console import clock, has_room, local_minute, table
 
 if TYPE_CHECKING:
-    from orchestrator.jobs.diagnosis import Standing
+    from orchestrator.jobs.diagnosis import RankActivity
 
 COLUMNS = ("job", "state", "cluster", "started", "took", "exit", "nodes", "exp", "attempt", "note", "first failure")
 DISPENSABLE = ("note", "attempt", "first failure", "exit", "took", "cluster")
-"""These go on a narrow screen, the first ones first."""
+"""Dropped first on a narrow screen."""
 FOLDED = ("note", "first failure")
 LEAST_WHAT = 24
 STATE_COLOURS = {"succeeded": "green", "failed": "red", "lost": "red", "cancelled": "yellow", "running": "cyan"}
 
 
 def print_jobs(jobs: Sequence[JobRecord]) -> None:
-    """An id is never broken: it is there to be copied. On a narrow screen what runs and where stands below it; other
-    columns for which there is no room are named, and are in `--json`.
+    """Ids are never folded, so that they can be copied. A narrow screen shows `exp` and nodes below the id, and names
+    dropped columns.
     """
     cells = [dict(zip(COLUMNS, _job_cells(job), strict=True)) for job in jobs]
     idle = {"cluster"} if len({job.cluster for job in jobs}) < 2 else set()
@@ -53,7 +53,6 @@ def print_jobs(jobs: Sequence[JobRecord]) -> None:
 
 
 def _with_what(job: JobRecord) -> Text:
-    """Its id, and below it what it runs and where."""
     what, indent = one_line(f"{job.exp} on {', '.join(job.nodes)}"), "  "
     width = max(len(job.id), LEAST_WHAT)
     below = textwrap.wrap(what, width, initial_indent=indent, subsequent_indent=indent, max_lines=3, placeholder=" …")
@@ -61,7 +60,6 @@ def _with_what(job: JobRecord) -> Text:
 
 
 def print_waiting(waiting: Mapping[str, Sequence[Rival]]) -> None:
-    """Queued runs in the queue's order; nothing without any."""
     rows = [
         (
             *(run.job, Text("waiting", style="magenta"), str(place), run.user, cluster),
@@ -106,14 +104,13 @@ def lasted(job: JobRecord) -> str:
 
 
 def warn_stalls(jobs: Iterable[JobRecord]) -> None:
-    """Warns of running jobs whose ranks stand still."""
     for job in jobs:
         if words := alarm_words(job):
             console.warn(f"{job.id}: {words}")
 
 
 def warn_lost_places(jobs: Iterable[str]) -> None:
-    """Warns of runs that waited, and do no more."""
+    """Queued runs that are no longer in the queue."""
     for job in jobs:
         console.warn(
             f"{job} has lost its place in the queue: the `orch run` that waited has ended; nothing of it has run"
@@ -121,16 +118,16 @@ def warn_lost_places(jobs: Iterable[str]) -> None:
 
 
 def warn_unheard(unheard: Mapping[str, Mapping[str, HostError]]) -> None:
-    """Warns of jobs whose state is not what all their hosts say now."""
+    """Jobs with hosts that did not answer."""
     for job, errors in unheard.items():
         names, why = host_set(list(errors)), "; ".join(reasons(errors.values()))
         console.warn(
-            f"{job}: no answer from {names} ({why}); its state is what the others say, else what was last known"
+            f"{job}: no answer from {names} ({why}); its state is as the other hosts report it, else the last known"
         )
 
 
 def print_end(job: JobRecord) -> None:
-    """How a job ended; the failing rank's own code is on the last line."""
+    """The exit code is on the last line."""
     colour = STATE_COLOURS.get(job.state, "default")
     console.err.print(Text.assemble((job.state, colour), " ", console.plain(job.id)))
     if job.not_finite:
@@ -142,15 +139,15 @@ def print_end(job: JobRecord) -> None:
 
 
 def failure_words(failure: FirstFailure) -> str:
-    log = f"\n  its log says: {one_line(failure.log_line)}" if failure.log_line else ""
+    log = f"\n  its log: {one_line(failure.log_line)}" if failure.log_line else ""
     return f"first cause: {one_line(failure.node)}: {one_line(failure.reason)}{log}"
 
 
-# What a command printed on many hosts: each different answer once, under the hosts that gave it.
+# Outputs of a command on many hosts: each distinct output once, with its hosts.
 
 
 def print_ran(found: Mapping[str, Ran], timeout_s: float) -> None:
-    """Standard outputs with their exit codes as the result, standard errors beside it."""
+    """Standard outputs and exit codes as the result, standard errors to standard error."""
     for (text, _, said), names in _folded(found, lambda ran: (ran.stdout, ran.exit_code, bool(ran.stderr))).items():
         nothing = "no standard output" if said else "no output"
         _put(console.out, names, _ended(found[names[0]], timeout_s), text, nothing)
@@ -165,7 +162,7 @@ def print_ran(found: Mapping[str, Ran], timeout_s: float) -> None:
 
 
 def _folded(found: Mapping[str, Ran], key: Callable[[Ran], Any]) -> dict[Any, list[str]]:
-    """By answer the hosts that gave it, in the order in which each answer first came."""
+    """Hosts by answer, in order of first appearance."""
     groups = dict[Any, list[str]]()
     for name, ran in found.items():
         groups.setdefault(key(ran), []).append(name)
@@ -173,21 +170,20 @@ def _folded(found: Mapping[str, Ran], key: Callable[[Ran], Any]) -> dict[Any, li
 
 
 def _ended(ran: Ran, timeout_s: float) -> str:
-    """What is to be said of its exit code."""
     if ran.exit_code is None:
         return f", ended after {timeout_s:g} s"
     return f", exit code {ran.exit_code}" if ran.exit_code else ""
 
 
 def _put(to: Console, names: list[str], what: str, text: str, nothing: str = "") -> None:
-    """nothing: what to say in place of an empty text."""
+    """nothing: replaces an empty text."""
     head = f"{host_set(names)} ({len(names)}){what}:"
     to.print(console.plain(head if text else f"{head} {nothing}", "bold"))
     if text:
-        print(clean_lines(text).removesuffix("\n"), file=to.file)  # the console would make blanks of tabs
+        print(clean_lines(text).removesuffix("\n"), file=to.file)  # the console would turn tabs into blanks
 
 
-# What `orch why` shows: the verdict, then each rank on a line, then all frames where they are wanted.
+# `orch why`: the verdict, a line per rank, and optionally all frames.
 
 WHY_COLUMNS = ("node", "rank", "does", "at", "step", "wrote", "stands")
 DROP = ("wrote", "step", "at")
@@ -201,45 +197,45 @@ def print_why(verdict: Verdict, outcomes: Mapping[str, HostLook | HostError], *,
         console.put(f"  {verdict.place}{f': {verdict.line}' if verdict.line else ''}")
     if verdict.remedy:
         console.out.print(Text.assemble("  ", ("try:", "bold"), " ", console.plain(verdict.remedy)))
-    from orchestrator.jobs.diagnosis import standings_of  # not needed for a list of jobs
+    from orchestrator.jobs.diagnosis import activities_of  # not needed for a list of jobs
 
-    standings = standings_of(outcomes)
-    if standings:
-        rows = [_cells(standing) for standing in standings]
+    ranks = activities_of(outcomes)
+    if ranks:
+        rows = [_cells(rank) for rank in ranks]
         console.out.print(table(None, WHY_COLUMNS, rows, drop=DROP, text=("stands",)))
-    for standing in standings if all_frames else ():
-        host = outcomes[standing.node]
+    for rank in ranks if all_frames else ():
+        host = outcomes[rank.node]
         if isinstance(host, HostLook):
-            _print_frames(host, standing)
+            _print_frames(host, rank)
 
 
-def _cells(one: Standing) -> tuple[Any, ...]:
-    look = one.look
-    if not one.is_live:
+def _cells(rank: RankActivity) -> tuple[Any, ...]:
+    look = rank.look
+    if not rank.is_live:
         how = look.signal or ("" if look.exit_code is None else f"exit code {look.exit_code}")
-        return (one.node, str(one.rank), "has ended" if look.ended else "has not begun", "", "", "", how)
+        return (rank.node, str(rank.rank), "has ended" if look.ended else "has not begun", "", "", "", how)
     step = "" if look.step is None else str(look.step)
     wrote = f"{format_duration(look.quiet_s)} ago"
-    return (one.node, str(one.rank), DOES[look.does], one.at, step, wrote, one.place or _program(look.script))
+    return (rank.node, str(rank.rank), DOES[look.does], rank.at, step, wrote, rank.place or _program(look.script))
 
 
 def _program(process: ProcessLook | None) -> str:
-    """What is known of a process that is no Python of ours."""
+    """For a process without Python frames of ours."""
     if process is None:
         return ""
     return f"({process.name}, state {process.state}{f', {process.wchan}' if process.wchan else ''})"
 
 
-def _print_frames(host: HostLook, one: Standing) -> None:
-    for process in one.look.processes:
-        console.put(f"\n{one.name}, pid {process.pid} {_program(process)}")
+def _print_frames(host: HostLook, rank: RankActivity) -> None:
+    for process in rank.look.processes:
+        console.put(f"\n{rank.name}, pid {process.pid} {_program(process)}")
         for thread in process.threads or ():
             console.put("  main thread" if thread.main else "  another thread")
             for frame in thread.frames:
                 console.put(f"    {_frame(frame, host.src)}")
-    if one.look.more:
-        console.put(f"  and {one.look.more} more processes")
-    for way in one.look.connections:
+    if rank.look.more:
+        console.put(f"  and {rank.look.more} more processes")
+    for way in rank.look.connections:
         waits = f"{way.unsent:,} bytes not confirmed, {way.unread:,} not read, sent again {way.retransmits} times"
         console.put(f"  to {way.to} port {way.port}: {waits}")
 

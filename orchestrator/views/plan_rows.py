@@ -1,8 +1,8 @@
-"""What `orch plan` shows: rows and sentences of an outlook; `documents` has its JSON. Pure.
+"""Rows and sentences of `orch plan`; `documents` has its JSON. Pure.
 
 found = outlook_of(plan, view, chosen=frozenset())
-rows(found)            the best way of each fidelity
-changes(found)         hosts to leave out, what a faster link would bring, ...
+rows(found)            the best strategy of each fidelity
+changes(found)         hosts to leave out, the effect of a faster link, ...
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from trainer.shared.shares import WORDS
 
 TITLES = ("fidelity", "strategy", "shares", "step", "samples/s", "of sum", "network", "limited by")
 FEW_NAMES = 8
-"""More hosts than this are not named one by one."""
+"""Larger numbers of hosts are not listed by name."""
 UNSEEN: dict[str, tuple[object, ...]] = {
     "strategy": (*PREDICTED, "pipeline", "tensor", "auto"),
     "shares": WORDS,
     **{each.name: known for each in fields(Settings) if (known := declared(each).predicted)},
 }
-"""Settings that change how fast a run is and not what is predicted, with the values for which that is right."""
+"""Settings that affect speed but not the prediction, with the values for which the prediction holds."""
 UNSEEN_OF_CATALOGUE: dict[str, tuple[object, ...]] = {"amp": ("none",), **dict.fromkeys(GPU_SETTINGS, ("auto",))}
-"""The same where speeds are estimates; a profile is of its own amp, and of its own settings of the GPU."""
+"""For estimated speeds; a profile includes its own amp and GPU settings."""
 UNSEEN_OF_IMAGINED: dict[str, tuple[object, ...]] = {
     "device": ("auto", "cuda"),
     "backend": ("auto", "nccl"),
@@ -52,7 +52,7 @@ UNSEEN_OF_IMAGINED: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class Outlook:
-    """What is predicted of one workload on one cluster."""
+    """Predictions for one workload on one cluster."""
 
     cluster: str
     """In words."""
@@ -62,27 +62,27 @@ class Outlook:
     basis: tuple[str, ...]
     speeds_from: Mapping[str, str]
     failures: FailureCosts | None = None
-    """Only for hosts that one does not have."""
+    """Only for imagined hosts."""
     pipeline: PipelineChoice | None = None
-    """The fastest, where the settings allow one."""
+    """The fastest, if the settings allow any."""
     pipeline_then: Mapping[str, PipelineChoice] = field(default_factory=dict)
-    """The fastest after each change that the advice looks at, where `pipeline` is the fastest way now."""
+    """By change of the advice, if `pipeline` is the fastest now."""
     faster: tuple[Faster, ...] = ()
-    """Than the settings as they stand."""
+    """Than the current settings."""
     command: str = ""
-    """The `orch run` line of the fastest way that the fidelity allows; empty for hosts that one does not have."""
+    """The `orch run` line of the fastest allowed way; "" for imagined hosts."""
 
     @property
     def samples_per_s(self) -> float:
-        """Of the fastest way that the fidelity allows."""
+        """The fastest allowed way's."""
         best = self.advice.best[self.advice.fidelity].samples_per_s
         return max(best, self.pipeline.samples_per_s if self.pipeline else 0.0)
 
 
 def outlook_of(plan: LaunchPlan, view: ForecastInputs, chosen: Collection[str]) -> Outlook:
-    """chosen: the settings that the person made; a bucket size or a number of local steps among them stays."""
+    """chosen: settings made by the user; their bucket size or local steps stay."""
     unseen = {**UNSEEN, **(UNSEEN_OF_CATALOGUE if view.is_estimate else {})}
-    assert plan.training  # noqa: S101 - for the type checker: there is a view of nothing else
+    assert plan.training  # noqa: S101 - for the type checker: a view always has training
     advice, limits = _advised(view.scene, plan.training, chosen, view.speeds_from, unseen)
     faster = faster_ways(plan, view, chosen)
     return Outlook(
@@ -114,7 +114,7 @@ def imagined_outlook(
         basis=(
             f"speeds: estimates by memory bandwidth ({ERROR})",
             *(f"{gpu.name}: {gpu.gb_per_s:.0f} GB/s, {gpu.memory_gib:.0f} GiB ({_trust(gpu.unsure)})" for gpu in gpus),
-            f"links: {format_bandwidth(bandwidth_bps)} for every host, as you say, times {GOODPUT} of payload",
+            f"links: {format_bandwidth(bandwidth_bps)} for every host, as given, times {GOODPUT} of payload",
             f"{scene.wire.costs.name}: {scene.wire.costs.source}",
             f"failures: one a host every {HOST_DAYS:.0f} days and {RESTART_S:.0f} s to start again, both assumed",
             *limits,
@@ -132,14 +132,14 @@ def _advised(
     speeds_from: Mapping[str, str],
     unseen: Mapping[str, tuple[object, ...]],
 ) -> tuple[Advice, list[str]]:
-    """The advice, and what it does not look at: memory that nobody measured, settings of which it knows nothing."""
+    """The advice and its limits: unmeasured memory, unpredicted settings."""
     advice = advise(scene, allowed(settings), kept(settings, chosen))
     shares = advice.best[advice.fidelity].forecast.shares
     return advice, [*memory_words(scene, shares, speeds_from, settings), *_unseen_words(settings, chosen, unseen)]
 
 
 def _pipelines(scene: Scene, settings: Settings, chosen: Collection[str], advice: Advice) -> dict[str, Any]:
-    """Of an Outlook."""
+    """Fields of an Outlook."""
     found = pipeline_for(scene, settings, chosen)
     then: dict[str, PipelineChoice] = {}
     if found and len(scene.hosts) <= MOST_CUTS and found.samples_per_s > advice.best[advice.fidelity].samples_per_s:
@@ -177,7 +177,7 @@ def headline(found: Outlook) -> tuple[str, ...]:
 
 
 def rows(found: Outlook) -> list[tuple[str, ...]]:
-    """Below TITLES. The fidelity that the settings allow is marked."""
+    """Below TITLES. The allowed fidelity is marked."""
     by_fidelity = {fidelity: [_row(found, found.advice.best[fidelity])] for fidelity in FIDELITIES}
     allowed_rows = by_fidelity[found.advice.fidelity]
     if found.pipeline:
@@ -188,7 +188,7 @@ def rows(found: Outlook) -> list[tuple[str, ...]]:
 
 
 def _tensor(advice: Advice) -> Choice | None:
-    """Layers cut over the ranks, beside the best way, which may be the same."""
+    """The best tensor way, unless it is the best overall."""
     best = advice.best[advice.fidelity]
     ways = (choice for choice in advice.choices if choice.forecast.way.fidelity == advice.fidelity)
     tensor = next((choice for choice in ways if choice.forecast.way.strategy == "tensor"), None)
@@ -239,7 +239,7 @@ def way_words(choice: Choice) -> str:
 
 
 def share_words(choice: Choice) -> str:
-    """`73+183`, or in a word where there are many."""
+    """`73+183`, or a word for many shares."""
     forecast = choice.forecast
     if len(forecast.shares) <= 4:
         return "+".join(map(str, forecast.shares))
@@ -247,7 +247,7 @@ def share_words(choice: Choice) -> str:
 
 
 def changes(found: Outlook) -> Iterator[str]:
-    """Sentences: who is better left out, and what would bring how much."""
+    """Hosts better left out, and the effect of changes."""
     advice = found.advice
     now = found.samples_per_s
     whole = figure(advice.sum_of_parts)
@@ -269,7 +269,7 @@ def changes(found: Outlook) -> Iterator[str]:
 
 
 def endings(found: Outlook) -> Iterator[str]:
-    """What does better than the settings as they stand, each with its line; or theirs, where nothing does."""
+    """Faster alternatives with command lines; else the current one."""
     for each in found.faster:
         yield f"{each.words}:"
         yield f"  {each.command}"
@@ -279,7 +279,7 @@ def endings(found: Outlook) -> Iterator[str]:
 
 
 def _hosts(change: WhatIf, found: Outlook) -> str:
-    """Who stays, or who is left out, whichever is soon said."""
+    """The shorter of the remaining and the left-out hosts."""
     stay, scene = set(change.hosts), found.scene
     if all(host.kind for host in scene.hosts):
         return _imagined_hosts(stay, scene.hosts)
@@ -295,7 +295,7 @@ def _hosts(change: WhatIf, found: Outlook) -> str:
 
 
 def _imagined_hosts(stay: Collection[str], hosts: Sequence[HostSpeed]) -> str:
-    """In groups: their hosts have no names."""
+    """In groups, since imagined hosts have no names."""
     groups = _groups(host for host in hosts if host.name in stay)
     hint = f"(--nodes {shlex.quote(groups)})"
     if len(stay) == 1:
@@ -304,7 +304,7 @@ def _imagined_hosts(stay: Collection[str], hosts: Sequence[HostSpeed]) -> str:
 
 
 def _groups(hosts: Iterable[HostSpeed]) -> str:
-    """As `parse_groups` reads them."""
+    """For `parse_groups`."""
     return ",".join(f"{count}x{kind}" for kind, count in Counter(host.kind for host in hosts).items())
 
 
@@ -328,7 +328,7 @@ def _compared(ratio: float) -> str:
 
 
 def _rings(found: Outlook) -> Iterator[str]:
-    """A flat ring beside one that adds up inside each host first, where hosts have several ranks."""
+    """A flat ring and one inside each host first, if hosts have several ranks."""
     wire = found.scene.wire
     if wire.is_shared:
         size = gradient_bytes(found.scene.job.layers)

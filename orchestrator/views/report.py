@@ -1,11 +1,7 @@
-"""The page that a run ends with: one `report.html` that opens offline, on a phone, in the dark and on paper.
-Pure but for the files that it writes.
+"""A run's report.html: one self-contained page, for offline use, phones, dark mode and paper. Pure except for the
+written files.
 
-Takes a run folder and its `Summary`, writes throughput.png and report.html.
-
-    write_report(run, analyse(run))
-
-The page holds its picture within itself; see `pages`.
+    write_report(run, analyse(run))     # throughput.png, report.html
 """
 
 from __future__ import annotations
@@ -38,20 +34,20 @@ from orchestrator.views.step_timeline import TimelineDrawing, draw_timeline
 from trainer.shared.config import EXPERIMENTS
 
 _EVEN = 0.02
-"""Hosts whose shares lie this close together are called even."""
+"""Shares this close count as even."""
 LOGS, LOG_LINES, LOG_BYTES = 64, 20, 1 << 13
 LOST = {
     "compressed": "two ranks lost 0.1 points of accuracy by it in our tests, with a rate that falls",
     "local": "two ranks lost 0.1 (8 steps) to 0.25 points (32) of accuracy by it in our tests, with a rate that falls, "
     "and more are known to lose more",
 }
-"""What a fidelity has cost; the runs, and what is published, are in docs/strategies.md."""
+"""Accuracy lost by a fidelity; see docs/strategies.md."""
 SLOWED = 20
-"""So many hosts whose GPUs were slowed are named; the chart shows no more."""
+"""Hosts with slowed GPUs named at most."""
 
 
 def write_report(run: RunFolder, summary: Summary, links: LinksCarried | None = None) -> Path:
-    """Writes the chart and the page; returns the page's path. links: see `render_report`."""
+    """links: see `render_report`."""
     chart = base64.b64encode(run.chart.read_bytes()).decode() if draw_throughput(summary, run.chart) else None
     logs = () if summary.metrics else last_words(run, summary)
     gpus = gpu_charts({node.name: read_course(run.gpu(node.name)) for node in summary.nodes})
@@ -63,15 +59,13 @@ def write_report(run: RunFolder, summary: Summary, links: LinksCarried | None = 
 
 @dataclass(frozen=True)
 class LogEnd:
-    """The last lines of a log."""
-
     name: str
-    """The file, as seen from the run's folder."""
+    """Relative to the run's folder."""
     lines: tuple[str, ...]
 
 
 def last_words(run: RunFolder, summary: Summary) -> tuple[LogEnd, ...]:
-    """How every rank's logs end, those that hold nothing left out; of at most LOGS logs."""
+    """Ends of all ranks' non-empty logs, at most LOGS."""
     ranks = [(node.name, end.rank) for node in summary.nodes for end in node.ends]
     paths = [run.rank(*rank) / name for rank in ranks for name in ("stdout.log", "stderr.log")]
     found = (LogEnd(path.relative_to(run.root).as_posix(), _tail(path)) for path in paths)
@@ -98,9 +92,7 @@ def render_report(
     timeline: TimelineDrawing | None = None,
     links: LinksCarried | None = None,
 ) -> str:
-    """The page's HTML. chart: a PNG in base64. logs: shown where there are no metrics. gpus: how they went.
-    timeline: of a pipeline. links: what another run measured of the hosts' links.
-    """
+    """chart: a PNG in base64. logs: shown without metrics. links: measured by another run."""
     named = summary.named if summary.metrics and not summary.collectives else frozenset()
     return (
         _environment()
@@ -130,7 +122,7 @@ def render_report(
 
 
 def _conditions(summary: Summary) -> str:
-    """Hardware, length and batch of this run, beside figures measured under other conditions."""
+    """Hardware, length and batch, for comparison with published figures."""
     settings = summary.recorded
     epochs, steps = settings.epochs, settings.steps
     length = f"{steps} steps" if steps else f"{epochs} epoch{'' if epochs == 1 else 's'}" if epochs else ""
@@ -140,7 +132,7 @@ def _conditions(summary: Summary) -> str:
 
 
 def headline(summary: Summary) -> str:
-    """The one sentence to remember of this run."""
+    """One sentence."""
     failure = summary.first_failure
     if failure is not None and summary.state != "succeeded":
         return f"{_ended(summary.state)}: {_cause(failure)}"
@@ -177,7 +169,7 @@ def _network_headline(summary: Summary, found: Collectives) -> str:
 
 
 def _times_by_size(found: Collectives) -> dict[int, dict[str, CollectiveTime]]:
-    """By bytes and operation, the smallest size first."""
+    """By bytes and operation, smallest first."""
     table: dict[int, dict[str, CollectiveTime]] = {}
     for time in sorted(found.times, key=lambda time: time.bytes):
         table.setdefault(time.bytes, {})[time.operation] = time
@@ -195,7 +187,7 @@ def _who_did_the_work(summary: Summary) -> str:
 
 
 def efficiency_words(summary: Summary) -> str:
-    """What the efficiency was measured against."""
+    """Basis of the efficiency."""
     if summary.efficiency is None or summary.samples_per_s is None:
         return "Unknown: it needs the steps and the compute time of every rank."
     alone = summary.samples_per_s / summary.efficiency
@@ -204,7 +196,7 @@ def efficiency_words(summary: Summary) -> str:
 
 
 def fidelity_words(summary: Summary) -> str:
-    """What the synchronisation may have lost, and what BatchNorm saw together."""
+    """Possible loss by the synchronisation, and groups of BatchNorm."""
     fidelity = summary.recorded.fidelity or "exact"
     words = f"{fidelity}: {LOST[fidelity]}" if fidelity in LOST else fidelity
     if summary.batch_norm is None:
@@ -214,7 +206,7 @@ def fidelity_words(summary: Summary) -> str:
 
 
 def _settings_groups(summary: Summary) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Those that somebody chose, without a title; then, to be unfolded, those that are the experiment's own."""
+    """Changed settings without a title; then the experiment's own, folded."""
     own = EXPERIMENTS.get(summary.experiment, {})
     plain = {key for key, value in summary.settings.items() if key in own and own[key] == value}
     plain -= summary.asked.keys()
@@ -239,7 +231,7 @@ def _cause(failure: FirstFailure) -> str:
 
 
 def _parts(summary: Summary) -> tuple[tuple[str, str], ...]:
-    """The parts of a step in their order: field of a node, and what a person calls it."""
+    """Parts of a step in order: field of a node, label."""
     exposed = "exposed " if summary.overlapped else ""
     return (
         ("load_ms", "load"),
@@ -251,7 +243,7 @@ def _parts(summary: Summary) -> tuple[tuple[str, str], ...]:
 
 
 def _shares_over_steps(summary: Summary) -> Iterator[dict[str, Any]]:
-    """A row for the shares at the beginning, and one for each time that they changed."""
+    """Shares at the beginning, and after each change."""
     if not summary.rebalances:
         return
     rows: list[tuple[int, tuple[int, ...], float | None]] = [(0, summary.rebalances[0].before, None)]
@@ -265,7 +257,7 @@ def _shares_over_steps(summary: Summary) -> Iterator[dict[str, Any]]:
 
 
 def _part_shares(node: NodeSummary, parts: tuple[tuple[str, str], ...]) -> list[tuple[str, float]]:
-    """Each part's percentage of this host's step, for its bar; empty where one is not known."""
+    """Percentages of this host's step; empty if one is unknown."""
     values = [(name, getattr(node, name)) for name, _ in parts]
     total = sum(value or 0.0 for _, value in values)
     if total <= 0 or any(value is None for _, value in values):
@@ -284,19 +276,14 @@ def _environment() -> Environment:
     return environment(how=_how, part_shares=_part_shares, times_by_size=_times_by_size, link_matrix=link_matrix)
 
 
-# What all our pages have alike: one HTML file with its style within itself, no script and no reference to anywhere.
-# Pure but for its own templates.
-#
-#     environment(how=_how).get_template("report.html.j2").render(run=summary)
-#
-# Names and log lines of hosts are untrusted: Jinja2 escapes every value, and each page's own policy lets nothing be
-# fetched or run.
+# Pages: one HTML file with its style, without scripts and external references. Host names and log lines are untrusted:
+# Jinja2 escapes every value, and each page's policy blocks fetches and scripts.
 
 NOTHING = "–"
 
 
 def environment(**filters: Callable[..., Any]) -> Environment:
-    """filters: a page's own, beside those of all pages."""
+    """filters: of a single page, besides the common filters."""
     made = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,

@@ -1,4 +1,4 @@
-"""The line charts of a run: loss and accuracy, each host's speed, and its GPUs. Pure but for `read_course`.
+"""Line charts of a run: loss and accuracy, hosts' speeds, and GPUs. Pure except for `read_course`.
 
 curve_charts(summary.curves)                    loss and accuracy over updates
 [*by_clock(summary.curves)]                     ("seconds", charts), ("samples", charts)
@@ -26,7 +26,7 @@ _TRAINING, _TEST = PALETTE[0], PALETTE[3]
 
 
 def curve_charts(curves: Curves, place: Place = lambda step: step + 1, over: str = "updates") -> tuple[LineChart, ...]:
-    """Loss and accuracy, each if two points of it are known."""
+    """Each with at least two points."""
     training = [(place(point.step), point.loss) for point in curves.loss]
     tested = [(place(each.step), each.loss) for each in curves.evaluations if each.loss is not None]
     right = [(place(each.step), each.accuracy) for each in curves.evaluations if each.accuracy is not None]
@@ -40,7 +40,7 @@ def curve_charts(curves: Curves, place: Place = lambda step: step + 1, over: str
 
 
 def by_clock(curves: Curves) -> Iterator[tuple[str, tuple[LineChart, ...]]]:
-    """The same over seconds and over samples, if the run recorded them."""
+    """`curve_charts` over seconds and samples, if recorded."""
     if len(curves.course) < 2:
         return
     for over, values in (
@@ -61,9 +61,7 @@ HAPPENED = {
 
 
 def speed_chart(summary: Summary) -> LineChart | None:
-    """Over seconds if a rank recorded when its updates were over, else over updates. None if too few steps were
-    measured. Of too many hosts, those whose speed changed most.
-    """
+    """Over seconds if known, else over updates. None with too few steps. Too many hosts: the most changed."""
     course = summary.speed_course
     if not course.hosts:
         return None
@@ -84,7 +82,7 @@ def speed_chart(summary: Summary) -> LineChart | None:
 
 
 def _most_changed(hosts: Sequence[HostCourse]) -> list[HostCourse]:
-    """At most MOST_LINES hosts in their order: those with the largest part between slowest and fastest stretch."""
+    """In order; by the relative difference of slowest and fastest stretch."""
 
     def change(host: HostCourse) -> float:
         return (max(host.samples_per_s) - min(host.samples_per_s)) / (max(host.samples_per_s) or 1.0)
@@ -96,7 +94,7 @@ def _most_changed(hosts: Sequence[HostCourse]) -> list[HostCourse]:
 # ---- the hosts' GPUs -------------------------------------------------------------------------------------------------
 
 POINTS = 150
-"""Points of a line; up to twice as many are drawn."""
+"""Up to twice as many are drawn."""
 FIRST_S, LONGEST_S = 2.0, 1e9
 MINUTES_FROM_S = 600.0
 QUANTITIES = {
@@ -109,13 +107,11 @@ QUANTITIES = {
 
 @dataclass
 class Stretch:
-    """Sums over some seconds."""
-
     readings: int = 0
     slowed: int = 0
-    """Readings that found it slowed."""
+    """Readings of a slowed GPU."""
     by: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Each quantity's sum, and the number of readings that had it."""
+    """Sum and number of readings, by quantity."""
 
     def add(self, other: Stretch) -> None:
         self.readings += other.readings
@@ -126,7 +122,7 @@ class Stretch:
 
 
 class GpuCourse:
-    """The readings of one host's GPUs in stretches of equal length, which double whenever there are 2 * POINTS."""
+    """Readings of one host's GPUs in equal stretches, whose length doubles at 2 * POINTS."""
 
     def __init__(self) -> None:
         self.stretch_s = FIRST_S
@@ -158,12 +154,12 @@ class GpuCourse:
 
     @property
     def slowed(self) -> float:
-        """The part of its readings, 0..1."""
+        """0..1 of its readings."""
         readings = sum(stretch.readings for stretch in self._stretches.values())
         return sum(stretch.slowed for stretch in self._stretches.values()) / max(1, readings)
 
     def points(self, quantity: str) -> Iterator[tuple[float, float, bool]]:
-        """Seconds, the mean, and whether it was slowed for most of that time."""
+        """Seconds, mean, and whether mostly slowed."""
         for number, stretch in sorted(self._stretches.items()):
             total, times = stretch.by.get(quantity, (0.0, 0))
             if times:
@@ -181,15 +177,14 @@ def read_course(path: Path) -> GpuCourse:
 class GpuCharts:
     charts: tuple[LineChart, ...]
     hosts: tuple[str, ...]
-    """The hosts drawn."""
     unit: str
     of: int
     """Hosts with readings."""
 
 
 def gpu_charts(courses: Mapping[str, GpuCourse]) -> GpuCharts:
-    """A chart for each quantity of which a host reported two points; a line is a host, the mean over its GPUs. Of too
-    many hosts, those that were slowed most. Time counts from each host's first reading: clocks are not compared.
+    """A chart per quantity, a line per host, the mean over its GPUs. Too many hosts: the most slowed. Time counts from
+    each host's first reading, since clocks differ.
     """
     known = {name: course for name, course in courses.items() if course.lasted_s}
     most = sorted(known, key=lambda name: -known[name].slowed)[:MOST_LINES]

@@ -1,4 +1,4 @@
-"""Several collected runs side by side, on the screen."""
+"""Comparison of runs on the screen and as a page."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def print_comparison(comparison: Comparison) -> None:
 
 
 def sentences(comparison: Comparison) -> list[str]:
-    """What the figures come to, one line a run, and how to read them."""
-    said = [f"{run.letter}: {run.verdict}" for run in comparison.runs[1:]]
-    said += [
+    """Verdicts by run, and notes."""
+    lines = [f"{run.letter}: {run.verdict}" for run in comparison.runs[1:]]
+    lines += [
         f"{run.letter}: a paced host kept its pace too seldom; its figures are not valid"
         for run in comparison.runs
         if not run.valid
     ]
-    said += [f"{run.letter}: {run.not_finite.words}" for run in comparison.runs if run.not_finite]
+    lines += [f"{run.letter}: {run.not_finite.words}" for run in comparison.runs if run.not_finite]
     if any(run.of_combined is not None for run in comparison.runs):
-        said.append("* of what the run's hosts do alone, together")
-    said.append("Ranges are from the steps of each run alone: repeat runs to see how they vary.")
-    return said if comparison.differences else [*said, "Settings, hosts and versions are the same."]
+        lines.append("* of the sum of its hosts' standalone speeds")
+    lines.append("Ranges are from the steps within each run: repeat runs to see how they vary.")
+    return lines if comparison.differences else [*lines, "Settings, hosts and versions are the same."]
 
 
 def _figures(run: ComparedRun, *, has_goal: bool) -> tuple[str, ...]:
@@ -52,14 +52,11 @@ def _figures(run: ComparedRun, *, has_goal: bool) -> tuple[str, ...]:
     return (*cells, UNKNOWN if run.seconds_to is None else format_duration(run.seconds_to)) if has_goal else cells
 
 
-# Several collected runs on one page: speeds with their ranges, how each learned, and what differs between them.
-# Pure.
-#
-# write_atomic(path, render_comparison(compare(folders)))
+# Comparison as a page: speeds with ranges, curves, differences. Pure.
 
 
 def render_comparison(comparison: Comparison) -> str:
-    """The page's HTML. Of at most MOST_LINES runs."""
+    """At most MOST_LINES runs."""
     runs = comparison.runs
     return (
         environment(span=or_nothing(span))
@@ -79,10 +76,10 @@ def render_comparison(comparison: Comparison) -> str:
 
 
 def headline(comparison: Comparison) -> str:
-    """The one sentence to remember."""
+    """One sentence."""
     known = [run for run in comparison.runs if run.samples_per_s is not None]
     if len(known) < 2:
-        return f"{len(comparison.runs)} runs; of fewer than two the speed is known"
+        return f"{len(comparison.runs)} runs; at most one has a known speed"
     if len(comparison.runs) == 2:
         return f"B: {comparison.runs[1].verdict}"
     best = max(known, key=lambda run: run.samples_per_s or 0.0)
@@ -109,7 +106,7 @@ def _samples(curves: Curves) -> list[float]:
 
 
 def _charts(runs: tuple[ComparedRun, ...], over: str, along: Callable[[Curves], list[float]]) -> Iterator[LineChart]:
-    """Loss and accuracy, with a line for each run whose course is known."""
+    """Runs with a known course."""
     losses, accuracies = [], []
     for run, colour in zip(runs, PALETTE, strict=False):
         curves = run.curves

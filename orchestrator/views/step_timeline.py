@@ -1,10 +1,9 @@
-"""The time line of one step of a pipeline, as the report draws it: places within SVGs 1000 wide. Pure.
+"""Drawing of one pipeline step for the report: positions in SVGs 1000 wide. Pure.
 
     drawing = draw_timeline(load_timeline(run.timeline))
     drawing.panels[0].lanes[0].paths            # [("forward", "M0.6 20h12.1v20h-12.1z..."), ...]
 
-Where micro-batches are so many that their bars are hairs, two further panels show how the pipeline fills and
-drains, as much of it as leaves bars that can be distinguished.
+If bars are too narrow, two more panels enlarge the filling and draining of the pipeline.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from trainer.shared.metrics import TASKS
 
 WIDTH = 1000.0
 BAR, ABOVE, AXIS = 20, 34, 18
-"""Heights: of a bar, of what stands above it (its title, and room for lines between stages), of the axis."""
+"""Heights: bar, space above it (title, lines between stages), axis."""
 NARROW = 5.0
-"""Where half of the bars are narrower, they are shown larger, too."""
+"""If half of the bars are narrower, they are enlarged."""
 LARGER = 22.0
-"""So wide half of the bars are there, at least."""
+"""Minimum width of half of the enlarged bars."""
 READABLE, DIGIT = 14.0, 6.0
-"""No number stands in a narrower bar; one of three digits takes so much more."""
+"""Minimum width of a bar with a number; DIGIT: for a third digit."""
 HAIR = 0.6
-"""Bars of one kind that are closer than this are drawn as one."""
+"""Closer bars of one kind are joined."""
 WORDS = ("forward", "backward", "gradients of weights", "sum of gradients", "optimiser")
 
 
@@ -43,22 +42,20 @@ class DrawnLane:
     title: str
     top: int
     idle: tuple[float, float]
-    """Left and width of its own step, on which the bars lie."""
+    """Left and width of its step."""
     paths: tuple[tuple[str, str], ...]
-    """Task, and the path of its bars."""
+    """Task, SVG path."""
     labels: tuple[Tick, ...]
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A part of the step, or all of it."""
-
     title: str
     height: int
     bar: int
     lanes: tuple[DrawnLane, ...]
     sent: tuple[tuple[str, str], ...]
-    """Task, and the path of the lines of its messages."""
+    """Task, SVG path of its messages."""
     stroke: float
     ticks: tuple[Tick, ...]
 
@@ -66,16 +63,16 @@ class Panel:
 @dataclass(frozen=True)
 class TimelineDrawing:
     step: int
-    """From 1, as people count."""
+    """From 1."""
     panels: tuple[Panel, ...]
     kinds: tuple[tuple[str, str], ...]
-    """Of the bars that there are, and of the time between them."""
+    """Kinds of bars, and idle time."""
     within: str
     left_out: int
 
 
 def draw_timeline(line: Timeline) -> TimelineDrawing | None:
-    """None where nothing of it lasts."""
+    """None if empty."""
     bars = [bar for lane in line.lanes for bar in lane.bars]
     last_ms = max((bar.end_ms for bar in bars), default=0.0)
     if last_ms <= 0:
@@ -90,7 +87,7 @@ def draw_timeline(line: Timeline) -> TimelineDrawing | None:
 
 
 def _kinds(bars: Iterable[Bar], least_ms: float) -> Iterator[tuple[str, str]]:
-    """Not those that are too short to be seen."""
+    """Without invisibly short ones."""
     there = {bar.task for bar in bars if bar.end_ms - bar.begin_ms > least_ms}
     return ((task, words) for task, words in zip(TASKS, WORDS, strict=True) if task in there)
 
@@ -170,7 +167,7 @@ def _lane(lane: TimelineLane, title: str, top: int, from_ms: float, scale: float
 
 
 def _path(spans: Iterable[tuple[float, float]], top: int) -> str:
-    """Rectangles; a small gap distinguishes those that are wide enough for it."""
+    """Rectangles, with a gap if wide enough."""
     joined: list[tuple[float, float]] = []
     for left, right in spans:
         if joined and right - left < 3 and left - joined[-1][1] < HAIR:
@@ -184,7 +181,7 @@ def _path(spans: Iterable[tuple[float, float]], top: int) -> str:
 def _sent(
     messages: Iterable[Message], task: str, tops: dict[int, int], from_ms: float, scale: float
 ) -> tuple[str, str]:
-    """Lines from the row of the one to the row of the other."""
+    """Lines between the ranks' rows."""
     path = ""
     for one in messages:
         down = tops[one.target] > tops[one.source]

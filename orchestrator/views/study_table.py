@@ -1,4 +1,4 @@
-"""The table of a study: its rows measured, beside published, and which of them differ by no more than noise."""
+"""The table of a study: measured and published figures of its rows, and rows within noise of each other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPEED_UP = "speed-up"
 
 
 def print_study(study: Study, outcomes: Sequence[Outcome]) -> None:
-    """The rows, measured beside published, and what stands in the way of those that were not run."""
+    """Also prints why rows were not run."""
     rows = [cells(study, outcomes, outcome) for outcome in outcomes]
     drop = dispensable(study)
     tables.print_table(titles(study), rows, right_from=len(study.columns), title=study.title, drop=drop)
@@ -38,7 +38,7 @@ def print_study(study: Study, outcomes: Sequence[Outcome]) -> None:
 
 
 def _noise(study: Study, outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """How often the rows were run, and which of them differ by no more than noise."""
+    """Number of runs, and rows within noise."""
     counts = sorted({len(outcome.done.runs) for outcome in outcomes if outcome.done})
     if counts and counts[-1] > 1:
         runs = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
@@ -51,8 +51,8 @@ def _noise(study: Study, outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 
 def cells(study: Study, outcomes: Sequence[Outcome], outcome: Outcome) -> tuple[str, ...]:
-    """A line of the table: the study's columns, the medians of what was measured, the first of them and the accuracy
-    with their ranges, and the published figures. outcomes: of all rows, which a speed-up compares.
+    """The study's columns, medians (the first and the accuracy with ranges), published figures. outcomes: all rows, for
+    speed-ups.
     """
     figures = [UNKNOWN] * len(_measured_titles(study))
     if outcome.done:
@@ -80,7 +80,7 @@ def _speed_up(spread: Spread | None) -> str:
 
 
 def _print_learning(outcomes: Sequence[Outcome]) -> None:
-    """Each row's loss by epoch and accuracy by class, medians of its runs."""
+    """Loss by epoch and accuracy by class, medians of its runs."""
     done = {outcome.row.name: outcome.done for outcome in outcomes if outcome.done}
     losses = {name: [f"{loss:.4f}" for loss in each.losses()] for name, each in done.items()}
     classes = {name: each.per_class() for name, each in done.items()}
@@ -102,9 +102,7 @@ def _percent(accuracy: float | None) -> str:
 
 
 def dispensable(study: Study) -> tuple[str, ...]:
-    """The columns that a narrow screen does without, the first ones first: a row keeps what names it, its first figure
-    and the published one beside that.
-    """
+    """Dropped first on a narrow screen. A row keeps its names, its first figure and the first published figure."""
     return (*study.published[:0:-1], *_measured_titles(study)[:0:-1])
 
 

@@ -1,4 +1,4 @@
-"""`orch top`: running jobs and their hosts at this moment, on a screen of any width; in lines where there is none."""
+"""`orch top`: running jobs and their hosts, on a screen of any width, or in lines without a screen."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ BARS = "▁▂▃▄▅▆▇█"
 LEAST_SPARK, HEADING_SPARK, MOST_SPARK = 8, 24, 60
 COLUMNS = ("node", "samples/s", "wait", "sync", "GPU", "memory", "heat", "power")
 DISPENSABLE = ("power", "heat", "memory", "sync")
-"""The first ones go first where a screen is narrow."""
+"""Dropped first on a narrow screen."""
 SILENT = "no answer"
 
 
 def board(jobs: Sequence[JobNow], width: int, height: int) -> RenderableType:
-    """On a screen that is too low for all of it, the later jobs have a line each; one job alone is shown whole."""
+    """On a low screen later jobs get one line each; a single job is complete."""
     parts, left = list[RenderableType](), height - len(jobs)
     for job in jobs:
         whole = tuple(_job(job, width))
@@ -53,7 +53,7 @@ def _job(job: JobNow, width: int) -> Iterator[RenderableType]:
     if room >= LEAST_SPARK:
         heading.append("  " + spark(job.speeds, top, min(room, HEADING_SPARK)), "cyan")
     yield _cut(heading)
-    yield Padding(Text("  ".join(_figures(job))), (0, 0, 0, 2))  # folded where it is too long: a figure is never cut
+    yield Padding(Text("  ".join(_figures(job))), (0, 0, 0, 2))  # folded if too long: a figure is never cut
     yield _cut(Text(f"  {time_words(job.progress)}", "dim"))
     yield _hosts(job, width)
     for words in remarks(job):
@@ -77,7 +77,6 @@ def _figures(job: JobNow) -> Iterator[str]:
 
 
 def remarks(job: JobNow) -> Iterator[str]:
-    """What a person should know, in sentences."""
     if job.held_up_by:
         name, part = job.held_up_by
         yield f"{one_line(name)} is the slowest: others wait for it up to {percent(part)} of the time"
@@ -101,7 +100,7 @@ def _hosts(job: JobNow, width: int) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", width=0)
     for index in kept:
-        # Where nothing else can go, names are cut before figures.
+        # If no more columns can go, names are cut before figures.
         most = max(4, width - (taken() - max(len(row[0]) for row in rows))) if not index else None
         table.add_column(COLUMNS[index], justify="right" if index else "left", no_wrap=True, max_width=most)
     top = max((speed for host in job.hosts for speed in host.speeds if speed is not None), default=0.0)
@@ -158,7 +157,7 @@ def _total_watts(gpus: Sequence[Reading]) -> str:
 
 
 def spark(values: Sequence[float | None], top: float, width: int) -> str:
-    """The newest values as bars of a height from 0 to `top`, one a column; a blank where there is none."""
+    """Newest values as bars from 0 to `top`, blank if unknown."""
     if top <= 0:
         return ""
     return "".join(" " if value is None else _bar(value / top) for value in values[-width:]).lstrip()
@@ -169,8 +168,8 @@ def _bar(part: float) -> str:
 
 
 def line(job: JobNow) -> str:
-    """`12:03:41 resnet152-…: running, step 120/938, 1,166 samples/s, loss 0.312, about 4:10 left`, who is the
-    slowest, and who gives no answer.
+    """`12:03:41 resnet152-…: running, step 120/938, 1,166 samples/s, loss 0.312, about 4:10 left`, the slowest host,
+    silent hosts.
     """
     words = [f"{time.strftime('%H:%M:%S')} {one_line(job.record.id)}: {job.record.state}", *_figures(job)]
     if (left_s := job.progress.left_s) is not None:
