@@ -1,1 +1,1 @@
-"""How long a step will take: the pure model, its inputs, and which way to run is the fastest."""
+"""Prediction of step times: the model, its inputs, and the fastest way to run a job."""

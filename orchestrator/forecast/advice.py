@@ -1,11 +1,10 @@
-"""Which way to run a job on a cluster, what limits it, and what would make it faster. Pure.
+"""The fastest strategy for a job on a cluster, its bottleneck, and the effect of changes. Pure.
 
     scene = Scene(job, hosts, wire)
     advise(scene).best["exact"].forecast.way.strategy   "ddp"
-    advise(scene).without                               hosts that cost more than they bring
+    advise(scene).without                               sets of fewer hosts that are faster
 
-Every way that may be the fastest is predicted with equal shares and with those that let all ranks end together; the
-fastest of each fidelity is kept.
+Every candidate is predicted with equal shares and with shares by speed.
 """
 
 from __future__ import annotations
@@ -36,25 +35,27 @@ FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 BUCKETS_MIB = (10.0, 25.0, 50.0, 100.0)
 LOCAL_OVERLAP = overlap_of(LOCAL_STEPS, -1)
 AFTER_BACKWARD = ("allreduce_flat", "allreduce")
-"""Strategies that are tried beside ddp; the other collectives are there for the studies."""
+"""Tried next to ddp; other collectives are for the studies."""
 GAIN = 1.01
-"""What is less than one in a hundred faster is not worth a word."""
+"""Smaller gains are not reported."""
 FEW = 16
-"""More hosts than this are left out kind by kind."""
+"""More hosts are left out kind by kind."""
 ENDS = 4
-"""With more kinds than FEW, this many of the slowest are left out in turn, and as many of the fastest run alone."""
+"""With more than FEW kinds: this many of the slowest are left out in turn, and as many of the fastest run by
+themselves.
+"""
+# Tensor has to be predicted this many times as fast: two ranks of one busy host reached 0.57 to 1.12 of the prediction
+# (docs/cutting.md).
 UNSURE = 2.0
-"""Tensor is preferred where it is predicted to be so many times as fast as any other way. Two ranks of one host did
-0.57 to 1.12 of what was predicted, on cores that others kept busy (docs/cutting.md)."""
+# For a pipeline of a script's network: predictions were 15 and 19 % too high (docs/scripts.md).
 UNSURE_OWN = 1.2
-"""The same of a pipeline of a script's network: it was predicted 15 and 19 % too high (docs/scripts.md)."""
 Policy = Literal["equal", "measured"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A job on a cluster. hosts and wire.sites: the same hosts in the same order."""
+    """hosts and wire.sites: the same hosts in order."""
 
     job: Workload
     hosts: tuple[HostSpeed, ...]
@@ -62,7 +63,7 @@ class Scene:
 
     @property
     def holds_whole(self) -> bool:
-        """Has each rank memory for the whole network and a sample?"""
+        """Whether each rank has memory for the whole network and a sample."""
         return all(speed.cap != 0 for host in self.hosts for speed in host.speeds)
 
     @cached_property
@@ -74,18 +75,18 @@ class Scene:
         return self._by_speed(0)
 
     def _by_speed(self, local_batch: int) -> tuple[int, ...]:
-        """As `trainer.shared.shares.split_batch` has it."""
+        """Like `trainer.shared.shares.split_batch`."""
         return without_singles(fastest_shares(speeds_of(self.hosts, local_batch), self.job.batch))
 
     def shares(self, policy: Policy, local_batch: int = 0) -> tuple[int, ...]:
-        """local_batch: of the way that they are for."""
+        """local_batch: of the way."""
         if policy == "equal":
             return self.equal
         return self._by_speed(local_batch) if local_batch else self.measured
 
     @cached_property
     def kinds(self) -> tuple[tuple[str, ...], ...]:
-        """Names of hosts that are alike, in their ranks and in their links."""
+        """Names of hosts with equal ranks and links."""
         alike: dict[object, list[str]] = {}
         for host, site in zip(self.hosts, self.wire.sites, strict=True):
             alike.setdefault((host.speeds, site.up_bps, site.down_bps), []).append(host.name)
@@ -93,7 +94,7 @@ class Scene:
 
     @cached_property
     def alone(self) -> dict[str, float]:
-        """samples/s of each host by itself with the whole batch."""
+        """samples/s with the whole batch."""
         kinds = {host.speeds: host for host in self.hosts}
         speeds = {kind: alone_samples_per_s(host, self.job.batch) for kind, host in kinds.items()}
         return {host.name: speeds[host.speeds] for host in self.hosts}
@@ -116,7 +117,6 @@ class Scene:
         return Scene(self.job, self.hosts, LinkCosts(sites, self.wire.costs, pairs))
 
     def with_another(self, name: str) -> Scene:
-        """With a second host like this one."""
         index = [host.name for host in self.hosts].index(name)
         twin = f"{name}+"
         host = dataclasses.replace(self.hosts[index], name=twin)
@@ -128,10 +128,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run the job, and one way to split its batch."""
-
     policy: Policy
-    """How the batch is split."""
     forecast: Forecast
 
     @property
@@ -141,31 +138,25 @@ class Choice:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What another set of hosts or a faster link would bring."""
-
     change: str
-    """In words."""
     hosts: tuple[str, ...]
     choice: Choice
-    """The best way then."""
+    """The best choice after the change."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Which way is best for a job on these hosts."""
-
     fidelity: Fidelity
-    """The one that the settings allow."""
+    """Allowed by the settings."""
     best: Mapping[Fidelity, Choice]
-    """By fidelity."""
     choices: tuple[Choice, ...]
-    """Every way, each only with its best bucket size."""
+    """Every way, only with its best bucket size."""
     alone: Mapping[str, float]
-    """samples/s of each host by itself."""
+    """samples/s."""
     without: tuple[WhatIf, ...]
-    """Fewer hosts that are faster, the fastest first."""
+    """Faster with fewer hosts, fastest first."""
     what_if: tuple[WhatIf, ...]
-    """For the fidelity that is allowed."""
+    """For the allowed fidelity."""
 
     @property
     def sum_of_parts(self) -> float:
@@ -174,7 +165,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Kept:
-    """What all ways have that are tried, named as in `Way`."""
+    """Fixed parameters of all candidates, see `Way`."""
 
     buckets_mib: Sequence[float] = BUCKETS_MIB
     every: int = LOCAL_STEPS
@@ -182,14 +173,14 @@ class Kept:
     local_batch: int = 0
     rank: int = 2
     wire: str = "auto"
-    """What local's averages travel in; auto tries both."""
+    """For local's averages; auto tries fp32 and 16 bits."""
     exact_parts: Mapping[str, float] = field(default_factory=dict)
-    """Of fidelities that begin exact."""
+    """By fidelity that begins exact."""
     sync_bn: bool = False
     slices: bool = True
-    """Whether layers may be cut over the ranks; not with sync_bn, nor where a host may leave."""
+    """Whether tensor is a candidate; not with sync_bn, or if a host may leave."""
     half_outputs: bool = False
-    """Whether layers give numbers of 16 bits."""
+    """Layers' outputs have 16 bits."""
 
 
 def ways(fidelity: Fidelity, kept: Kept = Kept()) -> Iterator[Way]:
@@ -211,7 +202,7 @@ def ways(fidelity: Fidelity, kept: Kept = Kept()) -> Iterator[Way]:
 
 
 def choices(scene: Scene, candidates: Sequence[Way]) -> list[Choice]:
-    """Fastest first; a tie goes to the simpler way, the one named first."""
+    """Fastest first; ties: the first candidate."""
     candidates = [way for way in candidates if way.strategy != "tensor" or 2 <= scene.wire.ranks <= MOST_RANKS]
     by_batch = {local_batch: splits(scene, local_batch) for local_batch in {way.local_batch for way in candidates}}
     unsorted = [
@@ -224,14 +215,14 @@ def choices(scene: Scene, candidates: Sequence[Way]) -> list[Choice]:
 
 
 def preference(strategy: str, samples_per_s: float, *, is_own: bool = False) -> float:
-    """What ways are chosen by: their speed, as far as it can be relied on. is_own: whether it is a script's network."""
+    """Speed, discounted for unreliable predictions. is_own: a script's network."""
     if strategy == "tensor":
         return samples_per_s / UNSURE
     return samples_per_s / UNSURE_OWN if is_own and strategy == "pipeline" else samples_per_s
 
 
 def splits(scene: Scene, local_batch: int) -> dict[Policy, tuple[int, ...]]:
-    """Without equal shares where they give a rank a single sample, of which BatchNorm can make nothing."""
+    """Without equal shares if they give a rank a single sample, which BatchNorm cannot use."""
     shares = {policy: scene.shares(policy, local_batch) for policy in POLICIES}
     if 1 in shares["equal"] and shares["measured"] != shares["equal"]:
         del shares["equal"]
@@ -239,23 +230,25 @@ def splits(scene: Scene, local_batch: int) -> dict[Policy, tuple[int, ...]]:
 
 
 def advise(scene: Scene, fidelity: Fidelity = "exact", kept: Kept = Kept()) -> Advice:
-    """fidelity: what the person allows; leaving hosts out and changes are judged by it."""
+    """fidelity: allowed by the settings, and used for changes."""
     candidates = {each: list(ways(each, kept)) for each in FIDELITIES}
     found = [choice for each in FIDELITIES for choice in choices(scene, candidates[each])]
-    by_fidelity = {each: next(one for one in found if one.forecast.way.fidelity == each) for each in FIDELITIES}
+    by_fidelity = {
+        each: next(choice for choice in found if choice.forecast.way.fidelity == each) for each in FIDELITIES
+    }
 
     def at_best(changed: Scene) -> Choice:
         return choices(changed, candidates[fidelity])[0]
 
     now = by_fidelity[fidelity].samples_per_s
     tried = [WhatIf("without", tuple(h.name for h in rest.hosts), at_best(rest)) for rest in fewer(scene)]
-    worth = [one for one in tried if one.choice.samples_per_s > GAIN * now]
+    worth = [change for change in tried if change.choice.samples_per_s > GAIN * now]
     return Advice(
         fidelity,
         by_fidelity,
         tuple(_one_a_kind(found)),
         scene.alone,
-        tuple(sorted(worth, key=lambda one: -one.choice.samples_per_s)),
+        tuple(sorted(worth, key=lambda change: -change.choice.samples_per_s)),
         tuple(WhatIf(words, tuple(h.name for h in then.hosts), at_best(then)) for words, then in changed(scene)),
     )
 
@@ -271,8 +264,8 @@ def _one_a_kind(every: Iterable[Choice]) -> Iterator[Choice]:
 
 
 def fewer(scene: Scene) -> Iterator[Scene]:
-    """Without one host and each host alone; of many hosts, the same kind by kind. Where there are many kinds, too, they
-    are the slowest that are left out, and the fastest that are alone.
+    """Without each host, and each host by itself; many hosts kind by kind; of many kinds only the slowest and
+    fastest.
     """
     names = [host.name for host in scene.hosts]
     groups = scene.kinds if len(names) > FEW else tuple((name,) for name in names)
@@ -291,7 +284,7 @@ def fewer(scene: Scene) -> Iterator[Scene]:
 
 
 def changed(scene: Scene) -> Iterator[tuple[str, Scene]]:
-    """What might be otherwise, in words, and the scene then."""
+    """In words, with the changed scene."""
     if len(scene.hosts) > 1:
         yield "links four times as fast", scene.with_links(4)
     fastest = max(scene.alone, key=lambda name: scene.alone[name])

@@ -1,8 +1,7 @@
-"""Pipelines among the ways to run a job: whether it may be one, and the cut that its plan settles on. Pure.
+"""Pipelines and tensor slices in plans: whether a pipeline is possible, its best cut, and notes. Pure.
 
-found = pipeline_for(scene, settings, chosen)       the fastest that the settings allow, or None
+found = pipeline_for(scene, settings, chosen)       the fastest allowed pipeline, or None
 draft = with_stages(draft, view)                    strategy=pipeline without `stages`, resolved
-prediction_of_pipeline(settings, view)
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from trainer.shared.setting_fields import SettingsError
 from trainer.shared.settings import Settings
 
 MOST_HOSTS = 8
-"""Of more, the search for a cut takes longer than a person waits for a plan."""
+"""With more hosts the search takes too long for a plan."""
 
 
 def pipeline_for(scene: Scene, settings: Settings, chosen: Collection[str]) -> PipelineChoice | None:
-    """Of all cuts the fastest; with `stages`, the one that they say. None for a single rank, where memory holds none,
-    and where the trainer would refuse it.
+    """The fastest cut, or the one in `stages`. None for a single rank, too little memory, or settings that the trainer
+    refuses.
 
-    chosen: settings that the person made, which stay. Raises UsageError where `stages` do not fit the job.
+    chosen: the user's settings, which stay. Raises UsageError if `stages` do not fit the job.
     """
     if scene.wire.ranks < 2 or len(scene.hosts) > MOST_HOSTS:
         return None
@@ -47,14 +46,12 @@ def pipeline_for(scene: Scene, settings: Settings, chosen: Collection[str]) -> P
 
 
 def with_stages(draft: Draft, view: ForecastInputs) -> Draft:
-    """The same draft with a pipeline's cut, where the person leaves it to us; it says so. Raises UsageError where no
-    host has memory for its part, however the network is cut.
-    """
+    """Adds the best cut, with a note, if the user chose none. Raises UsageError if memory is too small for any cut."""
     settings = draft.training
     if settings is None or settings.strategy != "pipeline" or settings.stages:
         return draft
     if not 2 <= len(view.scene.hosts) <= MOST_HOSTS:
-        return draft  # the ranks cut it themselves, by their speeds
+        return draft  # the ranks choose the cut by their speeds
     found = pipeline_for(view.scene, settings, draft.request.chosen)
     if found is None:
         ranks = "four hosts (fidelity=local: two pipelines)" if settings.fidelity == "local" else "two ranks"
@@ -85,15 +82,15 @@ def prediction_of_pipeline(settings: Settings, view: ForecastInputs) -> Predicti
 
 
 def stage_notes(settings: Settings | None, view: ForecastInputs) -> Iterator[str]:
-    """Of each stage of a pipeline: its work, its memory, what it sends."""
+    """Per stage: work, memory, bytes sent."""
     if settings and settings.strategy == "pipeline" and (found := pipeline_for(view.scene, settings, OF_PIPELINE)):
         yield from found.words
 
 
-# What a plan of `strategy=tensor` says of itself: `slice_notes(plan, view)`, one sentence. Pure.
+# Notes on `strategy=tensor`. Pure.
 
 FEW_RANKS = 8
-"""More ranks than this are not named one by one."""
+"""More ranks are not named."""
 BASIS = (
     "tensor: a step is the sum over its layers, each as slow as its slowest rank; BatchNorm, which all ranks compute "
     "whole, counts by its multiplications, ReLU and copies not at all"
@@ -102,7 +99,7 @@ HALF = ("bf16", "fp16")
 
 
 def slice_notes(plan: LaunchPlan, view: ForecastInputs) -> Iterator[str]:
-    """Who computes how much of each layer, what crosses, and what a rank holds."""
+    """Each rank's share of a layer, the traffic, and memory."""
     settings = plan.training
     way = way_of(settings) if settings and settings.strategy == "tensor" else None
     if settings is None or way is None or len(plan.shares) < 2:

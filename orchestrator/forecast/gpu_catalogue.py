@@ -1,12 +1,7 @@
-"""What GPUs that one may not have would do: the speed of a network on a card, and how often a cluster fails. Pure.
+"""Estimated speed of a network on a GPU from the catalogue, and costs of failures. Pure.
 
-    estimate_speed(find_card("Tesla V100-16GB"), layers)      Speed(fixed_ms=33.6, sample_ms=0.128, cap=...), see ERROR
-    failures(hosts=1000, state_bytes=7e8)    how often such a cluster stops, and what that costs
-
-A GPU's rate on convolutional networks follows its memory bandwidth far better than its TFLOPS: ResNet-50 at 224 px in
-fp32 runs at 0.50 images/s per GB/s (standard deviation 0.06 over 16 cards, from Lambda's published logs; leave one out:
-11 % mean error). Other networks are scaled by their multiplications. To this comes what a step costs whatever its
-batch: starting kernels, layer by layer, and moving the weights.
+estimate_speed(find_card("Tesla V100-16GB"), layers)      Speed(fixed_ms=33.6, sample_ms=0.128, cap=...), see ERROR
+failures(hosts=1000, state_bytes=7e8)                     failures a day and their cost
 """
 
 from __future__ import annotations
@@ -19,22 +14,23 @@ from orchestrator.forecast.layers import FLOAT_BYTES, Layer, gradient_bytes
 from orchestrator.hosts.cards import Card
 from trainer.shared.shares import Speed
 
+# The rate of convolutional networks follows a GPU's memory bandwidth far better than its TFLOPS: ResNet-50 at 224 px in
+# fp32 runs at 0.50 images/s per GB/s (standard deviation 0.06 over 16 cards, from Lambda's published logs; leave one
+# out: 11 % mean error). Other networks are scaled by their multiplications: RESNET50_WORK for one image, forward.
 IMAGES_PER_GB = 0.50
 RESNET50_WORK = 4.09e9
-"""Multiplications of one 224 px image forward."""
+# Per layer: some ten kernels for forward, backward and update at about 10 us each. Assumed. An H100 took 0.06 ms with
+# CUDA graphs, 0.35 without (docs/gpu.md, "Measured").
 LAUNCH_MS = 0.1
-"""Time of one layer whatever the batch: some ten kernels for forward, backward and update at about 10 us each. Assumed.
-An H100 took 0.06 ms by CUDA graphs, and its host's launches 0.35 without (docs/gpu.md, "Measured").
-"""
+# Reads and writes of all weights per step: forward 1, backward 3, SGD with momentum 5. Counted.
 WEIGHT_PASSES = 9
-"""Times that a step reads or writes all weights: forward 1, backward 3, SGD with momentum 5. Counted."""
+# GPU memory kept for CUDA and the allocator. Assumed.
 RESERVED_BYTES = 2**30
-"""The part of a GPU's memory that is kept for CUDA and the allocator. Assumed."""
 ERROR = "sample time +-25 % (worst card of the rule: 28 %), more for images below 224 px; fixed time +-50 %"
 
 
 def estimate_speed(card: Card, layers: Sequence[Layer]) -> Speed:
-    """By memory bandwidth; see ERROR. cap: by an estimate of what forward keeps for backward."""
+    """By memory bandwidth; see ERROR. cap: from estimated activations."""
     work = sum(layer.work for layer in layers)
     images_per_s = IMAGES_PER_GB * card.gb_per_s * RESNET50_WORK / work
     weights_ms = WEIGHT_PASSES * gradient_bytes(layers) / (1e6 * card.gb_per_s)
@@ -44,37 +40,34 @@ def estimate_speed(card: Card, layers: Sequence[Layer]) -> Speed:
 
 
 def activation_bytes(layers: Sequence[Layer]) -> int:
-    """Bytes that one sample needs: the output of every layer, kept for backward."""
+    """Outputs of all layers, kept for backward, per sample."""
     return round(sum(FLOAT_BYTES * layer.outputs for layer in layers))
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------
 
+# Mean time between failures of one host. Assumed; 419 unexpected interruptions of 16,384 H100s in 54 days (Llama 3,
+# 2024; remembered) are one in 2,100 days per GPU, in a data centre.
 HOST_DAYS = 365.0
-"""Mean time between failures of one host. Assumed; 419 unexpected interruptions of 16,384 H100s in 54 days (Llama 3,
-2024; remembered) are one in 2,100 days for each GPU, in a data centre."""
+# From a failure to the next step. Assumed.
 RESTART_S = 120.0
-"""From a failure to the first step after it, by hand or by a script. Assumed."""
+# Checkpoint writing by the master. Assumed.
 DISK_BYTES_PER_S = 500e6
-"""At which the master writes a checkpoint. Assumed."""
 
 
 @dataclass(frozen=True)
 class FailureCosts:
-    """What failures of hosts cost a long run."""
-
     a_day: float
-    """How many are expected."""
+    """Expected."""
     checkpoint_s: float
-    """How long writing one checkpoint takes."""
     every_s: float
-    """The best time between two checkpoints."""
+    """Between two checkpoints."""
     lost: float
-    """The part of all time that goes to writing, to work done again and to starting again."""
+    """Part of all time: writing, repeated work, restarts."""
 
 
 def failures(hosts: int, state_bytes: float, host_days: float = HOST_DAYS) -> FailureCosts:
-    """Checkpoints at Young's interval (1974), sqrt(2 * cost * time between failures): half of one is lost each time."""
+    """Checkpoints at Young's interval (1974), sqrt(2 * cost * time between failures)."""
     between_s = 86_400 * host_days / hosts
     checkpoint_s = max(0.01, state_bytes / DISK_BYTES_PER_S)
     every_s = math.sqrt(2 * checkpoint_s * between_s)

@@ -1,4 +1,4 @@
-"""Clusters that one does not have: from `500xA2000,500xV100` to what a forecast takes. Pure.
+"""Imagined clusters, from `500xA2000,500xV100` to a forecast's scene. Pure.
 
 groups = parse_groups("500xA2000,2x4xA16")     500 hosts of one A2000, two hosts of four A16
 scene = imagine(groups, layers, batch=16000, bandwidth_bps=2.5e9)
@@ -24,7 +24,7 @@ _GROUP = re.compile(r"(?P<hosts>\d{1,6})x(?:(?P<gpus>\d{1,3})x)?(?P<gpu>[A-Za-z]
 
 @dataclass(frozen=True)
 class HostGroup:
-    """So many hosts, each with so many of these GPUs."""
+    """gpus: per host."""
 
     hosts: int
     gpus: int
@@ -32,7 +32,7 @@ class HostGroup:
 
     @property
     def kind(self) -> str:
-        """The kind of each host in the group, as `parse_groups` reads it after their number."""
+        """A host of the group, for `parse_groups`."""
         return f"{self.gpus}x{self.gpu.name}" if self.gpus > 1 else self.gpu.name
 
     @property
@@ -42,12 +42,12 @@ class HostGroup:
 
 
 def is_imagined(text: str) -> bool:
-    """`500xA2000,...` as opposed to names of nodes."""
+    """`500xA2000,...`, not names of nodes."""
     return bool(re.match(r"\s*\d+x", text))
 
 
 def parse_groups(text: str) -> tuple[HostGroup, ...]:
-    """Raises UsageError naming what is expected, or the GPUs that are known."""
+    """Raises UsageError."""
     groups = []
     for item in text.split(","):
         match = _GROUP.fullmatch(item.strip())
@@ -58,16 +58,16 @@ def parse_groups(text: str) -> tuple[HostGroup, ...]:
         gpu = find_card(match["gpu"])
         if gpu is None:
             known = ", ".join(each.name for each in CARDS)
-            raise UsageError(f"{match['gpu']} is not in the catalogue", f"it knows {known}")
+            raise UsageError(f"{match['gpu']} is not in the catalogue", f"it has {known}")
         groups.append(HostGroup(int(match["hosts"]), int(match["gpus"] or 1), gpu))
     ranks = sum(group.hosts * group.gpus for group in groups)
     if ranks > MOST_RANKS:
-        raise UsageError(f"{ranks} ranks are more than a plan looks at", f"at most {MOST_RANKS}")
+        raise UsageError(f"{ranks} ranks are more than a plan considers", f"at most {MOST_RANKS}")
     return tuple(groups)
 
 
 def imagine(groups: Sequence[HostGroup], layers: tuple[Layer, ...], batch: int, bandwidth_bps: float) -> Scene:
-    """bandwidth_bps: of every host's link, as declared. Raises UsageError where a GPU is too small."""
+    """bandwidth_bps: of every host's link, as declared. Raises UsageError if a GPU is too small."""
     hosts, sites = list[HostSpeed](), list[Site]()
     bps = GOODPUT * bandwidth_bps
     for group in groups:

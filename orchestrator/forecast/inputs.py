@@ -1,9 +1,9 @@
-"""A launch plan as the forecast sees it: how fast its ranks are, what its links carry, and where all that comes from.
+"""A launch plan's inputs for the forecast: speeds of its ranks, links, and their sources. Pure.
 
     view = inputs_of(plan, profiles, read_network(Path("runs"), plan))
-    view.scene, view.basis                      what `advise` takes; a sentence for each figure that is not measured
+    view.scene, view.basis                      for `advise`; a sentence for each figure's source
 
-A rank's speed is its profile's; else the pace that it was given; else an estimate from the catalogue. Pure.
+A rank's speed is from its profile, else its pace, else the hardware catalogue.
 """
 
 from __future__ import annotations
@@ -32,13 +32,11 @@ from trainer.shared.strategy_table import LOCAL_STEPS, ONE_PROCESS
 
 @dataclass(frozen=True)
 class ForecastInputs:
-    """What a forecast starts from."""
-
     scene: Scene
     speeds_from: dict[str, str]
     """By host: profile, pace, by hand or catalogue."""
     basis: tuple[str, ...]
-    """What the figures rest on, a sentence each."""
+    """Sources of the figures, a sentence each."""
 
     @property
     def is_estimate(self) -> bool:
@@ -53,9 +51,9 @@ def inputs_of(
     *,
     may_cut: bool = False,
 ) -> ForecastInputs:
-    """bandwidth_bps: of every host, in place of what is declared or measured. may_cut: the network may be cut, so that
-    a host whose memory holds no sample of the whole may take part. Raises UsageError where a speed or a link is not
-    known, and for what is no training of ours.
+    """bandwidth_bps: of every host; overrides declared and measured ones. may_cut: the network may be cut, so a host
+    without memory for the whole may take part. Raises UsageError if a speed or a link is unknown, or for jobs without
+    training.
     """
     settings = plan.training
     if settings is None:
@@ -81,9 +79,7 @@ def _host(node: NodePlan, speeds: tuple[Speed, ...], source: str, profiles: Prof
 
 
 def blocks_in(plan: LaunchPlan, settings: Settings, profiles: Profiles) -> tuple[Block, ...]:
-    """Of the network that paced ranks stand in for, of one that is written down here, or of any as its profile saw it.
-    Raises UsageError where none has.
-    """
+    """Raises UsageError for an unknown network."""
     like = next((node.paced["like"] for node in plan.nodes if node.paced and node.paced.get("like")), None)
     if like:
         return network_like(str(like))
@@ -104,7 +100,7 @@ def blocks_in(plan: LaunchPlan, settings: Settings, profiles: Profiles) -> tuple
 def speeds_of(
     node: NodePlan, settings: Settings, by_hand: Speeds, profiles: Profiles, layers: Sequence[Layer]
 ) -> tuple[tuple[Speed, ...], str]:
-    """The speeds of the node's ranks, and where they come from. by_hand: the setting `speeds`."""
+    """Also returns their source. by_hand: the setting `speeds`."""
     ranks = [(node.name, local_rank) for local_rank in range(node.ranks)]
     if all(rank in by_hand for rank in ranks):
         return tuple(by_hand[rank] for rank in ranks), "by hand"
@@ -137,8 +133,8 @@ def _pace(paced: dict[str, Any], layers: Sequence[Layer]) -> Speed:
 
 def _speed_words(speeds_from: dict[str, str]) -> Iterator[str]:
     words = {
-        "profile": "as profiled alone",
-        "pace": "the pace that the inventory sets, which nobody has measured",
+        "profile": "from profiles",
+        "pace": "the pace in the inventory, not measured",
         "by hand": "the setting `speeds`",
         "catalogue": f"an estimate from the hardware catalogue ({ERROR}); `orch profile` measures",
     }
@@ -158,17 +154,16 @@ def memory_notes(plan: LaunchPlan, view: ForecastInputs) -> tuple[str, ...]:
     return tuple(memory_words(view.scene, plan.shares, view.speeds_from, plan.training)) if plan.training else ()
 
 
-# What a run's settings ask for, as the forecast sees it: `way_of(settings)`, predicted by `forecast_in`; and where
-# memory is too small for it. Pure.
+# The way that settings ask for (`way_of`), its forecast (`forecast_in`), and whether memory is too small. Pure.
 
 ENDLESS = 10**12
 """Samples."""
 UNSENT = ("pace", "catalogue")
-"""The sources of speeds that a run's ranks do not receive, nor what their memory holds."""
+"""Sources of speeds that ranks do not receive; nor do they receive memory limits."""
 
 
 def way_of(settings: Settings) -> Way | None:
-    """The way that these settings ask for. None: one that is not predicted."""
+    """None if it is not predicted."""
     strategy, fidelity = settings.strategy, allowed(settings)
     half_wire = settings.wire in ("bf16", "fp16")
     if strategy in ONE_PROCESS:
@@ -188,30 +183,27 @@ def way_of(settings: Settings) -> Way | None:
 
 
 def exact_part_of(settings: Settings, fidelity: str) -> float:
-    """The part of a run's updates (0..1) before it begins to compress, or to train locally."""
+    """Updates (0..1) before the run compresses or trains locally."""
     after = {"compressed": settings.compress_after, "local": settings.local_after}.get(fidelity, 0)
     updates = updates_of(settings)
     return min(1.0, (updates // 10 if after < 0 else after) / updates)
 
 
 def updates_of(settings: Settings) -> int:
-    """The updates of the whole run, as far as the data set is known here; a folder counts as the experiment's set, a
-    script's as endless.
-    """
+    """A folder counts as the experiment's data set, a script's data as endless."""
     there = settings.data_set.train_samples if settings.model != OWN else ENDLESS
     whole = settings.epochs * -(-min(settings.samples or there, there) // settings.batch)
     return min(whole, settings.steps or whole)
 
 
 def rounds_of(settings: Settings) -> dict[str, Any]:
-    """The settings of local steps, as `Way` names them."""
     every = settings.local_steps or LOCAL_STEPS
     overlap = overlap_of(every, settings.local_overlap)
     return {"every": every, "overlap": overlap, "local_batch": settings.local_batch}
 
 
 def kept(settings: Settings, chosen: Collection[str]) -> Kept:
-    """chosen: settings that the person made."""
+    """chosen: the user's settings."""
     own_mib = settings.bucket_mib if "bucket_mib" in chosen else 0.0
     return Kept(
         **rounds_of(settings),
@@ -241,7 +233,7 @@ def forecast_in(scene: Scene, way: Way, shares: Sequence[int], micro: int) -> Fo
 
 
 def computed_shares(strategy: str, shares: Sequence[int], batch: int) -> Sequence[int]:
-    """Samples that each rank computes of an update. Under tensor shares are of channels, and all compute the batch."""
+    """With tensor all compute the batch."""
     return [batch] * len(shares) if strategy == "tensor" else shares
 
 
@@ -255,7 +247,7 @@ def _in_parts(speed: Speed, share: int, micro: int) -> Speed:
 def memory_words(
     scene: Scene, shares: Sequence[int], speeds_from: Mapping[str, str], settings: Settings
 ) -> Iterator[str]:
-    """Warnings about hosts that will do more at once than their memory holds: ranks do not learn these estimates."""
+    """Warnings if a host's share exceeds its memory: ranks do not receive these estimates."""
     local_batch = settings.local_batch
     found: dict[int, list[tuple[str, int]]] = {}
     for name, cap, share in _too_large(scene, shares, speeds_from, settings):
@@ -272,14 +264,14 @@ def memory_words(
 
 
 def parts_needed(scene: Scene, shares: Sequence[int], speeds_from: Mapping[str, str], settings: Settings) -> int:
-    """The setting `accumulate` with which these shares fit; 0 where they fit as they are."""
+    """The setting `accumulate` with which these shares fit; 0 if they fit unsplit."""
     return max((-(-share // cap) for _, cap, share in _too_large(scene, shares, speeds_from, settings)), default=0)
 
 
 def _too_large(
     scene: Scene, shares: Sequence[int], speeds_from: Mapping[str, str], settings: Settings
 ) -> Iterator[tuple[str, int, int]]:
-    """Name, cap and share, in samples, of each rank that receives no cap and would need one."""
+    """Name, cap and share of ranks that receive no cap but need one."""
     micro, local_batch = max(1, settings.accumulate), settings.local_batch
     split = iter(computed_shares(settings.strategy, shares, scene.job.batch))
     for host in scene.hosts:
@@ -290,22 +282,18 @@ def _too_large(
                 yield host.kind or host.name, speed.cap, share
 
 
-# How many updates lie between two averages of `fidelity=local` where the person leaves that to us. Pure.
-#
-#     draft = with_rounds(draft, view)        local_steps=0, resolved: settings and a note
-#
-# More steps hide more of the wire, and let the ranks drift further apart: the fewest are taken that are about as fast
-# as the most.
+# Local steps between two averages (`local_steps=0`). Pure. More steps hide more of the network but let ranks drift
+# apart: the fewest that are about as fast as the most.
 
 NEAR = 0.99
-"""A speed of at least this part of the best counts as equally good."""
+"""Part of the best speed that counts as equally good."""
 SAME = 0.999
-"""The fewest overlapping steps are taken that reach this part of the speed with half of the steps overlapping."""
+"""Part of the speed with half of the steps overlapping that fewer overlapping steps have to reach."""
 
 
 def with_rounds(draft: Draft, view: ForecastInputs | UsageError) -> Draft:
-    """The same draft with the fewest local steps that hide the wire, and the fewest of them that overlap, where it asks
-    for them. view: or why nothing can be predicted; then it is LOCAL_STEPS.
+    """Resolves `local_steps=0`: the fewest steps, and the fewest overlapping, that hide the network. view: an error
+    means that nothing can be predicted; then LOCAL_STEPS.
     """
     settings = draft.training
     if settings is None or settings.fidelity != "local" or settings.local_steps:
@@ -313,7 +301,7 @@ def with_rounds(draft: Draft, view: ForecastInputs | UsageError) -> Draft:
     asked = settings.local_overlap
     if settings.strategy == "pipeline":
         every = max(LOCAL_STEPS, asked + 1)
-        return _decided(draft, every, asked, f"{every}, for pipelines beside each other")
+        return _decided(draft, every, asked, f"{every}, for parallel pipelines")
     if isinstance(view, UsageError):
         every = max(LOCAL_STEPS, asked + 1)
         return _decided(draft, every, asked, f"{every}, since {view.message}; {view.remedy}")
@@ -328,8 +316,8 @@ def with_rounds(draft: Draft, view: ForecastInputs | UsageError) -> Draft:
 
 
 def fewest_steps(speed: Callable[[int, int], float], asked: int) -> tuple[int, int]:
-    """Steps from one average to the next, and those that go on while it travels. speed: samples/s by both. asked: the
-    setting `local_overlap`; -1 allows up to half of the steps (where a person sets `local_steps`, -1 is a quarter).
+    """(steps between averages, overlapping steps). speed: samples/s by both. asked: `local_overlap`; -1 allows up to
+    half of the steps (a quarter if the user sets `local_steps`).
     """
     most = max(LOCAL_STEPS, asked + 1)
     speeds = {every: speed(every, every // 2 if asked < 0 else asked) for every in range(max(1, asked + 1), most + 1)}
@@ -339,7 +327,7 @@ def fewest_steps(speed: Callable[[int, int], float], asked: int) -> tuple[int, i
 
 
 def _samples_per_s(settings: Settings, shares: Sequence[int], view: ForecastInputs, every: int, overlap: int) -> float:
-    """Once the exact updates of `local_after` are over."""
+    """After the exact updates of `local_after`."""
     way = way_of(replace(settings, local_steps=every, local_overlap=overlap, local_after=0))
     assert way  # noqa: S101 - for the type checker
     return forecast_in(view.scene, way, shares, settings.accumulate).samples_per_s

@@ -1,12 +1,8 @@
-"""What the networks that we train are made of, as far as a forecast needs it: tensors, and each layer's work. Pure.
+"""Networks as lists of layers: parameter shapes and work (weights times positions, in multiplications), without torch.
+Pure.
 
     layers = layers_of("resnet152", (3, 32, 32), classes=10)
-    gradient_bytes(layers)                  232657192
     layers[-1].shapes                       ((10, 2048), (10,))
-    len(blocks_of("resnet152", (3, 32, 32), classes=10))        52, between which it may be cut
-
-No torch is needed where plans are made, so networks are written down again here, as lists of their layers.
-A layer's work is its weights times the positions at which they are applied, in multiplications.
 """
 
 from __future__ import annotations
@@ -26,23 +22,20 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a network."""
-
     shapes: tuple[Shape, ...]
-    """The shapes of its parameters, in the order of `model.parameters()`."""
+    """In the order of `model.parameters()`."""
     work: float
-    """Multiplications forward, for one image."""
+    """Forward, per image."""
     inputs: int = 0
-    """Numbers that it takes, of one image; 0 where nobody asks, as of BatchNorm."""
+    """Numbers per image; 0 if unused, as for BatchNorm."""
 
     @cached_property
     def is_batch_norm(self) -> bool:
-        """A weight and a bias for each channel, and nothing else."""
         return len(self.shapes) == 2 and all(len(shape) == 1 for shape in self.shapes)
 
     @property
     def outputs(self) -> float:
-        """Numbers that it gives, of one image: one for each channel and position."""
+        """Per image."""
         return self.shapes[0][0] * self.work / prod(self.shapes[0])
 
     @cached_property
@@ -52,14 +45,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Block:
-    """outputs: numbers that leave it for the next block, of one image."""
+    """outputs: to the next block, per image."""
 
     layers: tuple[Layer, ...]
     outputs: int
 
 
 def layers_of(model: str, image: tuple[int, int, int], classes: int) -> tuple[Layer, ...]:
-    """In the order in which forward visits them. Raises KeyError for a model that is not known here."""
+    """In the order of forward. Raises KeyError for an unknown model."""
     return layers_in(blocks_of(model, image, classes))
 
 
@@ -68,7 +61,7 @@ def layers_in(blocks: Sequence[Block]) -> tuple[Layer, ...]:
 
 
 def blocks_of(model: str, image: tuple[int, int, int], classes: int) -> tuple[Block, ...]:
-    """The same layers in blocks whose chain is the network, as `trainer.compute.models.stages_of` has them."""
+    """Like `trainer.compute.models.stages_of`."""
     blocks = _lenet if model == "lenet" else partial(_resnet, _RESNETS[model])
     return tuple(blocks(*image[:2], classes))
 
@@ -78,19 +71,19 @@ def is_known(model: str) -> bool:
 
 
 def network_of(settings: Settings) -> tuple[Block, ...]:
-    """An experiment's. Raises UsageError for one whose layers are not written down here."""
+    """Raises UsageError for an unknown network."""
     if not is_known(settings.model):
         known = ", ".join(["lenet", *_RESNETS])
         raise UsageError(
             f"{settings.model}: its layers are not known here, so that nothing is predicted",
-            f"those of {known} are, and others once `orch profile` has measured them on your hosts, with the same "
+            f"known: {known}, and others after `orch profile` has measured them on your hosts, with the same "
             "--set; `orch run` trains it all the same",
         )
     return blocks_of(settings.model, settings.data_set.shape, settings.data_set.classes)
 
 
 def network_like(exp: str) -> tuple[Block, ...]:
-    """The same, by its name. Raises KeyError for an experiment that trains nothing."""
+    """By the experiment's name. Raises KeyError for one without training."""
     facts = DATA_SETS[CHOSEN[exp]["data"]]
     return blocks_of(CHOSEN[exp]["model"], facts.shape, facts.classes)
 
@@ -100,12 +93,11 @@ def gradient_bytes(layers: Sequence[Layer]) -> int:
 
 
 def _weights(shape: Shape, inputs: int, positions: int = 1, bias: bool = True) -> Layer:
-    """A convolution or linear map of so many inputs, applied at so many positions."""
     return Layer((shape, shape[:1]) if bias else (shape,), prod(shape) * positions, inputs)
 
 
 def _lenet(channels: int, size: int, classes: int) -> Iterator[Block]:
-    """It sees 32x32: 28x28 positions for the first kernel, 10x10 for the second, after pooling by two."""
+    """For 32x32: 28x28 positions for the first kernel, 10x10 for the second."""
     first = _weights((6, channels, 5, 5), channels * size * size, 28 * 28)
     yield Block((first, _weights((16, 6, 5, 5), 6 * 14 * 14, 10 * 10)), 400)
     maps = ((120, 400), (84, 120), (classes, 84))
@@ -113,11 +105,11 @@ def _lenet(channels: int, size: int, classes: int) -> Iterator[Block]:
 
 
 _RESNETS = {"resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3), "resnet152": (3, 8, 36, 3)}
-"""How many blocks of each width."""
+"""Blocks by width."""
 
 
 def _resnet(counts: Sequence[int], channels: int, size: int, classes: int) -> Iterator[Block]:
-    """He et al. 2016 as torchvision builds it: the stride is that of the 3x3 convolution."""
+    """He et al. 2016 as torchvision builds it: the stride is in the 3x3 convolution."""
     image, size = size, -(-size // 2)
     stem = tuple(_convolution(channels, 64, 7, image, stride=2))
     size, inputs = -(-size // 2), 64
@@ -136,7 +128,7 @@ def _resnet(counts: Sequence[int], channels: int, size: int, classes: int) -> It
 
 
 def _convolution(inputs: int, outputs: int, kernel: int, size: int, stride: int = 1) -> Iterator[Layer]:
-    """With the BatchNorm behind it. size: in pixels, of what it takes."""
+    """With its BatchNorm. size: input pixels."""
     taken, size = inputs * size * size, -(-size // stride)
     yield _weights((outputs, inputs, kernel, kernel), taken, size * size, bias=False)
     yield Layer(((outputs,), (outputs,)), outputs * size * size)

@@ -1,13 +1,7 @@
-"""What it costs to exchange bytes between ranks: the links, and the overheads of what carries them. Pure.
+"""Costs of exchanging bytes between ranks, from link speeds and overheads. Pure.
 
-    wire = LinkCosts((Site("a2000", 1, 2.35e9, 2.35e9), Site("v100", 1, 2.35e9, 2.35e9)), GLOO)
-    wire.all_reduce_s(232_657_192)          0.794
-
-All are alpha-beta costs of known algorithms. Of the ring (Patarasuk and Yuan 2009): n ranks pass pieces of S/n bytes in
-2(n-1) rounds, each as long as its slowest message, so that it takes 2(n-1)*alpha + 2(n-1)/n * S/B. Ranks follow one
-another in the order of their numbers, host by host: a host has one link's worth of traffic out and one in, however many
-ranks it has. `Costs` are parameters: `GLOO` and `NCCL` are starting points with their sources, `measured` replaces what
-was measured on the cluster itself.
+wire = LinkCosts((Site("a2000", 1, 2.35e9, 2.35e9), Site("v100", 1, 2.35e9, 2.35e9)), GLOO)
+wire.all_reduce_s(232_657_192)          0.794
 """
 
 from __future__ import annotations
@@ -31,61 +25,54 @@ from orchestrator.units import format_bandwidth
 from trainer.shared.alpha_beta import algorithm_gbps, bus_factor
 from trainer.shared.gpu_work import GB_PER_S, KERNEL_S, STREAMED, Work
 
+# Payload part of a declared bandwidth over TCP: 0.94 to 0.956 (iperf3: 2.35 to 2.39 of 2.5 Gbps).
 GOODPUT = 0.94
-"""The part of a declared bandwidth that TCP leaves for payload: 0.94 to 0.956 (iperf3: 2.35 to 2.39 of 2.5 Gbps)."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """A host on the network."""
-
     name: str
     ranks: int
     up_bps: float
-    """What its link carries of payload away from it, in bits a second."""
+    """Payload bits/s sent; down_bps: received."""
     down_bps: float
-    """What its link carries of payload to it, in bits a second."""
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """What a back end's collectives cost beside their bytes."""
+    """Besides bytes on links."""
 
     name: str
     source: str
     message_s: float
-    """The cost of a message between hosts."""
+    """Per message between hosts."""
     call_s: float
-    """The cost of a collective, however many messages it takes."""
+    """Per collective."""
     local_message_s: float
-    """The cost of a message between two ranks of one host."""
+    """Inside a host, as local_bps."""
     local_bps: float
-    """What travels between two ranks of one host, in bits a second."""
     moved_bytes_per_s: float
-    """How fast the slowest rank moves gradients in its memory before and after they travel
-    (`trainer.shared.gpu_work`).
-    """
+    """Memory traffic on the slowest rank (`trainer.shared.gpu_work`)."""
     kernel_s: float
-    """The cost of one kernel of that work."""
+    """Per kernel of that work."""
     tree_broadcast: bool
-    """Whether whole copies go from rank to rank in log2(n) rounds; else they go in pieces, along a chain."""
+    """In log2(n) rounds; else in pieces along a chain."""
     relays: bool
-    """Whether the ranks of one host add up among themselves first, as `trainer.strategies.gradient_sum` has them do."""
+    """Ranks of one host add up first (`trainer.strategies.gradient_sum`)."""
 
     def work_s(self, work: Work) -> float:
         return work.moved_bytes / self.moved_bytes_per_s + self.kernel_s * work.kernels
 
     def on_gpus(self, gb_per_s: float) -> Overheads:
-        """Where ranks work on gradients as a GPU of this memory bandwidth does, the slowest of them."""
         source = f"{self.source}; work on gradients as at {gb_per_s:g} GB/s of a GPU's memory, an estimate"
         return dataclasses.replace(self, source=source, moved_bytes_per_s=STREAMED * 1e9 * gb_per_s, kernel_s=KERNEL_S)
 
 
-# One call a parameter beside one call for all 467: between two lab hosts 1.44 s and 0.785 s bare, 1.774 s in training;
-# between four at 1 Gbps 6.07 s and 3.14 s bare, 5.5 s in training. The difference over 467 * 2(n-1) messages.
-# One core of that machine, for 232.7 MB: to bf16 and back 0.12 s, 5.8 GB/s moved; PowerSGD of rank 2 0.37 s alone,
-# 0.42 s as two ranks do it at once, 5.6 GB/s moved; copies into memory not touched before 2.6 to 3.4 GB/s moved. The
-# averages of `local` move 16 GB/s: of CPUs that compute they are charged too much, 0.4 s a round of ResNet-152.
+# Gloo's message cost: one call per parameter or one for all 467. Between two lab hosts 1.44 s and 0.785 s bare, 1.774
+# s in training; between four at 1 Gbps 6.07 s and 3.14 s bare, 5.5 s in training: the difference over 467 * 2(n-1)
+# messages. CPU costs on one core, for 232.7 MB: to bf16 and back 0.12 s, 5.8 GB/s moved; PowerSGD of rank 2 0.37 s
+# alone, 0.42 s with two ranks, 5.6 GB/s moved; copies into untouched memory 2.6 to 3.4 GB/s. `local`'s averages move
+# 16 GB/s, so the model overcharges them by 0.4 s a round of ResNet-152.
 GLOO = Overheads(
     name="gloo",
     source="1 ms a message, as 2 hosts at 2.5 Gbps and 4 at 1 Gbps showed (0.7 to 1.06); CPU costs as of one core",
@@ -113,18 +100,16 @@ NCCL = Overheads(
 
 
 def measured(costs: Overheads, message_s: float, source: str) -> Overheads:
-    """With what a message costs as an all_reduce showed it, its call included, in place of what is assumed."""
+    """message_s: includes the call."""
     return dataclasses.replace(costs, message_s=message_s, call_s=0.0, source=source)
 
 
 @dataclass(frozen=True)
 class LinkCosts:
-    """What it costs to exchange gradients between these hosts."""
-
     sites: Sequence[Site]
     costs: Overheads
     pairs: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """What the path from one host to another carries, in bits a second, where that was measured by itself."""
+    """Measured bits/s from one host to another."""
 
     @cached_property
     def ranks(self) -> int:
@@ -142,17 +127,15 @@ class LinkCosts:
 
     @cached_property
     def _between(self) -> frozenset[float]:
-        """Speeds of the ring's edges between hosts, each once."""
         after = (*self.sites[1:], *self.sites[:1])
         return frozenset(self.path_bps(a, b) for a, b in zip(self.sites, after, strict=True) if a is not b)
 
     @cached_property
     def _most(self) -> int:
-        """Ranks of one host."""
         return max(site.ranks for site in self.sites)
 
     def round_s(self, size_bytes: float) -> float:
-        """Every rank passes so much on to the next: as long as the slowest takes."""
+        """Each rank passes this much on; the slowest counts."""
         costs = self.costs
         times = [costs.message_s + 8 * size_bytes / bps for bps in self._between]
         times += [costs.local_message_s + 8 * size_bytes / costs.local_bps] if self._most > 1 else []
@@ -160,25 +143,25 @@ class LinkCosts:
 
     # ---- collectives: size_bytes is the gradient of one rank -------------------------------------------------------
 
+    # A ring (Patarasuk and Yuan 2009): n ranks pass pieces of S/n bytes in 2(n-1) rounds, each as long as its slowest
+    # message: 2(n-1)*alpha + 2(n-1)/n * S/B. Ranks are in order, host by host, so a host's link carries one rank's
+    # traffic each way, however many ranks it has.
     def all_reduce_s(self, size_bytes: float) -> float:
         return self._called(2 * (self.ranks - 1) * self.round_s(size_bytes / self.ranks))
 
     @property
     def is_shared(self) -> bool:
-        """Several hosts, and some with several ranks."""
         return 1 < len(self.sites) < self.ranks
 
     def relay_s(self, size_bytes: float) -> tuple[float, float, float]:
-        """Ranks of one host add up first, one of each host takes part in a ring, and the others get the sum from it:
-        what each of the three costs.
-        """
+        """Sum inside each host, ring over one rank per host, broadcast inside each host."""
         most, costs = self._most, self.costs
         inward = most * (costs.local_message_s + 8 * size_bytes / most / costs.local_bps)
         outward = math.ceil(math.log2(most)) * (costs.local_message_s + 8 * size_bytes / costs.local_bps)
         return inward, self._heads.all_reduce_s(size_bytes), outward
 
     def sum_legs_s(self, size_bytes: float) -> tuple[float, ...]:
-        """What adding up over all ranks costs, leg by leg: while one sum is in the second, the next is in the first."""
+        """Consecutive sums overlap leg by leg."""
         return self.relay_s(size_bytes) if self.costs.relays and self.is_shared else (self.all_reduce_s(size_bytes),)
 
     def sum_s(self, size_bytes: float) -> float:
@@ -186,24 +169,24 @@ class LinkCosts:
 
     @cached_property
     def _heads(self) -> LinkCosts:
-        """One rank of each host."""
+        """One rank per host."""
         return LinkCosts([dataclasses.replace(site, ranks=1) for site in self.sites], self.costs, self.pairs)
 
     def reduce_scatter_s(self, size_bytes: float) -> float:
         return self._called((self.ranks - 1) * self.round_s(size_bytes / self.ranks))
 
     def all_gather_s(self, size_bytes: float) -> float:
-        """Every rank's whole gradient to every rank."""
+        """Whole gradients to every rank."""
         return self._called((self.ranks - 1) * self.round_s(size_bytes))
 
     def gather_s(self, size_bytes: float) -> float:
-        """Every rank's whole gradient to rank 0: all of it has to come through its one link."""
+        """Whole gradients to rank 0, through its one link."""
         return self._called(self._star_s(size_bytes))
 
     scatter_s = gather_s
 
     def reduce_s(self, size_bytes: float) -> float:
-        """Gloo's: a ring adds the pieces up, then rank 0 gathers them. NCCL's: along a chain, in pieces."""
+        """Gloo: ring, then gather. NCCL: pieces along a chain."""
         if not self.costs.tree_broadcast:
             return self._chain_s(size_bytes)
         piece = size_bytes / self.ranks
@@ -213,20 +196,20 @@ class LinkCosts:
         if not self.costs.tree_broadcast:
             return self._chain_s(size_bytes)
         have, time_s = 1, 0.0
-        while have < self.ranks:  # those who have it give it to as many others
+        while have < self.ranks:  # each holder sends to one other
             time_s += self._at_once_s((rank, rank + have, size_bytes) for rank in range(min(have, self.ranks - have)))
             have *= 2
         return self._called(time_s)
 
     def swap_s(self, sizes_bytes: Sequence[float]) -> float:
-        """Every rank sends what it has, so many bytes, to each of the others, as a message if it is anything."""
+        """By rank: to each other rank."""
         ranks = range(self.ranks)
         return self._called(
             self._at_once_s((a, b, sizes_bytes[a]) for a in ranks for b in ranks if a != b and sizes_bytes[a])
         )
 
     def _at_once_s(self, messages: Iterable[tuple[int, int, float]]) -> float:
-        """From a rank to a rank so many bytes, all at the same time: as long as the busiest link."""
+        """messages: (source, target, bytes). The busiest link counts."""
         costs, busy_s = self.costs, dict[tuple[str, str], float]()
         for source, target, size_bytes in messages:
             a, b = self.site_of[source], self.site_of[target]
@@ -257,47 +240,39 @@ class LinkCosts:
         return max(at_root_s, *at_others_s)
 
 
-# What the links of a plan's hosts carry: as measured, as declared, or as a person says; and in words where from.
+# Links of a plan's hosts: from the newest run of `--exp collectives`, else as declared times GOODPUT; with sources in
+# words. Pure except for `read_network`.
 #
 #     wire, words = wire_of(plan, read_network(Path("runs"), plan), bandwidth_bps=None)
-#
-# Links are as the newest `--exp collectives` run of these hosts measured them, else as declared, times what TCP leaves
-# of
-# it. Pure but for `read_network`.
 
 SEEN_RUNS = 50
-"""Newest runs of collectives that are looked at for one of these hosts."""
 COLLECTIVES = "collectives-"
-"""How the ids of jobs begin that measure the network."""
+"""Begins the ids of jobs that measure the network."""
 
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """What a run of collectives measured."""
-
     job: str
     message_s: float
-    """Latency of its all_reduce, for each of its 2(n-1) messages."""
+    """all_reduce's latency over its 2(n-1) messages."""
     bps: float
-    """What the slowest link carried."""
+    """The slowest link's."""
     declared_bps: float | None
-    """What the inventory says of that link."""
+    """From the inventory."""
     pairs: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """What each path carries in a collective: as it does by itself, times what all_reduce makes of the slowest one that
-    it takes.
-    """
+    """In a collective: a path's own speed, scaled by all_reduce's on the slowest path."""
 
 
 def wire_of(
     plan: LaunchPlan, network: MeasuredLinks | None, bandwidth_bps: float | None
 ) -> tuple[LinkCosts, tuple[str, ...]]:
-    """The wire, and what is to be said of it."""
+    """Also returns notes on the sources."""
     costs = NCCL if plan.backend == "nccl" else GLOO
     if len(plan.nodes) == 1:
         node, costs = plan.nodes[0], _with_gpus(measured_inside(costs, network) if network else costs, plan)
         return LinkCosts((Site(node.name, node.ranks, float("inf"), float("inf")),), costs), (_costs_words(costs),)
     if bandwidth_bps is not None:
-        network = None  # a person's word goes before what was measured
+        network = None  # the user's value overrides measurements
     if network:
         costs = measured(costs, network.message_s, f"latency as {network.job} measured it")
     costs = _with_gpus(costs, plan)
@@ -313,7 +288,7 @@ def measured_inside(costs: Overheads, network: MeasuredLinks) -> Overheads:
 
 
 def _with_gpus(costs: Overheads, plan: LaunchPlan) -> Overheads:
-    """All wait for the rank with the slowest memory, a CPU's where one has no GPU."""
+    """The slowest memory counts, a CPU's if a node has no GPU."""
     if all(node.paced or node.device == "cuda" for node in plan.nodes):
         return costs.on_gpus(min(map(_gb_per_s, plan.nodes)))
     return costs
@@ -348,7 +323,7 @@ def _site(node: NodePlan, network: MeasuredLinks | None, bandwidth_bps: float | 
 
 def _links_words(plan: LaunchPlan, network: MeasuredLinks | None, bandwidth_bps: float | None) -> str:
     if bandwidth_bps:
-        return f"links: {format_bandwidth(bandwidth_bps)} for every host, as you say, times {GOODPUT} of payload"
+        return f"links: {format_bandwidth(bandwidth_bps)} for every host, as given, times {GOODPUT} of payload"
     if network:
         return f"links: {format_bandwidth(network.bps)} on the slowest, measured by {network.job}"
     known = [node.bandwidth_bps for node in plan.nodes if node.bandwidth_bps]
@@ -361,7 +336,6 @@ def _costs_words(costs: Overheads) -> str:
 
 
 def read_network(out: Path, plan: LaunchPlan, elsewhere: Iterable[Path] = ()) -> MeasuredLinks | None:
-    """From the newest run that measured these hosts: see `runs_measuring`."""
     measuring = runs_measuring(out, plan.cluster, [node.name for node in plan.nodes], elsewhere)
     return next((found for summary in measuring if (found := network_from(summary))), None)
 
@@ -369,8 +343,8 @@ def read_network(out: Path, plan: LaunchPlan, elsewhere: Iterable[Path] = ()) ->
 def runs_measuring(
     out: Path, cluster: str, names: Collection[str], elsewhere: Iterable[Path] = ()
 ) -> Iterator[Summary]:
-    """The collected runs of collectives over (at least) these hosts, the newest first: in the folder of collected runs,
-    or among run folders elsewhere. Of one host, over its ranks alone.
+    """Collected runs of collectives over these hosts and maybe others, newest first; for one host only over its
+    ranks.
     """
     found_runs = [*out.glob(f"{COLLECTIVES}*"), *elsewhere]
     newest = sorted(found_runs, key=lambda folder: (_number(folder), folder.name), reverse=True)
@@ -386,7 +360,7 @@ def runs_measuring(
 
 
 def _number(folder: Path) -> int:
-    """Of the run's job, in the order of their starts; 0 if that is not known: then their names say when."""
+    """0 if unknown; then names decide."""
     try:
         return int(json.loads(RunFolder(folder).job.read_text())["number"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
@@ -394,7 +368,7 @@ def _number(folder: Path) -> int:
 
 
 def network_from(summary: Summary) -> MeasuredLinks | None:
-    """None where its all_reduce was not measured at several sizes, or there was a single rank."""
+    """None with a single rank, or without all_reduce at several sizes."""
     ranks, found = summary.world_size, summary.collectives
     times = [time for time in found.times if time.operation == "all_reduce" and time.time_ms] if found else []
     if ranks < 2 or not found or len({time.bytes for time in times}) < 2:
@@ -411,9 +385,8 @@ def network_from(summary: Summary) -> MeasuredLinks | None:
 
 
 def latency_and_bandwidth(times_ms: Mapping[int, float]) -> tuple[float, float]:
-    """ms, and Gbps, of times by bytes: the bandwidth of the largest size; and what small sizes take beyond it, in
-    the median. The line that fits all of them best would let the noise of small ones move its slope, and with it what
-    a gradient's time is predicted to be.
+    """(ms, Gbps), from times by bytes: the bandwidth of the largest size, and the median extra time of small sizes. A
+    fitted line's slope would depend on the noise of small sizes.
     """
     largest = max(times_ms)
     ms_a_byte = times_ms[largest] / largest
@@ -423,7 +396,7 @@ def latency_and_bandwidth(times_ms: Mapping[int, float]) -> tuple[float, float]:
 
 
 def _pairs(found: Collectives, names: Sequence[str], bps: float) -> dict[tuple[str, str], float]:
-    """Empty where not every path was measured, and of one host."""
+    """Empty if a path was not measured, or for one host."""
     _, alone_gbps = link_matrix(found)
     if len(names) < 2 or len(alone_gbps) < len(names) * (len(names) - 1):
         return {}

@@ -1,7 +1,7 @@
-"""What a plan is predicted to do, and `strategy=auto`, resolved. Pure.
+"""Prediction of a plan, and the resolution of `strategy=auto`. Pure.
 
-prediction_of(plan, view)                   Prediction(step_ms=949, samples_per_s=270, ...), kept in plan.json
-with_best_way(draft, settings, view)        the same draft by the fastest way
+prediction_of(plan, view)                   Prediction(step_ms=949, samples_per_s=270, ...), in plan.json
+with_best_way(draft, settings, view)        the draft with the fastest strategy
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainer.shared.settings import Settings
 
 
 def prediction_of(plan: LaunchPlan, view: ForecastInputs) -> Prediction | None:
-    """With the plan's own shares and micro-batches. None where the strategy is not predicted."""
+    """With the plan's shares and micro-batches. None if its strategy is not predicted."""
     settings = plan.training
     if settings and settings.strategy == "pipeline":
         return prediction_of_pipeline(settings, view)
@@ -51,9 +51,8 @@ def _way_words(way: Way) -> Iterator[str]:
 
 
 def with_best_way(draft: Draft, settings: Settings, view: ForecastInputs) -> Draft:
-    """The same draft by the fastest way that its fidelity allows and the trainer knows, with its shares; it says so.
-
-    settings: the draft's. What the person chose stays. Raises UsageError where none fits that.
+    """The fastest strategy that its fidelity and the trainer allow, with a note. settings: the draft's; the user's
+    choices stay. Raises UsageError if none fits.
     """
     fidelity, chosen = allowed(settings), draft.request.chosen
     tried = ways(fidelity, kept(settings, chosen))
@@ -76,9 +75,9 @@ def with_best_way(draft: Draft, settings: Settings, view: ForecastInputs) -> Dra
 
 
 def runnable(settings: Settings, way: Way, chosen: Collection[str]) -> dict[str, Any] | None:
-    """The settings that make a run go this way, less the chosen ones. None where the trainer would refuse them."""
+    """Settings for this way, without chosen ones. None if the trainer would refuse them."""
     if way.half_wire and way.fidelity == "local" and settings.wire not in ("bf16", "fp16"):
-        return None  # a person's word
+        return None  # the user chose otherwise
     changes: dict[str, Any] = {"strategy": way.strategy}
     changes |= {"bucket_mib": way.bucket_mib} if way.strategy == "ddp" else {}
     try:

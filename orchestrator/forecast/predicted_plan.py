@@ -1,8 +1,4 @@
-"""The last stage of planning: from a draft to the plan that is shown and run, with what it is predicted to do. Pure.
-
-plan, better = predicted_plan(draft, profiles, store.runs_of(COLLECTIVES))
-plan.prediction, plan.faster
-"""
+"""The last stage of planning: from a draft to the plan with its prediction. Pure."""
 
 from __future__ import annotations
 
@@ -28,9 +24,9 @@ from trainer.shared.shares import parse_speeds
 
 
 def predicted_plan(draft: Draft, profiles: Profiles, measured: Sequence[Path]) -> tuple[LaunchPlan, Faster | None]:
-    """The plan with what it is predicted to do, as far as speeds and links are known; where the person leaves the
-    strategy to us, with the best one. And the same settings on fewer hosts, where that is faster. measured: run folders
-    of collectives, beside those of the usual folder. Raises UsageError where that asks for what is not known.
+    """Resolves strategy=auto, stages and local steps, and predicts the plan if speeds and links are known. Also returns
+    a faster plan on fewer hosts, if any. measured: more run folders of collectives. Raises UsageError if strategy=auto
+    lacks known speeds or links.
     """
     request, settings, plan = draft.request, draft.training, build_plan(draft)
     if (request.kind != "experiment" and not settings) or (settings and settings.profile_s):
@@ -57,10 +53,9 @@ def left_out_words(plan: LaunchPlan, better: Faster, request: RunRequest) -> str
     return f"{why} leaves out {out}: {better.words}; --nodes {every} keeps them"
 
 
-# Which hosts are worth the most to a job that takes some of them: by speed, else by the memory of their GPUs. Pure.
+# Value of hosts for a job that takes only some: by speed, else by GPU memory. Pure.
 #
-# by_speed(plan, profiles)         Worth({"v100": 763.0, "a2000": 288.0}, "the fastest by profile")
-# by_memory(candidates)            the same, where not every host's speed is known
+#     by_speed(plan, profiles)         Worth({"v100": 763.0, "a2000": 288.0}, "the fastest by profile")
 
 SOURCES = {
     "profile": "profile",
@@ -68,11 +63,11 @@ SOURCES = {
     "by hand": "the setting `speeds`",
     "catalogue": "the hardware catalogue",
 }
-"""Where speeds come from, as `inputs.speeds_of` calls it, in words for people."""
+"""`inputs.speeds_of` in words."""
 
 
 def by_speed(plan: LaunchPlan, profiles: Profiles) -> Worth | None:
-    """What each host does by itself with the whole batch; None where a speed is not known. plan: with all hosts."""
+    """samples/s with the whole batch; None if a speed is unknown. plan: with all hosts."""
     settings = plan.training
     if settings is None:
         return None
@@ -82,7 +77,7 @@ def by_speed(plan: LaunchPlan, profiles: Profiles) -> Worth | None:
         known = {node.name: speeds_of(node, settings, by_hand, profiles, layers) for node in plan.nodes}
     except UsageError:
         return None
-    if any(speed.cap == 0 for speeds, _ in known.values() for speed in speeds):  # a host that no sample fits into
+    if any(speed.cap == 0 for speeds, _ in known.values() for speed in speeds):  # a host with too little memory
         return None
     figures = {name: alone_samples_per_s(HostSpeed(name, own), settings.batch) for name, (own, _) in known.items()}
     sources = sorted({SOURCES[source] for _, source in known.values()})
@@ -90,6 +85,6 @@ def by_speed(plan: LaunchPlan, profiles: Profiles) -> Worth | None:
 
 
 def by_memory(candidates: Sequence[Candidate]) -> Worth:
-    """The memory of all GPUs of a host; the order of the inventory where there is none."""
-    figures = {one.name: float(one.gpu_memory_bytes * one.gpus) for one in candidates}
+    """All GPUs of a host; without GPUs the inventory's order."""
+    figures = {host.name: float(host.gpu_memory_bytes * host.gpus) for host in candidates}
     return Worth(figures, "those with the most GPU memory" if any(figures.values()) else "the first in order")

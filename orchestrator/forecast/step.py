@@ -1,15 +1,10 @@
-"""How long a step will take, and what limits it, for each way to keep the ranks together. Pure: no clock, no files.
+"""Predicted step time and bottleneck of each strategy. Pure: no clock, no files. A test simulates the same message by
+message (tests/support/simulate.py).
 
     hosts = (HostSpeed("a2000", (Speed(0, 1000 / 333),)), HostSpeed("v100", (Speed(0, 1000 / 833),)))
     job = Workload(layers_of("resnet152", (3, 32, 32), 10), batch=256)
     forecast = predict(job, hosts, wire, Way("ddp"), shares=(128, 128))
     forecast.step_ms, forecast.samples_per_s, forecast.limited_by     948., 270., "wire"
-
-A rank computes a + b*m on its m samples (`trainer.shared.shares.Speed`), divided over update, forward and backward as
-`trainer.shared.pace` divides them. What runs after backward simply comes on top. Of `ddp`, whose buckets leave while
-backward still computes, with R_b the moment at which the last rank has bucket b and c_b what its exchange costs, the
-last sum is there at max over b of (R_b + c_b + c_b+1 + ...): the buckets stand in one queue. A test plays the same out
-message by message (tests/support/simulate.py).
 """
 
 from __future__ import annotations
@@ -39,57 +34,49 @@ Limit = Literal["wire", "compute"]
 
 @dataclass(frozen=True)
 class HostSpeed:
-    """How fast a host is."""
-
     name: str
     speeds: tuple[Speed, ...]
-    """Each rank's speed."""
+    """By rank."""
     kind: str = ""
-    """What hosts of its kind are called where one has no name of its own, like 4xA16."""
+    """Only for imagined hosts, like 4xA16."""
     blocks: tuple[BlockTimes | None, ...] = ()
-    """What each block of the network takes on each rank; empty, or None, where that is not measured."""
+    """By rank; empty, or None, if not measured."""
     memory_bytes: int | None = None
-    """Of each rank, where it is known; a speed's cap follows from it."""
+    """Per rank; a speed's cap follows from it."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be trained."""
-
     layers: tuple[Layer, ...]
     batch: int
-    """Samples of one update over all ranks."""
+    """Over all ranks."""
     blocks: tuple[Block, ...] = ()
-    """Between which the network may be cut; empty where they are the experiment's own."""
+    """Empty: the experiment's own."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How ranks stay together."""
-
     strategy: str
     fidelity: Fidelity = "exact"
     bucket_mib: float = 25.0
     every: int = 1
-    """Local steps between two averages."""
+    """Local steps between averages."""
     rank: int = 2
-    """PowerSGD's rank."""
+    """PowerSGD's."""
     half_wire: bool = False
-    """Whether local's averages travel in 16 bits, or the outputs of layers are of 16 bits where tensor gathers them."""
+    """For local's averages, or outputs gathered by tensor."""
     overlap: int = 0
-    """Local steps that go on while an average travels."""
+    """Local steps during an average."""
     local_batch: int = 0
-    """Samples of one of local's own updates, at most; 0 where a rank makes one update a step."""
+    """Most of one local update; 0: one update a step."""
     exact_part: float = 0.0
-    """The part of the run's updates that lose nothing yet, 0..1; what is predicted is then the mean over all."""
+    """Part of updates, 0..1; the prediction is the mean over all."""
     sync_bn: bool = False
-    """Whether BatchNorm sees the samples of all ranks."""
 
 
 @dataclass(frozen=True)
 class RankTime:
-    """compute_ms ends with the last local gradient, exposed_ms runs from there to the sum; wait_ms is what of it is
-    spent on slower ranks. The names of a run's own metrics."""
+    """compute_ms ends with the last local gradient, exposed_ms with the sum; wait_ms: its part for slower ranks."""
 
     compute_ms: float
     optim_ms: float
@@ -99,24 +86,22 @@ class RankTime:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one way to run a job is predicted to do."""
-
     way: Way
     shares: tuple[int, ...]
     step_ms: float
     samples_per_s: float
     sync_ms: float
-    """What every rank spends on the network beside its compute."""
+    """Besides compute."""
     wire_bytes: float
-    """What one rank's gradient takes on the network for one update; of tensor, what all gather and add up."""
+    """A rank's gradient per update; for tensor, all traffic."""
     own_ms: tuple[float, ...]
-    """The compute time of each rank, the update included."""
+    """By rank, with the update."""
     critical: int
     """The rank that waits least."""
     limited_by: Limit
     """The largest part of its step."""
     local_steps: tuple[int, ...] = ()
-    """Updates of each rank between two averages."""
+    """By rank, between averages."""
 
     @property
     def ranks(self) -> tuple[RankTime, ...]:
@@ -129,20 +114,16 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that travel together."""
-
     bytes: int
     """In fp32."""
     ready: float
-    """The part of backward after which its last gradient is there, 0..1."""
+    """Part of backward before it is complete."""
     shapes: tuple[Shape, ...]
 
 
 @lru_cache(maxsize=64)
 def buckets_of(layers: tuple[Layer, ...], bucket_mib: float) -> tuple[Bucket, ...]:
-    """In the order in which they leave. As torch's DDP fills them: tensors from the last backwards, a bucket is closed
-    by the one with which it reaches its size.
-    """
+    """Filled like torch's DDP: tensors from the last backwards, until the size is reached."""
     total = sum(layer.work for layer in layers)
     left, found, shapes, size = total, list[Bucket](), list[Shape](), 0
     for layer in reversed(layers):
@@ -158,9 +139,7 @@ def buckets_of(layers: tuple[Layer, ...], bucket_mib: float) -> tuple[Bucket, ..
 
 @lru_cache(maxsize=64)
 def compressed_bytes(shapes: tuple[Shape, ...], rank: int) -> int:
-    """What PowerSGD (Vogels et al. 2019) sends of these: two thin matrices for each that is smaller by it, all others
-    as they are.
-    """
+    """PowerSGD (Vogels et al. 2019): two thin matrices if smaller."""
     total = 0
     for shape in shapes:
         rows, columns = shape[0], prod(shape[1:])
@@ -170,12 +149,12 @@ def compressed_bytes(shapes: tuple[Shape, ...], rank: int) -> int:
 
 
 def speeds_of(hosts: Sequence[HostSpeed], local_batch: int) -> list[Speed]:
-    """The speeds of all ranks when an update computes this many samples at once; 0 is no limit."""
+    """local_batch: 0: no limit."""
     return [at_most(speed, local_batch) for host in hosts for speed in host.speeds]
 
 
 def predict(job: Workload, hosts: Sequence[HostSpeed], wire: LinkCosts, way: Way, shares: Sequence[int]) -> Forecast:
-    """shares: samples of each rank, host after host. Raises KeyError for a strategy that is not predicted."""
+    """shares: samples by rank. Raises KeyError for a strategy that is not predicted."""
     if way.exact_part:
         return _mixed(job, hosts, wire, way, shares)
     speeds = speeds_of(hosts, way.local_batch)
@@ -193,6 +172,8 @@ def predict(job: Workload, hosts: Sequence[HostSpeed], wire: LinkCosts, way: Way
 
 
 def _overlapped(job: Workload, speeds: Sequence[Speed], wire: LinkCosts, way: Way, shares: Sequence[int]) -> Forecast:
+    # With R_b the time at which the last rank has bucket b, and c_b its cost, the last sum ends at the largest
+    # R_b + c_b + c_b+1 + ... over all b, since buckets queue.
     ends = [speed.step_ms(samples) for speed, samples in zip(speeds, shares, strict=True)]
     micro = [speed.micro_batches(samples) for speed, samples in zip(speeds, shares, strict=True)]
     kinds = set(zip(ends, micro, strict=True))
@@ -205,26 +186,25 @@ def _overlapped(job: Workload, speeds: Sequence[Speed], wire: LinkCosts, way: Wa
 
 
 def _sliced(job: Workload, speeds: Sequence[Speed], wire: LinkCosts, way: Way, shares: Sequence[int]) -> Forecast:
-    """shares: each rank's part of the channels."""
+    """shares: of channels."""
     timed = time_step(job.layers, speeds, shares, parts_of(job, speeds), wire, sent_of(way))
     own_ms = [1000 * rank_s for rank_s in timed.own_s]
     return _forecast(job, way, shares, own_ms, 1000 * timed.step_s, timed.wire_bytes)
 
 
 def parts_of(job: Workload, speeds: Sequence[Speed]) -> tuple[int, ...]:
-    """Micro-batches of the whole batch, which all ranks compute together: as many as the one that needs most."""
+    """All ranks compute together, so the smallest memory decides."""
     count = -(-job.batch // min((speed.cap for speed in speeds if speed.cap), default=job.batch))
     return equal_shares(job.batch, count)
 
 
 def sent_of(way: Way) -> Sent:
-    """Of tensor. Sums are rounded under `half` alone, whatever the outputs of layers are."""
+    """Only `half` rounds tensor's sums."""
     half, all_half = FLOAT_BYTES // 2, way.fidelity == "half"
     return Sent(half if all_half or way.half_wire else FLOAT_BYTES, half if all_half else FLOAT_BYTES, all_half)
 
 
 def _mixed(job: Workload, hosts: Sequence[HostSpeed], wire: LinkCosts, way: Way, shares: Sequence[int]) -> Forecast:
-    """Over a run that is exact at first."""
     lossy = dataclasses.replace(way, exact_part=0.0)
     strategy = "ddp" if way.fidelity == "local" else way.strategy
     exact = Way(strategy, "exact", way.bucket_mib, local_batch=way.local_batch, sync_bn=way.sync_bn)
@@ -239,9 +219,8 @@ def _mixed(job: Workload, hosts: Sequence[HostSpeed], wire: LinkCosts, way: Way,
 
 
 def _in_step(job: Workload, speeds: Sequence[Speed], wire: LinkCosts, way: Way, shares: Sequence[int]) -> Forecast:
-    """With `sync_bn` ranks meet in every BatchNorm, forward and backward, so that all compute as long as the slowest.
-    A bucket that leaves beside backward is in the way of the next of these meetings, on the one group that carries
-    both: nothing is hidden.
+    """`sync_bn`: ranks meet in every BatchNorm, so all are as slow as the slowest. Buckets share the process group, so
+    nothing is hidden.
     """
     slowest_ms = max(speed.step_ms(samples) for speed, samples in zip(speeds, shares, strict=True))
     own_ms = slowest_ms + 1000 * batch_norms_s(job, wire)
@@ -254,7 +233,7 @@ def _in_step(job: Workload, speeds: Sequence[Speed], wire: LinkCosts, way: Way, 
 
 
 def batch_norms_s(job: Workload, wire: LinkCosts) -> float:
-    """What `sync_bn` sends in a step: forward each rank's count, means and variances to all; backward two sums."""
+    """Counts, means and variances forward; two sums backward."""
     channels = [layer.shapes[0][0] for layer in job.layers if layer.is_batch_norm]
     return sum(
         wire.all_gather_s(FLOAT_BYTES * (1 + 2 * count)) + wire.all_reduce_s(FLOAT_BYTES * 2 * count)
@@ -263,7 +242,7 @@ def batch_norms_s(job: Workload, wire: LinkCosts) -> float:
 
 
 def fitted_mib(job: Workload, wire: LinkCosts, way: Way) -> float:
-    """What `bucket_mib=0` comes to, as `fitted_bucket_bytes` of trainer.strategies.gradient_sum measures it."""
+    """See `fitted_bucket_bytes` of trainer.strategies.gradient_sum."""
     small_s, large_s = (sum(bucket_legs_s(Bucket(size, 0.0, ()), wire, way)) for size in (1 << 10, 1 << 22))
     beta = max(large_s - small_s, 1e-9) / ((1 << 22) - (1 << 10))
     fitted = max(1.0, math.sqrt(gradient_bytes(job.layers) * small_s / beta))
@@ -271,14 +250,14 @@ def fitted_mib(job: Workload, wire: LinkCosts, way: Way) -> float:
 
 
 def release_ms(step_ms: float, micro_batches: int, ready: float) -> float:
-    """When a rank has the gradients of a bucket, counted from its update: with the last of its micro-batches."""
+    """From the rank's update to the bucket's last gradient."""
     last = 1 / max(1, micro_batches)
     before = OPTIMISER + (FORWARD + BACKWARD) * (1 - last)
     return step_ms * (before + last * (FORWARD + BACKWARD * ready))
 
 
 def bucket_legs_s(bucket: Bucket, wire: LinkCosts, way: Way) -> tuple[float, ...]:
-    """What a bucket goes through; while it is in one leg, the next bucket is in the one before."""
+    """Consecutive buckets overlap leg by leg."""
     if way.fidelity == "half":
         cast_s = wire.costs.work_s(gpu_work.cast(bucket.bytes))
         return (cast_s, *wire.sum_legs_s(bucket.bytes / 2), cast_s)
@@ -303,13 +282,13 @@ COLLECTIVES: dict[str, Exchange] = {
     "scatter": lambda wire, size: wire.scatter_s(size),
     "all_gather": lambda wire, size: wire.all_gather_s(size),
 }
-"""Seconds of each collective of `StrategyFacts.collectives`, with one buffer of so many bytes on each rank."""
+"""Seconds, with one buffer of this size per rank."""
 PREDICTED = tuple(name for name, facts in STRATEGIES.items() if name == "ddp" or facts.collectives)
 
 
 def exchange_s(job: Workload, wire: LinkCosts, way: Way) -> float:
-    """Seconds of exchange for a strategy that sends nothing before backward is over."""
-    if way.fidelity == "compressed":  # a sum of one thin factor, and one of the other; what stays as it is goes along
+    """For a strategy that sends after backward."""
+    if way.fidelity == "compressed":  # sums of both thin factors; unchanged tensors are included
         return 2 * wire.sum_s(wire_bytes(job, way) / 2) + compress_s(job, wire)
     whole = gradient_bytes(job.layers)
     half = way.fidelity == "half" or way.half_wire
@@ -328,7 +307,6 @@ def compress_s(job: Workload, wire: LinkCosts) -> float:
 
 
 def copies_s(job: Workload, wire: LinkCosts, way: Way) -> tuple[float, float]:
-    """What every rank does before and after an exchange: copies into one buffer and back, or what an average takes."""
     before, after = _copies(gradient_bytes(job.layers), wire.ranks, way)
     return wire.costs.work_s(before), wire.costs.work_s(after)
 
@@ -342,12 +320,11 @@ def _copies(whole: int, ranks: int, way: Way) -> tuple[Work, Work]:
 
 
 def averaging(way: Way) -> Way:
-    """What happens at each of local's averages."""
     return Way("parameter_average", half_wire=way.half_wire, overlap=way.overlap)
 
 
 def _local(job: Workload, speeds: Sequence[Speed], wire: LinkCosts, way: Way, shares: Sequence[int]) -> Forecast:
-    """`every` steps of the global batch to an average; what it takes beside copies, `overlap` of them hide."""
+    """`overlap` steps hide an average's transfer, not its copies."""
     own_ms = [speed.step_ms(samples) for speed, samples in zip(speeds, shares, strict=True)]
     sync_ms = 0.0
     if len(speeds) > 1:
@@ -368,7 +345,7 @@ def _forecast(
     sent_bytes: float,
     local_steps: tuple[int, ...] = (),
 ) -> Forecast:
-    """compute_ms: of each rank, its update included."""
+    """compute_ms: with the update."""
     slowest = max(compute_ms)
     sync_ms = step_ms - slowest
     parts: dict[Limit, float] = {"wire": sync_ms, "compute": (1 - OPTIMISER) * slowest}
@@ -387,6 +364,6 @@ def _forecast(
 
 
 def alone_samples_per_s(host: HostSpeed, batch: int) -> float:
-    """What a host does by itself, with the whole batch on its ranks and no exchange."""
+    """Without exchange."""
     shares = fastest_shares(host.speeds, batch)
     return 1000 * batch / max(speed.step_ms(samples) for speed, samples in zip(host.speeds, shares, strict=True))

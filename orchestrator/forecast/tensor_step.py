@@ -1,13 +1,9 @@
-"""A step of `strategy=tensor`: each layer's output channels cut over the ranks, which meet behind each. Pure.
+"""Predicted step of `strategy=tensor`: each layer's output channels are cut over the ranks. Pure. A test simulates it
+message by message (tests/support/simulate.py).
 
-    timed = time_step(layers, speeds, shares=(73, 183), sizes=(256,), wire=wire, sent=Sent())
-    timed.step_s, timed.own_s, timed.meetings           1.9, (0.22, 0.22), 311
-
-Every rank has the whole batch. Behind each convolution and linear map all of them swap the channels that they have
-computed, and backward add up what each has of the gradient of its inputs. In between nobody computes, so that a step is
-the sum over its meetings of the slowest rank's time since the one before, and what the exchange costs. BatchNorm, which
-every rank computes for all channels, takes its part of the multiplications; ReLU and the copies that join channels are
-not counted. A test plays the same out message by message (tests/support/simulate.py).
+Every rank has the whole batch. After each convolution and linear map all exchange their channels; backward they add up
+gradients of its inputs. A step is the sum over these meetings of the slowest rank's compute time and the exchange.
+Every rank computes BatchNorm for all channels; ReLU and copies are not counted.
 """
 
 from __future__ import annotations
@@ -27,12 +23,12 @@ from trainer.shared.shares import Speed, scale_shares
 STATES = 3
 """Weights, their gradients, SGD's momentum."""
 MOST_RANKS = 8
-"""It is not tried over more: each then has a few channels of a narrow layer (ResNet's have 64), and waits for all."""
+"""With more, each has few channels of a narrow layer (ResNet's have 64) and waits for all."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes of each number that crosses; in 2 of fp32 it is rounded, which casts says."""
+    """Bytes per number. casts: rounded from fp32."""
 
     outputs: int = FLOAT_BYTES
     gradients: int = FLOAT_BYTES
@@ -41,8 +37,8 @@ class Sent:
 
 @dataclass(frozen=True)
 class Meeting:
-    """own_s: what each rank computes before it, since the one before. parts_bytes: of outputs, what each rank sends to
-    each other one. sum_bytes: or of gradients, what is added up. cast_bytes: of fp32 that every rank rounds, and back.
+    """own_s: since the last meeting, by rank. parts_bytes: outputs that each rank sends to each other. sum_bytes: or
+    gradients to add up. cast_bytes: of fp32 to round, and back.
     """
 
     own_s: tuple[float, ...]
@@ -52,7 +48,7 @@ class Meeting:
 
     @property
     def exchanged(self) -> tuple[tuple[float, ...], float, float]:
-        """What the time of its exchange depends on."""
+        """Key for equal exchanges."""
         return self.parts_bytes, self.sum_bytes, self.cast_bytes
 
     @property
@@ -66,7 +62,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class TensorTime:
-    """own_s: what each rank computes in a step, its update included. wire_bytes: of all that crosses in it."""
+    """own_s: by rank, with the update."""
 
     step_s: float
     own_s: tuple[float, ...]
@@ -90,7 +86,7 @@ def time_step(
     wire: LinkCosts,
     sent: Sent,
 ) -> TensorTime:
-    """shares: each rank's part of the channels. sizes: of micro-batches, samples."""
+    """shares: of channels. sizes: samples of each micro-batch."""
     found = meetings_of(layers, speeds, shares, sizes, sent)
     kinds = {meeting.exchanged: meeting for meeting in found}
     exchanges_s = {each: meeting.exchange_s(wire) for each, meeting in kinds.items()}
@@ -105,9 +101,7 @@ def time_step(
 def meetings_of(
     layers: tuple[Layer, ...], speeds: Sequence[Speed], shares: Sequence[int], sizes: Sequence[int], sent: Sent
 ) -> list[Meeting]:
-    """Of a step among many alike. Before the first of them stands what follows the last: the first layer's gradients,
-    and the update.
-    """
+    """The first meeting comes after the previous step's last gradients and update."""
     found, left_s = list[Meeting](), _sum([0.0] * len(speeds))
     for samples in sizes:
         (first, *others), last_s = _pass(layers, tuple(speeds), tuple(shares), samples, sent)
@@ -122,9 +116,7 @@ def meetings_of(
 def _pass(
     layers: tuple[Layer, ...], speeds: tuple[Speed, ...], shares: tuple[int, ...], samples: int, sent: Sent
 ) -> tuple[tuple[Meeting, ...], tuple[float, ...]]:
-    """The meetings of a micro-batch, forward and backward, and what each rank computes after the last of them. Nobody
-    adds up gradients of images.
-    """
+    """Also returns the compute time after the last meeting. Gradients of images are not added up."""
     found = list[Meeting]()
     nothing_s = own_s = _sum([0.0] * len(speeds))
     times = _times_s(layers, speeds, shares, samples)
@@ -145,7 +137,7 @@ def _pass(
 def _times_s(
     layers: Sequence[Layer], speeds: Sequence[Speed], shares: Sequence[int], samples: int
 ) -> list[tuple[float, ...]]:
-    """Of each layer, by rank: its part of the multiplications, and of what a micro-batch costs whatever its size."""
+    """By layer and rank: parts of the multiplications, and of the fixed cost."""
     whole = sum(layer.work for layer in layers)
     fixed_s = [speed.fixed_ms / 1000 / len(layers) for speed in speeds]
     sample_s = [samples * speed.sample_ms / 1000 / whole for speed in speeds]
@@ -158,7 +150,7 @@ def _times_s(
 
 
 def _parts(layer: Layer, shares: Sequence[int]) -> list[float]:
-    """Of the layer's work, by rank: to whole channels, and of what is not cut all of it."""
+    """By rank, in whole channels; uncut layers count fully."""
     if not is_cut(layer):
         return [1.0] * len(shares)
     channels = layer.shapes[0][0]
@@ -177,7 +169,6 @@ def _added_up(layer: Layer, own_s: tuple[float, ...], samples: int, sent: Sent) 
 
 
 def _sum(*times_s: Sequence[float]) -> tuple[float, ...]:
-    """By rank."""
     return tuple(map(sum, zip(*times_s, strict=True)))
 
 
@@ -185,7 +176,7 @@ def _sum(*times_s: Sequence[float]) -> tuple[float, ...]:
 
 
 def weight_bytes(layers: Sequence[Layer], shares: Sequence[int]) -> tuple[int, ...]:
-    """By rank: its slices, and all of what is not cut."""
+    """By rank: its slices and all uncut layers."""
     apart = gradient_bytes([layer for layer in layers if not is_cut(layer)])
     found = [apart] * len(shares)
     for layer in filter(is_cut, layers):
@@ -195,6 +186,6 @@ def weight_bytes(layers: Sequence[Layer], shares: Sequence[int]) -> tuple[int, .
 
 
 def memory_bytes(layers: Sequence[Layer], shares: Sequence[int], samples: int, kept: float = 1.0) -> tuple[int, ...]:
-    """By rank, with so many samples at once, all of whose activations each holds. kept: of their bytes in fp32."""
+    """samples: at once. kept: activations' size relative to fp32."""
     activations = round(kept * samples * activation_bytes(layers))
     return tuple(STATES * weights + activations for weights in weight_bytes(layers, shares))

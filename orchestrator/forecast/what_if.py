@@ -1,9 +1,9 @@
-"""Ways to run a job that take less time than the one at hand, each with the `orch run` line that takes it. Pure.
+"""Faster ways to run a planned job, each with its `orch run` line. Pure.
 
-    faster_ways(plan, view, chosen)         before it runs: fewer hosts, other shares, another strategy
-    without_slow(plan, view)                the same settings on fewer hosts, where that is the fastest
+    faster_ways(plan, view, chosen)         fewer hosts, other shares, another strategy
+    without_slow(plan, view)                the same settings on fewer hosts
 
-Nothing here loses more than the job's own fidelity does; a rank by itself exchanges nothing, so it is exact.
+None loses more than the job's own fidelity.
 """
 
 from __future__ import annotations
@@ -27,25 +27,23 @@ from trainer.shared.settings import Settings
 from trainer.shared.shares import BY_SPEED
 
 MOST_CUTS = 4
-"""With more hosts than this, a network is cut over all of them or not at all."""
+"""With more hosts, a network is cut over all or not at all."""
 FEW_NAMES = 8
-"""More hosts than this are counted, not named."""
+"""More hosts are counted, not named."""
 
 
 @dataclass(frozen=True)
 class _Option:
-    """One way to run the job."""
-
     hosts: tuple[str, ...]
     samples_per_s: float
     settings: Settings
-    """All of them, with which these hosts do what is predicted."""
+    """Complete settings for this prediction."""
 
 
 def faster_ways(plan: LaunchPlan, view: ForecastInputs, chosen: Collection[str]) -> tuple[Faster, ...]:
-    """The fastest way of all and, where it is another, the fastest host alone; none where both are not WORTH it.
+    """The fastest way and, if different, the fastest host alone; () if neither is WORTH it.
 
-    chosen: settings that the person made; how large a bucket is, or how many local steps there are, stays if so.
+    chosen: the user's settings; their bucket size or local steps stay.
     """
     now, settings = prediction_of(plan, view), plan.training
     if now is None or settings is None:
@@ -64,14 +62,12 @@ def faster_ways(plan: LaunchPlan, view: ForecastInputs, chosen: Collection[str])
 
 
 def without_slow(plan: LaunchPlan, view: ForecastInputs) -> Faster | None:
-    """The same strategy on fewer hosts, with equal shares or those by speed, whichever the plan has. None where none
-    of these is faster, or one rank alone would lose by its fidelity what only an exchange needs.
-    """
+    """The plan's strategy on fewer hosts. None if not faster; lossy fidelities need more than one rank."""
     now, settings = prediction_of(plan, view), plan.training
     if now is None or settings is None:
         return None
     best = _on_fewer(plan, settings, view)
-    worth = 1.0 if settings.strategy == "pipeline" else WORTH  # whose stages bring nothing by themselves
+    worth = 1.0 if settings.strategy == "pipeline" else WORTH  # a pipeline's stages train nothing by themselves
     if best is None or best.samples_per_s <= worth * now.samples_per_s:
         return None
     return _faster(plan, settings, view, best, now.samples_per_s)
@@ -101,7 +97,7 @@ def _on_fewer(plan: LaunchPlan, settings: Settings, view: ForecastInputs) -> _Op
 
 
 def _candidates(settings: Settings, chosen: Collection[str]) -> Iterator[tuple[Way, Mapping[str, Any]]]:
-    """With the settings that each of them takes."""
+    """With their settings."""
     for way in ways(allowed(settings), kept(settings, chosen)):
         if pairs := runnable(settings, way, ()):
             yield way, pairs
@@ -131,7 +127,7 @@ def _preference(option: _Option) -> float:
 def _option(
     settings: Settings, view: ForecastInputs, scene: Scene, way: Way, pairs: Mapping[str, Any], policy: Policy
 ) -> _Option | None:
-    """settings: the plan's. pairs: those of the way. None where the trainer would refuse it."""
+    """settings: the plan's. pairs: the way's. None if the trainer would refuse them."""
     shares = scene.shares(policy, way.local_batch)
     forecast = forecast_in(scene, way, shares, settings.accumulate)
     changes: dict[str, Any] = {}
@@ -149,7 +145,7 @@ def _option(
 
 
 def _cut(settings: Settings, view: ForecastInputs, scene: Scene, chosen: Collection[str]) -> _Option | None:
-    """As a pipeline, cut to suit these hosts."""
+    """As a pipeline cut for these hosts."""
     if scene is not view.scene and len(view.scene.hosts) > MOST_CUTS:
         return None
     try:
@@ -164,8 +160,8 @@ def _cut(settings: Settings, view: ForecastInputs, scene: Scene, chosen: Collect
 
 
 def _shares_setting(asked: str, view: ForecastInputs, scene: Scene, policy: Policy, shares: Sequence[int]) -> str:
-    """The setting `shares` with which a run splits its batch like this; it splits by speed only where the ranks get
-    their speeds as settings. asked: the plan's.
+    """The setting `shares` for this split. Runs split by speed only if ranks receive their speeds. asked: the
+    plan's.
     """
     if policy == "equal":
         return "equal"

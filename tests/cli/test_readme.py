@@ -78,7 +78,7 @@ def test_a_scripts_speed_is_measured_and_what_it_will_do_predicted(orch):
     plan = json.loads(orch("plan", "--json", "--", "mine/mine.py"))
     assert (plan["exp"], plan["batch"]) == ("mine.py", 96)
     assert plan["gradient_bytes"] == 4 * (64 * 256 + 256 + 256 * 64 + 64 + 64 * 2 + 2)
-    assert plan["pipeline"] and "speed of one, two: as profiled alone" in plan["basis"]
+    assert plan["pipeline"] and "speed of one, two: from profiles" in plan["basis"]
     line = json.loads(orch("run", "--dry-run", "--json", "--set", "strategy=auto", "--", "mine/mine.py"))
     assert line["prediction"]["samples_per_s"] > 0 and line["settings"]["batch"] == 96
     assert json.loads(line["nodes"][0]["env"]["ORCH_SETTINGS"])["strategy"] == line["settings"]["strategy"]

@@ -1,2 +1,1 @@
-"""How a network is cut over hosts: `block_costs` is what is cut, `clock` tells how long an update takes, `solve`
-chooses."""
+"""Pipelines: costs of blocks (`block_costs`), update times (`clock`), the best cut (`solve`, `choice`)."""

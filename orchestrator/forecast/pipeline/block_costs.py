@@ -1,10 +1,8 @@
-"""A network as a pipeline sees it: blocks in a row, with the time, the memory and the bytes of each. Pure.
+"""Costs of a network's blocks for a pipeline: time, memory and traffic. Pure. Times are parts of the whole network's,
+so that a host's speed gives the time of any blocks.
 
     chain = chain_of("resnet152", (3, 32, 32), classes=10)
-    chain.work(0, 20), chain.cut_bytes(20)          0.36, 16384: blocks 0 to 19, and what crosses behind them a sample
-
-Times are parts of what the whole network takes, so that one speed of a host gives the time of any stretch of blocks;
-`stage_host` takes a host's own times of each block in their place, where it has them.
+    chain.work(0, 20), chain.cut_bytes(20)          0.36, 16384: blocks 0 to 19, bytes per sample to the next
 """
 
 from __future__ import annotations
@@ -20,16 +18,15 @@ from orchestrator.planning.profiles import BlockTimes, TaskTime
 from trainer.shared.pace import OPTIMISER
 from trainer.shared.shares import Speed
 
+# Part of a block's time for FORWARD, BACKWARD (for inputs) and WEIGHTS: a layer has one matrix product forward and two
+# of the same size backward (`trainer.shared.pace`: 0.33 and 0.66).
 THIRD = 1 / 3
-"""Of a block's time, for each of FORWARD, BACKWARD (for its inputs) and WEIGHTS: a layer's forward is one product of
-matrices, and its two gradients are one each of the same size (`trainer.shared.pace`: 0.33 and 0.66)."""
 
 
 @dataclass(frozen=True)
 class ChainBlock:
-    """forward, backward, weights: parts of the time that the whole network takes for a sample, 0..1; over all blocks
-    and the three they add up to 1. fixed: its part of what a micro-batch costs whatever its size. kept_bytes: held for
-    backward, a sample. cut_bytes: what goes to the next block, a sample; gradients that come back have as many.
+    """forward, backward, weights: parts of the network's time per sample, in total 1. fixed: part of the cost per
+    micro-batch. kept_bytes: held for backward, per sample. cut_bytes: to the next block, per sample, and back.
     """
 
     forward: float
@@ -52,12 +49,12 @@ class Chain:
         return hash(self.blocks)
 
     def __hash__(self) -> int:
-        """Formed once: whoever remembers what a chain takes on a host asks for it thousands of times."""
+        # Computed once: caches look up chains thousands of times.
         return self._hash
 
     @cached_property
     def forwards(self) -> tuple[float, ...]:
-        """Sums of the blocks before each, and of all."""
+        """Before each block, and of all."""
         return _sums([block.forward for block in self.blocks])
 
     @cached_property
@@ -94,7 +91,7 @@ class Chain:
         return round(self.kept_sums[last] - self.kept_sums[first])
 
     def cut_bytes(self, first: int) -> int:
-        """What crosses a cut before block `first`, a sample, each way."""
+        """Before block `first`, per sample and direction."""
         return self.blocks[first - 1].cut_bytes
 
 
@@ -103,14 +100,12 @@ def _sums(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def chain_of(model: str, image: tuple[int, int, int], classes: int, *, sent_bytes: int = FLOAT_BYTES) -> Chain:
-    """Of one of our networks. Raises KeyError for a model that is not known here."""
+    """Raises KeyError for an unknown model."""
     return chain_from(blocks_of(model, image, classes), sent_bytes)
 
 
 def chain_from(blocks: Sequence[Block], sent_bytes: int) -> Chain:
-    """By arithmetic: a block's time is its part of the multiplications, and of the fixed cost, which starts kernels
-    layer by layer, its part of the layers with weights. sent_bytes: of each number that crosses a cut.
-    """
+    """By arithmetic: time by multiplications, fixed cost by layers. sent_bytes: per number across a cut."""
     total = sum(layer.work for block in blocks for layer in block.layers)
     layers = sum(len(block.layers) for block in blocks)
     found = []
@@ -122,21 +117,16 @@ def chain_from(blocks: Sequence[Block], sent_bytes: int) -> Chain:
     return Chain(tuple(found))
 
 
-# How long blocks of a network take on a host, by its profile where that has block times. Pure.
+# Times of blocks on a host: measured by its profile, else in proportion to multiplications (fixed cost: layers). Pure.
 #
 #     times = times_of(chain, host)
 #     times.forward.line(0, 20).at(16)            seconds of FORWARD of 16 samples through blocks 0 to 19
-#
-# Whoever asks how long blocks take on a host asks here. Where no profile says it, each block takes its part of the
-# multiplications, and of the fixed cost its part of the layers, of what the whole network takes.
 
 
 @dataclass(frozen=True)
 class StageHost:
-    """A host that may hold a stage, or one rank of it (`a16:0`). site: the host's name. fixed_ms, sample_ms: what a
-    micro-batch of the whole network takes on one of its ranks, whatever its size, and a sample of it. memory_bytes: of
-    each rank, for weights and activations; None where that is not known. blocks: what each block takes on one of its
-    ranks; None where that is not measured.
+    """A host, or one rank of it (`a16:0`), for a stage. site: the host. fixed_ms, sample_ms: of the whole network on
+    one rank. memory_bytes: per rank, None if unknown. blocks: measured times.
     """
 
     name: str
@@ -152,7 +142,6 @@ class StageHost:
 
     @property
     def apart(self) -> tuple[StageHost, ...]:
-        """Its ranks, each by itself."""
         if self.ranks == 1:
             return (self,)
         return tuple(replace(self, name=f"{self.name}:{rank}", ranks=1) for rank in range(self.ranks))
@@ -164,20 +153,20 @@ class StageHost:
         memory_bytes: int | None = None,
         blocks: Sequence[BlockTimes | None] = (),
     ) -> StageHost:
-        """speeds, blocks: of its ranks, which take micro-batches in turn, so that the slowest sets the pace."""
+        """speeds, blocks: by rank; the slowest decides, since micro-batches take turns."""
         slowest = max(range(len(speeds)), key=lambda rank: (speeds[rank].sample_ms, speeds[rank].fixed_ms))
         speed, own = speeds[slowest], blocks[slowest] if blocks else None
         return StageHost(name, len(speeds), speed.fixed_ms, speed.sample_ms, memory_bytes, own)
 
     @property
     def samples_per_s(self) -> float:
-        """Of all its ranks, in micro-batches so large that the fixed cost is nothing."""
+        """All ranks, with large micro-batches."""
         return 1000 * self.ranks / self.sample_ms
 
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds of a micro-batch: so many, and so many more for each sample."""
+    """Seconds per micro-batch and per sample."""
 
     fixed_s: float
     sample_s: float
@@ -188,24 +177,23 @@ class Line:
 
 @dataclass(frozen=True)
 class TaskSums:
-    """Seconds of one task in the blocks before each, and in all."""
+    """Seconds in the blocks before each, and in all."""
 
     fixed_s: tuple[float, ...]
     sample_s: tuple[float, ...]
 
     def line(self, first: int, end: int) -> Line:
-        """Of blocks `first` to `end - 1`."""
         return Line(self.fixed_s[end] - self.fixed_s[first], self.sample_s[end] - self.sample_s[first])
 
     def up_to(self, micro_batches: float, samples: float) -> tuple[float, ...]:
-        """So many micro-batches, of so many samples in all."""
+        """Total seconds."""
         pairs = zip(self.fixed_s, self.sample_s, strict=True)
         return tuple(micro_batches * fixed_s + samples * sample_s for fixed_s, sample_s in pairs)
 
 
 @dataclass(frozen=True)
 class HostTimes:
-    """On one rank of a host; its optimiser then takes OPTIMISER of all that."""
+    """On one rank. The optimiser adds OPTIMISER of the sum."""
 
     forward: TaskSums
     backward: TaskSums
@@ -235,6 +223,6 @@ def _stage_host_sums(times_ms: Sequence[float]) -> tuple[float, ...]:
 
 
 def _part(host: StageHost, fixed: Sequence[float], sums: Sequence[float]) -> TaskSums:
-    """What `trainer.paced.stopwatch` makes of a host's speed. fixed, sums: parts of the whole network."""
+    """fixed, sums: parts of the whole network."""
     fixed_s, sample_s = (1 - OPTIMISER) * host.fixed_ms / 3000, (1 - OPTIMISER) * host.sample_ms / 1000
     return TaskSums(tuple(fixed_s * part for part in fixed), tuple(sample_s * part for part in sums))

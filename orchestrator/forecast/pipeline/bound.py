@@ -1,16 +1,9 @@
-"""What no cut of a pipeline can undercut: bounds that are cheap beside playing an update out. Pure.
+"""Lower bounds for the update time of pipeline cuts, much cheaper than a simulation. Pure.
 
-    family = Family(chain, wire, course)
-    family.balanced()                   the cut whose busiest stage or link has least to do, and how long that takes
-    family.cuts(within_s=0.3)           every cut with which no stage and no link has more to do than that
-    family.lower_s((0, 38))             an update with this cut takes no less
-
-A stage has its own tasks to do, and two times in each update in which little of them can be done: from its first
-FORWARD until the gradient of that is back from the stages behind, when it can do further FORWARDs alone, as many as it
-holds; and from its last BACKWARD until the first input of the next update, which the stages before make after their
-own last BACKWARD, when it has left the WEIGHTS of what it holds, sums with its host's other ranks, and the optimiser.
-Memory sets a bound, too: a micro-batch holds its part of it until its WEIGHTS are done, so one by one they follow each
-other as often as all are more than what is held.
+family = Family(chain, wire, course)
+family.balanced()                   the cut with the least busy maximum, and its time
+family.cuts(within_s=0.3)           every cut in which no stage or link is busier
+family.lower_s((0, 38))             lower bound of this cut's update
 """
 
 from __future__ import annotations
@@ -31,7 +24,7 @@ Cut = tuple[int, ...]
 
 
 class Family:
-    """All cuts of a chain over these hosts, in this order, with so many micro-batches. wire: of these hosts."""
+    """All cuts of a chain over these hosts in order."""
 
     def __init__(
         self,
@@ -39,13 +32,13 @@ class Family:
         wire: LinkCosts,
         course: Course,
     ) -> None:
-        """course: its cut is not looked at."""
+        """course: its cut is ignored."""
         self.chain, self.course, self.hosts = chain, course, course.hosts
         self.blocks, self.stages = len(chain.blocks), len(course.hosts)
         routes = course.routes()
-        self.smallest = min(one.size for one in routes)
+        self.smallest = min(route.size for route in routes)
         self.samples = course.batch
-        largest = max(one.size for one in routes)
+        largest = max(route.size for route in routes)
         self.counts = [-(-len(routes) // host.ranks) for host in self.hosts]
         self.held = [course.held(stage) for stage in range(self.stages)]
         self._sums = [_sum_within(host, chain, wire) for host in self.hosts]
@@ -69,7 +62,7 @@ class Family:
         ]
 
     def _sends_s(self, stage: int) -> tuple[float, ...]:
-        """For a cut before each block, how long all that the stage sends behind it takes on the link."""
+        """Link seconds, for a cut before each block."""
         if self.hosts[stage].site == self.hosts[stage + 1].site:
             return (0.0,) * self.blocks
         byte_s = self.samples * self._byte_s[stage]
@@ -82,7 +75,7 @@ class Family:
     # ---- which cuts there are ----------------------------------------------------------------------------------------
 
     def _furthest(self, stage: int, first: int, within_s: float) -> int:
-        """The end of the longest stretch that the stage does in time, and holds."""
+        """The end of the longest stretch within the time and memory."""
         end = bisect_right(self.busy[stage], self.busy[stage][first] + within_s + ROUNDING) - 1
         needs, memory = self._needs[stage], self.hosts[stage].memory_bytes
         if needs is not None and memory is not None:
@@ -93,7 +86,6 @@ class Family:
         return end
 
     def _crosses(self, stage: int, end: int, within_s: float) -> bool:
-        """Does what the stage sends have room on the link?"""
         return stage == self.stages - 1 or self._links_s[stage][end] <= within_s + ROUNDING
 
     def _nearest(self, stage: int, end: int, within_s: float) -> int:
@@ -105,7 +97,6 @@ class Family:
         return max(first, stage)
 
     def _feasible(self, within_s: float) -> Cut | None:
-        """A cut with which no stage and no link has more to do, and memory holds all; None where there is none."""
         starts, first = [], 0
         for stage in range(self.stages):
             starts.append(first)
@@ -116,9 +107,8 @@ class Family:
         return tuple(starts) if first == self.blocks else None
 
     def _from_any(self, within_s: float) -> Cut | None:
-        """Each stage has a block at least. One that cannot take the block where the furthest stages before it end may
-        take an earlier one: so all blocks are looked at with which a stage can begin.
-        """
+        # Every stage needs a block. A stage may have to start before the furthest end of the stages before it, so all
+        # possible starts are tried.
         firsts = [{0}]
         for stage in range(self.stages - 1):
             reached = (range(first + 1, self._furthest(stage, first, within_s) + 1) for first in firsts[-1])
@@ -134,7 +124,7 @@ class Family:
         return tuple(reversed(starts))
 
     def balanced(self) -> tuple[float, Cut] | None:
-        """Seconds of the busiest stage or link where that is least, and such a cut. None where memory holds none."""
+        """The least maximum of busy seconds, and its cut. None if memory is too small."""
         high = max(each for seconds in (*self.busy, *self._links_s) for each in seconds)
         found = self._feasible(high)
         if found is None:
@@ -150,7 +140,7 @@ class Family:
         return low, found
 
     def cuts(self, within_s: float) -> Iterator[Cut]:
-        """All of them with which no stage and no link has more to do, and memory holds all."""
+        """No stage or link is busier than this, and memory suffices."""
         earliest = [0] * self.stages + [self.blocks]
         for stage in range(self.stages - 1, 0, -1):
             earliest[stage] = self._nearest(stage, earliest[stage + 1], within_s)
@@ -175,6 +165,10 @@ class Family:
 
     # ---- what a cut takes at least -----------------------------------------------------------------------------------
 
+    # A stage is busy with its own tasks. Twice per update it can do little: from its first FORWARD until its gradient
+    # returns, only more FORWARDs, up to its limit; and from its last BACKWARD until the next update's first input, only
+    # WEIGHTS of held micro-batches, sums with its host's ranks, and the optimiser. A micro-batch holds memory until its
+    # WEIGHTS, which limits how many overlap.
     def lower_s(self, starts: Cut) -> float:
         ends = (*starts[1:], self.blocks)
         parts = [
@@ -199,7 +193,7 @@ class Family:
             if stage + 1 < self.stages:
                 turn_s = weights + at_end if stage == 0 else 0.0
                 until_next += turn_s + forward + backward + 2 * one_way[stage]
-        # A host sends to both its neighbours over one interface; its own ranks are none.
+        # A host sends to both neighbours over one interface; transfers inside a host are free.
         over = [
             link if a.site != b.site else 0.0 for link, a, b in zip(links, self.hosts, self.hosts[1:], strict=False)
         ]
@@ -211,8 +205,8 @@ class Family:
 def _tasks(
     chain: Chain, host: StageHost, count: int, samples: float, smallest: int, splits: bool
 ) -> tuple[tuple[float, ...], ...]:
-    """Up to each block: seconds of an update of a rank with most micro-batches, `count` of `samples` in all; and of one
-    micro-batch, the smallest, FORWARD, BACKWARD and WEIGHTS; and of the optimiser.
+    """Seconds up to each block: an update of a rank with `count` micro-batches; FORWARD, BACKWARD and WEIGHTS of the
+    smallest micro-batch; the optimiser.
     """
     times = times_of(chain, host)
     tasks = _added(*(task.up_to(count, samples) for task in times.tasks))
@@ -228,7 +222,7 @@ def _added(*sums: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _sum_within(host: StageHost, chain: Chain, wire: LinkCosts) -> Callable[[int, int], float]:
-    """Seconds that ranks of one host take to add up their gradients of blocks `first` to `end - 1`."""
+    """Seconds to add up gradients of blocks `first` to `end - 1`."""
     if host.ranks == 1:
         return lambda first, end: 0.0
     sites = [dataclasses.replace(site, ranks=host.ranks) for site in wire.sites if site.name == host.site]

@@ -1,9 +1,8 @@
-"""The pipeline that suits a job on a cluster, and the one that its settings ask for. Pure.
+"""The best pipeline for a job on a cluster, or the pipeline in its settings. Pure.
 
 choice = choose(scene, settings)
 choice.samples_per_s, choice.limited_by             1163, "slowest stage"
 choice.settings                                     {"strategy": "pipeline", "stages": "v100:0-36,a2000:37-51", ...}
-as_set(scene, settings)                             the same of stages, accumulate and in_flight as they stand
 """
 
 from __future__ import annotations
@@ -34,28 +33,24 @@ from trainer.shared.shares import scale_shares
 from trainer.shared.stages import PER_STAGE, check_stages, parse_stages
 from trainer.shared.strategy_table import LOCAL_STEPS
 
-# Several pipelines beside each other, for many hosts: the more stages, the longer each waits for the others. Pure.
+# Parallel pipelines for many hosts: more stages wait longer for each other. Pure. Each gets a part of the batch by its
+# hosts' speed; all are cut at the same blocks, and gradients of equal stages are added up, or weights averaged. Hosts
+# are dealt so that parallel stages are alike.
 #
 #     found = solve_replicas(chain, hosts, wire, batch=2048, replicas=2)
 #     [course.hosts for course in found.courses], found.seconds
-#
-# Each takes the part of the batch that its hosts' speeds are of all, all are cut at the same blocks, and the gradients
-# of
-# each stage add up over the pipelines, or its weights become their mean now and then. Hosts are dealt out so that
-# stages
-# beside each other are alike: each pipeline has one of the fastest, one of the next.
 
 MOST_STAGES = 3
-"""Of each pipeline beside others; with more, every order of stages is too many."""
+"""Per parallel pipeline; more would have too many orders of stages."""
 MOST_APART = 6
-"""Ranks up to which each is tried as a stage of its own."""
+"""Ranks up to which each is tried as a stage."""
 PLAYED = 8
-"""Of all cuts that are looked at by their bounds, so many are played out."""
+"""Cuts simulated, of all with bounds."""
 
 
 @dataclass(frozen=True)
 class Beside:
-    """courses: one of each pipeline, all with the same cuts. seconds: of an update."""
+    """courses: parallel pipelines with the same cuts. seconds: per update."""
 
     courses: tuple[Course, ...]
     seconds: float
@@ -69,8 +64,8 @@ def solve_all(
     space: Space | None = None,
     averages: Averages | None = None,
 ) -> Beside | None:
-    """One pipeline or several, whichever takes least; a host's ranks share a stage, or hold one each, which leaves no
-    gradients to add up. None where memory holds none. averages: several that do so; one has none to average with.
+    """The fastest of one or several pipelines; a host's ranks share a stage or hold one each. None if memory is too
+    small. averages: only parallel pipelines, which average.
     """
     space = space or Space()
     found = [] if averages else list(_single(chain, hosts, wire, batch, space))
@@ -98,7 +93,7 @@ def solve_replicas(
     space: Space | None = None,
     averages: Averages | None = None,
 ) -> Beside | None:
-    """So many pipelines of as many stages each. None where memory holds none. Not proved to be the best."""
+    """None if memory is too small. Not proved to be the best."""
     space = space or Space()
     options = []
     for groups in _orders(hosts, replicas):
@@ -112,7 +107,7 @@ def solve_replicas(
 
 
 def _orders(hosts: Sequence[StageHost], replicas: int) -> Iterator[tuple[tuple[StageHost, ...], ...]]:
-    """Hosts by speed, in rows of one for each pipeline; the rows are stages, in every order."""
+    """Hosts by speed, in rows of one per pipeline; rows are stages, in every order."""
     by_speed = sorted(hosts, key=lambda host: -host.samples_per_s)
     rows = [by_speed[first : first + replicas] for first in range(0, len(by_speed), replicas)]
     rows = [row[::-1] if number % 2 else row for number, row in enumerate(rows)]
@@ -128,7 +123,7 @@ def _cuts(
     count: int,
     space: Space,
 ) -> list[tuple[float, tuple[Course, ...]]]:
-    """Cuts that suit each pipeline by itself, with what the slowest of all takes at least."""
+    """With lower bounds."""
     plain = [
         Course(group, (0,) * len(group), part, count, space.in_flight or 0, space.splits)
         for group, part in zip(groups, parts, strict=True)
@@ -147,25 +142,22 @@ def _cuts(
 
 
 def _between(cuts: tuple[Cut, Cut]) -> Cut:
-    """In the middle of two, each stage has a block at least, since it has in both."""
+    """Every stage keeps a block."""
     return tuple((a + b) // 2 for a, b in zip(*cuts, strict=True))
 
 
-# What an update of a pipeline is made of: each stage's tasks, what it waits, and what limits all. Pure.
+# Times of an update: tasks and waits by stage, and the bottleneck. Pure.
 #
-# timed = time_update(chain, [course], wire)
-# timed.seconds, timed.limited_by                     0.22, "slowest stage"
-# timed.stages[0][1].waiting_s                        of the first pipeline's second stage
+#     timed = time_update(chain, [course], wire)
+#     timed.seconds, timed.limited_by                     0.22, "slowest stage"
 
 Limit = Literal["slowest stage", "bubble", "link", "fixed cost"]
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of an update, the mean of the stage's ranks. first, end: its blocks are `first` to `end - 1`. work: of
-    these, as a part of the network's.
-    fixed_s: what of its tasks depends on no sample. waiting_s: for a neighbour, or for sums of gradients. out_bytes:
-    what all its ranks send to neighbours. memory_bytes: of each rank, at most.
+    """Per update, mean over its ranks. Blocks: `first` to `end - 1`. fixed_s: independent of samples. waiting_s: for
+    neighbours or gradient sums. out_bytes: of all its ranks. memory_bytes: per rank.
     """
 
     host: str
@@ -189,9 +181,7 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Timed:
-    """stages: of each pipeline. parts_s: what an update's seconds are made of, by what would have to change for them to
-    go; they add up to `seconds`.
-    """
+    """stages: by pipeline. parts_s: causes of the update's time; they add up to `seconds`."""
 
     seconds: float
     stages: tuple[tuple[StageTime, ...], ...]
@@ -203,10 +193,10 @@ class Timed:
 
 
 def time_update(chain: Chain, courses: Sequence[Course], wire: LinkCosts, averages: Averages | None = None) -> Timed:
-    """courses: pipelines beside each other, each with its part of the batch. wire: has a site of each host's name.
+    """courses: parallel pipelines, each with its part of the batch. wire: with a site per host.
 
-    link: what an update is longer than over links that cost nothing, sums of gradients and averages among them. Of
-    the rest, the busiest stage computes, some of it whatever a micro-batch's size (fixed cost), and waits (bubble).
+    link: the time saved with free links. The rest: the busiest stage computes (fixed cost: independent of samples), or
+    waits (bubble).
     """
     seconds = joined_s(chain, courses, wire, averages)
     without_links_s = min(seconds, joined_s(chain, courses, _free(wire), averages))
@@ -256,12 +246,12 @@ def _stage_times(chain: Chain, course: Course, update_s: float) -> Iterator[Stag
 
 
 CHOSEN = ("accumulate", "in_flight", "schedule")
-"""Settings of a person that the choice keeps to. `stages` of a person leave nothing to choose: see `as_set`."""
+"""User settings that the choice keeps. With `stages` see `as_set`."""
 
 
 @dataclass(frozen=True)
 class PipelineChoice:
-    """courses: one of each pipeline. settings: with which a run does this."""
+    """courses: by pipeline. settings: for the run."""
 
     courses: tuple[Course, ...]
     timed: Timed
@@ -277,21 +267,20 @@ class PipelineChoice:
 
     @property
     def micro_batches(self) -> int:
-        """Of an update, over all pipelines."""
+        """Per update, over all pipelines."""
         return sum(len(course.routes()) for course in self.courses)
 
     @property
     def words(self) -> Iterator[str]:
-        """Of each stage."""
+        """By stage."""
         for stages in self.timed.stages:
             for stage in stages:
                 yield _words(stage, self.timed.seconds)
 
 
 def choose(scene: Scene, settings: Settings, chosen: Collection[str] = CHOSEN) -> PipelineChoice | None:
-    """The one that takes least, one pipeline or several. None for a single host, or where memory holds none.
-
-    chosen: the settings that the person made; those of CHOSEN among them stay.
+    """The fastest pipeline or pipelines. None for a single host, or too little memory. chosen: the user's settings;
+    those in CHOSEN stay.
     """
     if len(scene.hosts) < 2:
         return None
@@ -309,10 +298,7 @@ def choose(scene: Scene, settings: Settings, chosen: Collection[str] = CHOSEN) -
 
 
 def as_set(scene: Scene, settings: Settings) -> PipelineChoice:
-    """What `stages`, `accumulate` and the others ask for.
-
-    Raises ValueError where they do not fit the network and the hosts.
-    """
+    """Raises ValueError if the settings do not fit the network and the hosts."""
     chain, pipelines = chain_for(scene, settings), parse_stages(settings.stages)
     check_stages(pipelines, len(chain.blocks))
     named = {stage.node for stages in pipelines for stage in stages}
@@ -337,7 +323,7 @@ def as_set(scene: Scene, settings: Settings) -> PipelineChoice:
 
 
 def chain_for(scene: Scene, settings: Settings) -> Chain:
-    """Of the scene's network, else the experiment's. Cuts are crossed in 16 bits under `fidelity=half` and with amp."""
+    """The scene's network, else the experiment's. Cuts use 16 bits with `fidelity=half` and amp."""
     sent_bytes = FLOAT_BYTES if settings.sent_as == "fp32" and settings.amp == "none" else FLOAT_BYTES // 2
     chain = chain_from(scene.job.blocks or network_of(settings), sent_bytes)
     if settings.amp == "none":
@@ -350,9 +336,7 @@ def stage_hosts(scene: Scene) -> tuple[StageHost, ...]:
 
 
 def _memory_bytes(scene: Scene, host: HostSpeed) -> int | None:
-    """What is known of it; else what holds the whole network with as many samples at once as a profile found, None
-    where no limit is known.
-    """
+    """If unknown: for the whole network with the samples that a profile found; None without a limit."""
     if host.memory_bytes is not None:
         return host.memory_bytes
     caps = [speed.cap for speed in host.speeds if speed.cap is not None]
@@ -363,7 +347,7 @@ def _memory_bytes(scene: Scene, host: HostSpeed) -> int | None:
 
 
 def averages_of(settings: Settings) -> Averages | None:
-    """None where pipelines beside each other add up gradients."""
+    """None if parallel pipelines add up gradients."""
     if settings.fidelity != "local":
         return None
     every = settings.local_steps or max(LOCAL_STEPS, settings.local_overlap + 1)
@@ -379,7 +363,7 @@ def _choice(chain: Chain, courses: Sequence[Course], scene: Scene, averages: Ave
         "in_flight": first.in_flight,
         "schedule": "zero_bubble" if first.splits else "1f1b",
     }
-    if len(courses) > 1:  # only those that read samples have a share of them
+    if len(courses) > 1:  # only ranks that read samples have a share
         parts = {course.hosts[0].name: course.batch for course in courses}
         found["shares"] = ",".join(f"{host.name}={parts.get(host.name, 0)}" for host in scene.hosts)
     return PipelineChoice(tuple(courses), time_update(chain, courses, scene.wire, averages), found)
@@ -395,17 +379,15 @@ def _words(stage: StageTime, seconds: float) -> str:
     )
 
 
-# Pipelines beside each other that average their weights instead of adding up gradients: `fidelity=local`. Pure.
+# Parallel pipelines that average weights (`fidelity=local`). Pure. They update independently and wait only at
+# averages.
 #
 #     joined_s(chain, courses, wire, Averages(every=32, overlap=8))       seconds of an update
-#
-# Each pipeline makes updates of its own, so none waits for another but at an average, which all make after the same
-# number of updates.
 
 
 @dataclass(frozen=True)
 class Averages:
-    """every: updates from one average to the next. overlap: those that go on while it travels. half: in 16 bits."""
+    """every: updates per average. overlap: updates during its transfer. half: in 16 bits."""
 
     every: int
     overlap: int = 0
@@ -413,9 +395,7 @@ class Averages:
 
 
 def joined_s(chain: Chain, courses: Sequence[Course], wire: LinkCosts, averages: Averages | None) -> float:
-    """An update, the mean over those from one average to the next. averages: None where gradients add up, update by
-    update.
-    """
+    """Mean seconds per update. averages: None adds up gradients."""
     if averages is None:
         return update_seconds(chain, courses, wire)
     own_s = max(update_seconds(chain, [course], wire) for course in courses)
@@ -424,7 +404,7 @@ def joined_s(chain: Chain, courses: Sequence[Course], wire: LinkCosts, averages:
 
 
 def _average_s(chain: Chain, courses: Sequence[Course], wire: LinkCosts, averages: Averages) -> tuple[float, float]:
-    """On the links, and in memory before and after: of the largest part, since all stages average theirs at once."""
+    """(transfer, copies) of the largest part: all stages average at once."""
     part = 0.5 if averages.half else 1.0
     halved = dataclasses.replace(
         chain,

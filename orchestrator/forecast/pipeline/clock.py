@@ -1,11 +1,10 @@
-"""How long an update of a pipeline takes, played out task by task and message by message. Pure.
+"""Update time of a pipeline, simulated task by task and message by message. Pure.
 
     update_seconds(chain, [course], wire)
 
-Each rank does what `trainer.shared.stages` has it do, the rule by which the ranks of a run choose, too. A message takes
-its sender's way out and its receiver's way in for as long as its bytes need there, one after the other; what it costs
-beside its bytes delays it and leaves the link free. A stage's next update begins when its own optimiser is done,
-whatever later stages still do: so updates overlap, and the first ones, before all runs evenly, are left out.
+Ranks follow `trainer.shared.stages`, like in a run. A message occupies its sender's outgoing and its receiver's
+incoming link for its bytes, one message after another; its overhead only delays it. A stage begins its next update
+after its own optimiser, so updates overlap; the first ones are left out.
 """
 
 from __future__ import annotations
@@ -23,20 +22,17 @@ from trainer.shared.pace import OPTIMISER
 from trainer.shared.stages import Task, Turns
 
 LEFT_OUT, UPDATES = 2, 4
-"""Updates before all runs evenly, and those played in all."""
+"""Updates before the steady state, and in total."""
 
 
 def update_seconds(chain: Chain, courses: Sequence[Course], wire: LinkCosts) -> float:
-    """From the begin of one update to that of the next, once all runs evenly.
-
-    courses: pipelines beside each other, each with its part of the batch. wire: has a site of each host's name.
-    """
+    """In the steady state. courses: parallel pipelines. wire: with a site per host."""
     return _Clock(chain, courses, wire).run()
 
 
 @dataclass(eq=False, slots=True)
 class _Link:
-    """When a host's interface has room again, each way."""
+    """When a host's interface is free again, per direction."""
 
     out_s: float = 0.0
     in_s: float = 0.0
@@ -44,9 +40,7 @@ class _Link:
 
 @dataclass(eq=False, slots=True)
 class _Own:
-    """A micro-batch as one rank has it: what its tasks take there, who is next to it, what its results take to them.
-    later_s: of what is left to WEIGHTS.
-    """
+    """A micro-batch on one rank: task times, neighbours, transfer times. later_s: left to WEIGHTS."""
 
     forward_s: float
     backward_s: float
@@ -56,7 +50,7 @@ class _Own:
     on_s: float = 0.0
     back_s: float = 0.0
     place_behind: int = 0
-    """Its place among the micro-batches of the rank behind."""
+    """Index on the rank behind."""
     place_before: int = 0
 
 
@@ -73,17 +67,17 @@ class _Rank:
     sums_left: int = 0
     update: int = 0
     begun: list[float] = field(default_factory=list)
-    """When its first task of each update began."""
+    """Start of each update's first task."""
     is_busy: bool = False
     turns: Turns = field(default_factory=lambda: Turns(0, 1))
     inputs: set[int] = field(default_factory=set)
-    """What has come: places among its micro-batches, counted on from update to update."""
+    """Indices of received inputs, counted over all updates."""
     gradients: set[int] = field(default_factory=set)
 
 
 @dataclass(eq=False, slots=True)
 class _Sum:
-    """Of gradients, once an update, when the last of these ranks has its own."""
+    """A gradient sum, once per update, when the last rank is ready."""
 
     ranks: list[_Rank]
     seconds: float
@@ -112,7 +106,7 @@ class _Clock:
     # ---- who there is ------------------------------------------------------------------------------------------------
 
     def _course(self, chain: Chain, course: Course) -> list[list[_Rank]]:
-        """The ranks of each stage, with their micro-batches."""
+        """Ranks by stage, with their micro-batches."""
         costs = course.stages(chain)
         last = len(costs) - 1
         stages = [
@@ -141,7 +135,7 @@ class _Clock:
         return stages
 
     def _byte_s(self, source: StageCost, target: StageCost) -> float:
-        """What a sample occupies both hosts' links for; within one host, what it takes."""
+        """Seconds per sample on both hosts' links, or inside a host."""
         return 8 * source.cut_bytes / self.wire.path_bps(self.sites[source.host.site], self.sites[target.host.site])
 
     # ---- what happens ------------------------------------------------------------------------------------------------
@@ -211,7 +205,7 @@ class _Clock:
             self._sends(end, rank, own.behind, own.on_s, INPUT, place)
 
     def _sends(self, now: float, source: _Rank, target: _Rank, travels_s: float, what: int, place: int) -> None:
-        """now: when the message is ready; asked for beforehand, since nobody else sends for this rank until then."""
+        """now: when the message is ready. Reserving ahead is safe, since the rank sends nothing else until then."""
         out, into = source.link, target.link
         if out is into:
             self._at(now + travels_s + self.wire.costs.local_message_s, what, target, place)
@@ -221,7 +215,7 @@ class _Clock:
         self._at(gone + self.delay_s, what, target, place)
 
     def _over(self, rank: _Rank, now: float) -> None:
-        """All its tasks of this update are done: sums with those that hold the same blocks, then the optimiser."""
+        """Tasks are done: gradient sums, then the optimiser."""
         rank.is_busy = True
         rank.sums_left = len(rank.sums)
         if not rank.sums:

@@ -1,10 +1,7 @@
-"""A network cut over hosts, and what each stage of it costs. Pure.
+"""A network cut over hosts, and the cost of its stages. Pure. Same rules as `trainer.pipeline.stage_layout`.
 
-    course = Course((a2000, v100), starts=(0, 20), batch=256, count=16)
-    course.stages(chain)[1].forward.at(16)          seconds of FORWARD of 16 samples in the second stage
-    course.memory_bytes(chain)                      of each rank, stage by stage
-
-The first stage reads the samples; `trainer.pipeline.stage_layout` has the same rules for the ranks themselves.
+course = Course((a2000, v100), starts=(0, 20), batch=256, count=16)
+course.stages(chain)[1].forward.at(16)          seconds of FORWARD of 16 samples in the second stage
 """
 
 from __future__ import annotations
@@ -18,27 +15,26 @@ from trainer.shared.shares import equal_shares
 from trainer.shared.stages import Pipelines, Route, Stage, format_stages, in_flight_of_rank, routes
 
 STATES = 3
-"""Copies of its weights that a stage holds: themselves, their gradients, SGD's momentum."""
+"""Copies of weights: themselves, gradients, SGD's momentum."""
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """Of one rank of the stage, which then takes OPTIMISER of all that for its update."""
+    """Per rank, without the update."""
 
     host: StageHost
     forward: Line
     backward: Line
     weights: Line
     cut_bytes: int
-    """What leaves it for the next stage, a sample; 0 of the last one."""
+    """To the next stage, per sample; 0 for the last."""
     in_flight: int
 
 
 @dataclass(frozen=True)
 class Course:
-    """A pipeline. hosts: its stages. starts: the first block of each. batch: samples of an update. count: micro-batches
-    of each rank of the first stage, the setting `accumulate`. in_flight: the setting. splits: do gradients of weights
-    wait (zero bubble)?
+    """hosts: by stage. starts: first blocks. batch: samples per update. count: micro-batches per rank of the first
+    stage (`accumulate`). splits: gradients of weights are delayed (zero bubble).
     """
 
     hosts: tuple[StageHost, ...]
@@ -52,11 +48,11 @@ class Course:
         return (*self.starts[1:], len(chain.blocks))
 
     def routes(self) -> tuple[Route, ...]:
-        """One update's micro-batches, in the order in which every stage takes them."""
+        """In order."""
         return _routes(tuple(host.ranks for host in self.hosts), self.batch, self.count)
 
     def held(self, stage: int) -> int:
-        """The most micro-batches that a rank of this stage holds."""
+        """Per rank."""
         return in_flight_of_rank(self.in_flight, len(self.hosts), stage, self.hosts[stage].ranks)
 
     def stages(self, chain: Chain) -> tuple[StageCost, ...]:
@@ -67,8 +63,8 @@ class Course:
         )
 
     def memory_bytes(self, chain: Chain) -> tuple[int, ...]:
-        """Of each rank, stage by stage."""
-        largest = max(one.size for one in self.routes())
+        """Per rank, by stage."""
+        largest = max(route.size for route in self.routes())
         return tuple(
             STATES * chain.weight_bytes(first, end) + self.held(number) * largest * chain.kept_bytes(first, end)
             for number, (first, end) in enumerate(zip(self.starts, self.ends(chain), strict=True))
@@ -88,7 +84,6 @@ class Course:
 
 
 def stages_setting(courses: Sequence[Course], chain: Chain) -> str:
-    """The setting `stages`."""
     pipelines: Pipelines = tuple(course.named(chain) for course in courses)
     return format_stages(pipelines)
 

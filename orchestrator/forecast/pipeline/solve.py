@@ -1,13 +1,10 @@
-"""The cut with which an update takes least: order of hosts, blocks of each, micro-batches. Pure.
+"""The fastest cut of a pipeline: order of hosts, blocks, micro-batches. Pure.
 
     found = solve(chain, [v100, a2000], wire, batch=256)
     found.seconds, found.course.starts, found.is_proved         0.22, (0, 14), True
 
-Every order, number of micro-batches and cut is looked at by its bound (`bound`), which costs microseconds; what the
-bound leaves open is played out (`clock`), most promising first, until no bound lies below the best. So the best is
-found without playing all; where there are so many that the search is cut short, `is_proved` is False. More
-micro-batches in flight, and weights' gradients that wait, are taken as never slower, which is so but for about 1 %
-where hosts have several ranks: both are what memory allows.
+Candidates are ranked by lower bounds (`bound`, microseconds each); promising ones are simulated (`clock`) until no
+bound is below the best.
 """
 
 from __future__ import annotations
@@ -24,32 +21,27 @@ from orchestrator.forecast.pipeline.clock import update_seconds
 from orchestrator.forecast.pipeline.course import STATES, Course
 from trainer.shared.stages import SPARE
 
+# Per micro-batch: smaller BatchNorm groups have noisier statistics. Chosen, not measured.
 LEAST_SAMPLES = 8
-"""Of a micro-batch: BatchNorm's group, whose statistics get the noisier the smaller it is. Chosen, not measured."""
 COUNTS = tuple(sorted({base << power for base in (1, 3) for power in range(8)}))
-"""Micro-batches of a rank of the first stage that are tried."""
+"""Per rank of the first stage."""
+# Within this of the best, the fewest and so largest micro-batches win: a run's shortfall grows with their number
+# (docs/cutting.md). Gains below a quarter of it are not searched.
 NEAR = 0.02
-"""Of settings that are so much slower at most, the one with the fewest and so largest micro-batches is taken:
-what an update is short of its plan grows with their number (docs/cutting.md). What would be faster by less than a
-quarter of it is not looked for."""
 ALL_ORDERS = 4
-"""Hosts up to which every order is looked at."""
+"""Hosts up to which every order is tried."""
+# Micro-batches times stages simulated, and cuts bounded: about half a second of one core each. With three times as
+# many, of 14 random clusters 3 got updates 1 to 5 % shorter, and one, of 65,536 samples an update, 30 %.
 MOST_PLAYED, MOST_BOUNDS = 20_000, 20_000
-"""Micro-batches times stages that are played out at most, and cuts whose bound is looked at: each about half a second
-of one core. With three times as many, of 14 clusters made at random 3 got updates 1 to 5 % shorter, and one, of 65,536
-samples an update, 30 %."""
 FIRST = 6
-"""Families whose balanced cut is played out before any other, beside the most promising of each number of
-micro-batches."""
+"""Families simulated first, besides the most promising per number of micro-batches."""
 CLIMBED = 3
-"""Of these, the best, which are followed to better and better cuts beside theirs."""
+"""The best of these are improved step by step."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """What may be chosen. counts, in_flight: the settings `accumulate` and `in_flight` where a person has chosen them;
-    near: see NEAR.
-    """
+    """counts, in_flight: `accumulate` and `in_flight` if the user chose them. near: see NEAR."""
 
     counts: tuple[int, ...] = COUNTS
     in_flight: int | None = None
@@ -60,7 +52,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Solved:
-    """seconds: of an update. is_proved: nothing in the space takes less."""
+    """is_proved: nothing in the space is faster; False if the search was cut short."""
 
     course: Course
     seconds: float
@@ -70,7 +62,7 @@ class Solved:
 def solve(
     chain: Chain, hosts: Sequence[StageHost], wire: LinkCosts, batch: int, space: Space = Space()
 ) -> Solved | None:
-    """All hosts hold a stage. None where no cut fits their memory, or there are more of them than blocks."""
+    """None if no cut fits their memory, or there are more hosts than blocks."""
     if len(hosts) > len(chain.blocks):
         return None
     return _Search(chain, wire, space).run(hosts, batch)
@@ -78,7 +70,7 @@ def solve(
 
 @dataclass(frozen=True)
 class _Option:
-    """A family, and the least that any of its cuts has to do."""
+    """bound_s: the least busy maximum."""
 
     family: Family
     bound_s: float
@@ -113,7 +105,8 @@ class _Search:
                     yield from self._held(Course(order, (0,) * len(order), batch, count, splits=self.space.splits))
 
     def _held(self, course: Course) -> Iterator[_Option]:
-        """With the most micro-batches in flight, and with fewer where memory may ask for it."""
+        # More micro-batches in flight and delayed weight gradients are assumed never slower, which holds except for
+        # about 1 % if hosts have several ranks. Fewer in flight only if memory may require it.
         asked = self.space.in_flight
         most = len(course.hosts) + SPARE
         for in_flight in (0, *range(most - 1, 0, -1)) if asked is None else (asked,):
@@ -134,7 +127,7 @@ class _Search:
         return self.played[course], course
 
     def _first(self, options: Sequence[_Option]) -> Course:
-        """A good one to begin with: balanced cuts, and from the best of these on to their neighbours."""
+        """Balanced cuts, and the neighbours of the best."""
         by_bound = sorted(options, key=lambda option: option.family.lower_s(option.balanced))
         starts = [*by_bound[:FIRST], *{option.family.course.count: option for option in reversed(by_bound)}.values()]
         played = sorted((self._play(option, option.balanced)[0], number) for number, option in enumerate(starts))
@@ -151,7 +144,7 @@ class _Search:
             cut = better
 
     def _better(self, options: Sequence[_Option], limit_s: float, best: Course | None = None) -> Course | None:
-        """The best that takes less than this; `best` where none does."""
+        """The best below the limit, else `best`."""
         for option in options:
             if option.bound_s >= self.worth * limit_s:
                 break
@@ -179,7 +172,7 @@ class _Search:
         return sorted(found)
 
     def _with_fewer(self, options: Sequence[_Option], best: Course) -> Course:
-        """About as fast, with fewer micro-batches."""
+        """About as fast with fewer micro-batches."""
         limit_s = (1 + self.space.near) * self.played[best]
         proved = self.is_proved
         for count in sorted({option.family.course.count for option in options}):
@@ -194,7 +187,7 @@ class _Search:
 
 
 def orders_of(hosts: Sequence[StageHost], wire: LinkCosts) -> Iterator[tuple[StageHost, ...]]:
-    """In which samples may pass them, one of those that are alike; of many hosts only a few that tend to be good."""
+    """Only a few good orders of many hosts."""
     if len(hosts) > ALL_ORDERS:
         by_speed = sorted(hosts, key=lambda host: -host.samples_per_s)
         middle = (*by_speed[::2], *reversed(by_speed[1::2]))  # the slowest in the middle
@@ -213,7 +206,7 @@ def orders_of(hosts: Sequence[StageHost], wire: LinkCosts) -> Iterator[tuple[Sta
 
 
 def _holds_all(chain: Chain, course: Course) -> bool:
-    """Could each host hold the whole network, with all that is in flight? Then fewer micro-batches bring nothing."""
+    """Whether each host could hold the whole network."""
     largest, end = max(one.size for one in course.routes()), len(chain.blocks)
     return all(
         host.memory_bytes is None
@@ -224,7 +217,6 @@ def _holds_all(chain: Chain, course: Course) -> bool:
 
 
 def _neighbours(family: Family, cut: Cut) -> Iterator[Cut]:
-    """One block further, one block less, at each place."""
     for stage in range(1, len(cut)):
         for start in (cut[stage] - 1, cut[stage] + 1):
             moved = (*cut[:stage], start, *cut[stage + 1 :])

@@ -1,6 +1,5 @@
-"""Which ranks add up gradients at the end of an update of pipelines, and what it takes them. Pure.
-
-All ranks that hold a block do: the ranks of one host that share a stage, and those of every pipeline beside it.
+"""Gradient sums at the end of an update of pipelines: all ranks with a block add up its gradients, on one host or in
+parallel pipelines. Pure.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from orchestrator.forecast.pipeline.course import Course
 
 @dataclass(frozen=True)
 class GradientSum:
-    """holders: pipeline and stage of each, all ranks of which take part."""
+    """holders: (pipeline, stage)."""
 
     holders: tuple[tuple[int, int], ...]
     seconds: float
 
 
 def sums_of(chain: Chain, courses: Sequence[Course], wire: LinkCosts) -> tuple[GradientSum, ...]:
-    """One for each stretch of blocks that the same ranks hold, and more than one of them."""
+    """By stretch of blocks that the same ranks hold."""
     if len(courses) == 1 and all(host.ranks == 1 for host in courses[0].hosts):
         return ()
     cuts = sorted({start for course in courses for start in course.starts} | {len(chain.blocks)})
