@@ -1,1 +1,1 @@
-"""Jobs that are run in order to measure: each host alone, and the rows of a study."""
+"""Jobs that measure: host profiles, rows of a study, a short all-reduce."""

@@ -1,12 +1,11 @@
-"""Measures hosts alone, each by an ordinary job of its own, and remembers what came of it.
+"""Speed profiles: measures each host by itself, in a job, and stores the result.
 
     profiling = Profiling(controller, cluster, JobSpec(exp="resnet152_cifar"), each=False)
     for found in profiling.run(follow):
         found.rank, found.profile.samples_per_s(512), found.fresh
 
-Hosts of one kind are measured once, unless `each`; one that has a profile of its own keeps to that. Hosts on different
-machines are measured at the same time, those that share one (its boot id) one after the other, so that no measurement
-disturbs another.
+Hosts of one kind are measured once, unless `each`; a host with its own profile keeps it. Hosts on one machine (by boot
+id) are measured in turn, so that measurements do not disturb each other.
 """
 
 from __future__ import annotations
@@ -45,26 +44,23 @@ from orchestrator.results.events import Events, MetricsFile
 from orchestrator.results.tables import read_events
 
 Follow = Callable[[RunningJob], None]
-"""Shows a job until its end."""
 
 BUDGET_S = 15.0
-# What a rank does by itself depends on none of these.
+# Settings that do not affect a rank by itself.
 _LEFT_OUT = {"shares": "equal", "speeds": "", "accumulate": "0", "strategy": "ddp", "sync_bn": "false", "slow": ""}
 _LEFT_OUT |= {"resume": "", "checkpoint_every": "0"}
 
 
 def _cuda_graph(exp: str, asked: Mapping[str, str]) -> str:
-    """As the run that is asked for will have it. Raises UsageError for a value that there is not."""
+    """The setting as the later run will resolve it. Raises UsageError for an invalid value."""
     decide = ("strategy", "sync_bn", "accumulate", "cuda_graph")
     settings = request_of(exp, {key: asked[key] for key in decide if key in asked}).training
     return cuda_graph_of(settings) if settings else "auto"
 
 
 class Profiling:
-    """left_out: settings that were asked for and change nothing that a rank does alone. line: the command for it.
-
-    Raises UsageError for an experiment or a setting that there is not, and for a script that does not import `trainer`;
-    HostsError for hosts that are not usable.
+    """left_out: given settings that do not affect a rank by itself. line: the command for it. Raises UsageError for an
+    unknown experiment or setting, or a script that does not import `trainer`; HostsError for unusable hosts.
     """
 
     def __init__(
@@ -95,7 +91,7 @@ class Profiling:
         self.line = profile_line(training)
         facts = controller.clusters.ready(cluster, only).facts
         self.whole = controller.choice.plan(cluster, self.job.request, self.job.code, only)
-        if "tf32" not in pairs:  # of all hosts: one that is measured alone does not know the others
+        if "tf32" not in pairs:  # of all hosts: a host measured by itself does not know the others
             pairs["tf32"] = tf32_of(training.tf32, self.whole.nodes, facts)
             packed = replace(self.job, request=request_of(spec.exp, pairs)) if spec.exp else None
             self.job = packed or parse_job(spec.updated(settings=pairs))
@@ -103,8 +99,8 @@ class Profiling:
         self.kinds = self._kinds(kinds_of(self.whole, facts), each)
 
     def _kinds(self, shared: Mapping[Rank, Kind], each: bool) -> dict[Rank, Kind]:
-        """Each rank's kind as its profile is kept: its host's own where every host is asked for, or where it has such a
-        profile already. Splits go by that one before all others, so it is the one to show, and to measure again.
+        """By rank. The host's own kind with `each`, or if it has such a profile: splits prefer it, so it is shown and
+        measured again.
         """
         if each:
             return {rank: kind.of(f"{self.cluster.name}/{rank[0]}") for rank, kind in shared.items()}
@@ -112,14 +108,13 @@ class Profiling:
         return {rank: kind.of(known[rank].host) if rank in known else kind for rank, kind in shared.items()}
 
     def batch_of(self, found: Sequence[RankProfile]) -> int:
-        """Of an update over all ranks: what the settings say, or else the script said where it was measured."""
+        """Per update over all ranks: from the settings, else as the script reported it."""
         own = next((each.profile.batch for each in found if each.profile.batch), None)
         return own if own and self.job.request.batch is None and not self.job.request.trains else self._batch
 
     def run(self, follow: Follow, *, again: bool = False) -> list[RankProfile]:
-        """Every rank's profile, those that were not known measured. Raises HostsError or OrchError where that fails.
-
-        One that is not valid counts for nothing: a rank goes on by what was known of it.
+        """Every rank's profile; measures missing ones. An invalid measurement never replaces a known profile. Raises
+        HostsError or OrchError.
         """
         store = self.controller.store
         known = {} if again else store.profiles(self.kinds, self.cluster.name)
@@ -137,7 +132,7 @@ class Profiling:
         ]
 
     def _rounds(self, missing: Mapping[Rank, Kind]) -> list[list[str]]:
-        """Which nodes to measure at the same time; of those whose ranks are of the same kinds, the first."""
+        """Nodes to measure at the same time; one per combination of kinds."""
         by_kinds: dict[tuple[str, ...], str] = {}
         for node in self.whole.nodes:
             keys = tuple(self.kinds[node.name, i].key for i in range(node.ranks))
@@ -150,7 +145,7 @@ class Profiling:
         return [[names[turn] for names in machines.values() if turn < len(names)] for turn in range(most)]
 
     def _measure(self, names: Sequence[str], follow: Follow) -> list[Profile]:
-        """One job a node, all at once."""
+        """A job per node, all at once."""
         plans = [self._plan_of(name) for name in names]
         launched = list[RunningJob]()
         try:
@@ -159,7 +154,7 @@ class Profiling:
             for job in launched:
                 follow(job)
             return [profile for job in launched for profile in self._read(job)]
-        except BaseException:  # a Ctrl-C, too: half a profile is of no use
+        except BaseException:  # a Ctrl-C, too: a partial profile is useless
             for job in launched:
                 with suppress(OrchError):
                     if job.record.state not in FINAL_STATES:
@@ -167,7 +162,7 @@ class Profiling:
             raise
 
     def _plan_of(self, name: str) -> LaunchPlan:
-        """A plan for this node alone, its ranks with the threads that they have among all."""
+        """Only this node, with the threads per rank of the whole plan."""
         plan = self.controller.choice.plan(self.cluster, self.job.request, self.job.code, [name])
         threads = {key: value for key, value in self.whole.node(name).env.items() if key == "OMP_NUM_THREADS"}
         node = plan.nodes[0]
@@ -194,7 +189,7 @@ class Profiling:
                 return self._profiles(plan, node, events)
 
     def _profiles(self, plan: LaunchPlan, node: NodePlan, events: Events) -> list[Profile]:
-        """One of each kind: of ranks that are alike, the slowest one's, since the others wait for it."""
+        """One per kind: of equal ranks the slowest, since others wait for it."""
         measurements, ends = events.latest("profile"), events.latest("end")
         by_key: dict[str, Profile] = {}
         for local_rank in range(node.ranks):

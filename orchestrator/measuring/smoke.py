@@ -1,9 +1,8 @@
-"""A short all-reduce over all hosts, as a job like any other; where it fails, the host or the pair that it fails with.
+"""A short all-reduce over all hosts as a normal job; if it fails, the host or pair at fault. Finds problems that no
+single check sees: packages, code, rendezvous, back end.
 
     found = smoke(controller, cluster, names, show)
     found.failure, found.guilty             "rank 2 exited with code 1", ("gamma",)
-
-What no check can see by itself fails here, as it would in a training: packages, code, rendezvous, the back end.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.request import parse_job
 
 LIMIT_S = 60.0
-"""Of one try. Most of it is torch's, which a cold disk may take half a minute to load."""
+"""Per try. A cold disk may take half a minute to load torch."""
 MOST_TRIES = 16
 SETTINGS = {
     "operations": "all_reduce",
@@ -38,17 +37,15 @@ SETTINGS = {
 """1 KiB and 8 MiB; each result is checked."""
 
 
-def with_smoke(
-    controller: Controller, cluster: Cluster, seen: Observations, show: Callable[[str], None]
-) -> Observations:
-    """What was seen, and what became of the all-reduce."""
+def with_smoke(controller: Controller, cluster: Cluster, seen: Observations, show: Callable[[str], None]) -> Observations:
+    """Adds the result of the all-reduce."""
     return replace(
         seen, collective=smoke(controller, cluster, [host.name for host in seen.hosts], _backends(seen), show)
     )
 
 
 def _backends(seen: Observations) -> tuple[str, ...]:
-    """Gloo first: what it finds is no fault of NCCL's."""
+    """Gloo first: its failures are not NCCL's."""
     torches = [host.facts.torch for host in seen.hosts if host.trains_on_gpus and host.facts.torch]
     on_nccl = len(torches) == len(seen.hosts) and all(torch.nccl_available for torch in torches)
     return ("gloo", "nccl") if on_nccl else ("gloo",)
@@ -61,7 +58,7 @@ def smoke(
     backends: Sequence[str],
     show: Callable[[str], None] = lambda words: None,
 ) -> Collective:
-    """show: told what begins."""
+    """show: gets a line before each try."""
     for backend in backends:
         tries, blamed = _Tries(controller, cluster, backend, show), tuple[str, ...]()
         if words := tries.on(names):
@@ -72,22 +69,20 @@ def smoke(
 
 
 class _TooManyError(Exception):
-    """It was tried often enough."""
+    pass
 
 
 class _Tries:
-    """The all-reduce on some of the hosts, by one back end."""
-
     def __init__(self, controller: Controller, cluster: Cluster, backend: str, show: Callable[[str], None]) -> None:
         self.first: str | None = None
-        """The id of the first of its jobs."""
+        """The first job's id."""
         self._controller, self._cluster, self._show, self._count = controller, cluster, show, 0
         settings = {**SETTINGS, "backend": backend}
         self._job = parse_job(JobSpec.model_validate({"exp": "collectives", "settings": settings, "name": "doctor"}))
         self._backend = backend
 
     def fails(self, names: Sequence[str]) -> bool:
-        """One host alone has nobody to reduce with. Raises _TooManyError."""
+        """A single host has no partner. Raises _TooManyError."""
         if len(names) < 2:
             return False
         if self._count >= MOST_TRIES:
@@ -95,14 +90,14 @@ class _Tries:
         return bool(self.on(names))
 
     def on(self, names: Sequence[str]) -> str:
-        """Why it fails with these; "" where it does not."""
+        """The reason of the failure, or ""."""
         self._count += 1
         self._show(f"an all-reduce by {self._backend} on {', '.join(names)}")
         try:
             plan = self._controller.choice.plan(self._cluster, self._job.request, self._job.code, names)
             job = self._controller.launch(plan, self._job.blob)
         except HostsError as error:
-            return "; ".join(one.message for one in error.errors)
+            return "; ".join(each.message for each in error.errors)
         except (HostError, OrchError) as error:
             return error.message
         self.first = self.first or job.id

@@ -1,12 +1,11 @@
-"""Runs a study's rows one after the other and keeps the result of each, so that a sweep goes on where it stopped.
+"""Runs a study's rows and stores each result, so that an interrupted sweep resumes.
 
     sweep = Sweep(name, load_study(name), controller, cluster, out, overrides={})
     for outcome in sweep.run(follow, only=["3090x2-ddp"], repeats=3):
         outcome.row.name, outcome.done.spread("samples_per_s"), outcome.why_not
 
-Rows are repeated in rounds, so that a machine whose speed drifts does so for all of them. A row is remembered before
-its job starts. After an interruption its job is found again: followed if it still runs, collected if it has ended well,
-started again otherwise. Rows done on other clusters stay in the same table.
+Rows are repeated in rounds, so that a drifting speed affects all of them. A row is recorded before its job starts.
+After an interruption its job is found again: followed if it runs, collected if it succeeded, else started again.
 """
 
 from __future__ import annotations
@@ -32,20 +31,18 @@ from orchestrator.studies.ledger import Chosen, Done, Ledger, Outcome, RowRun, c
 from orchestrator.studies.study import FIGURES, Study, StudyRow
 
 Follow = Callable[[StudyRow, RunningJob], None]
-"""Shows a job until its end."""
 
 REPEATS = 3
-"""Runs of a short row without `--repeats`."""
+"""For a short row without `--repeats`."""
 
 
 def _with_ranks(cluster: Cluster, chosen: Chosen) -> Cluster:
-    """The cluster with the chosen ranks on its hosts."""
     nodes = (node.model_copy(update={"ranks": chosen.get(node.name, node.ranks)}) for node in cluster.nodes)
     return cluster.model_copy(update={"nodes": tuple(nodes)})
 
 
 class Sweep:
-    """overrides: settings in place of the rows' own; figures measured with other overrides do not count as done."""
+    """overrides: of the rows' settings; results with other overrides do not count."""
 
     def __init__(
         self,
@@ -63,10 +60,8 @@ class Sweep:
     def run(
         self, follow: Follow, *, only: Sequence[str] = (), again: bool = False, repeats: int | None = None
     ) -> list[Outcome]:
-        """Runs every row `repeats` times; None: REPEATS times if its first run was short, else once.
-
-        Raises HostsError if the cluster cannot be used at all, OrchError if a row's job fails; earlier results are
-        kept.
+        """repeats: per row; None: REPEATS if its first run was short, else once. Raises HostsError if the cluster is
+        unusable, OrchError if a job fails; earlier results are kept.
         """
         own_folder(self.out)
         with locked(self.out / f".{self.file.name}.lock"):
@@ -83,7 +78,7 @@ class Sweep:
         return [self._outcome(row, done[row.name], chosen[row.name], row.name in asked) for row in rows]
 
     def _due(self, done: Done | None, turn: int, repeats: int | None) -> bool:
-        """Whether a row is to be run in this turn. Results of another cluster are left as they are."""
+        """Results of another cluster stay unchanged."""
         if done is None or not done.runs:
             return True
         return done.cluster == self.cluster.name and len(done.runs) <= turn and (repeats is not None or done.is_short)
@@ -94,13 +89,12 @@ class Sweep:
         return Outcome(row, done, why_not if asked else "not asked for")
 
     def _nodes(self) -> tuple[NodePlan, ...]:
-        """The cluster's nodes as a plan sees them, with their ranks and GPUs."""
+        """With ranks and GPUs, as planned."""
         of_hosts = {name: value for name, value in self.overrides.items() if name == "device"}
         job = parse_job(JobSpec(exp=self.study.exp, settings=of_hosts))
         return self.controller.choice.plan(self.cluster, job.request, job.code).nodes
 
     def _measure(self, row: StudyRow, chosen: Chosen, before: Done | None, follow: Follow) -> Done:
-        """One more run of it."""
         runs = before.runs if before else ()
         job = self._find_again(row, before, follow) or self._start(row, chosen, runs, follow)
         if job.record.state != "succeeded":
@@ -131,7 +125,7 @@ class Sweep:
         )
 
     def _start(self, row: StudyRow, chosen: Chosen, runs: tuple[RowRun, ...], follow: Follow) -> RunningJob:
-        seed = {"seed": str(len(runs))}  # another for each run: accuracy has a range, too
+        seed = {"seed": str(len(runs))}  # accuracy has a range, too
         settings = {**seed, **self.study.settings_of(row), **self.overrides}
         asked = parse_job(JobSpec(exp=self.study.exp, settings=settings))
         request = replace(asked.request, starter=row.starter)
@@ -143,8 +137,8 @@ class Sweep:
         return job
 
     def _find_again(self, row: StudyRow, before: Done | None, follow: Follow) -> RunningJob | None:
-        """The job that an interrupted sweep left for this row, at its end; None if the row has to be run again. Raises
-        OrchError if the job still runs and cannot be followed.
+        """The ended job that an interrupted sweep left; None to run the row again. Raises OrchError if the job runs and
+        cannot be followed.
         """
         if before is None or before.begun is None or before.cluster != self.cluster.name:
             return None
@@ -155,7 +149,7 @@ class Sweep:
             return None
         if record.state not in FINAL_STATES:
             job.reach()
-            follow(row, job)  # if this fails, the job runs on: a second one would disturb both
+            follow(row, job)  # if this fails, the job runs on: a second job would disturb both
             record = job.record
         return None if record.state in FINAL_STATES - {"succeeded"} else job
 

@@ -1,4 +1,4 @@
-"""Published studies as data files, and what became of their rows on a cluster."""
+"""Published studies as data files, and results of their rows."""
 
 from pathlib import Path
 
@@ -6,5 +6,5 @@ FOLDER = Path(__file__).parent
 
 
 def study_names() -> list[str]:
-    """One for each data file; quick, for completion and help."""
+    """Fast, for completion and help."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))

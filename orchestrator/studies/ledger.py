@@ -1,4 +1,4 @@
-"""Results of a study's rows: their runs, the spread of a figure over them, rows within noise of each other. Pure."""
+"""Results of a study's rows: runs, spreads, rows within noise; and the choice of hosts for a row. Pure."""
 
 from __future__ import annotations
 
@@ -16,26 +16,24 @@ from orchestrator.results.curves import Epoch
 from orchestrator.studies.study import Study, StudyRow
 
 SHORT_S = 60.0
-"""A row whose first run took less is short: without `--repeats` it is run several times."""
+"""Rows with a shorter first run are repeated without `--repeats`."""
 
 
 class RowRun(Record):
-    """One job of a row."""
-
     job: str
     figures: dict[str, float | None] = Field(default_factory=dict)
     valid: bool = True
     total_s: float | None = None
-    """Its duration; None if not known."""
+    """None if unknown."""
     epochs: tuple[Epoch, ...] = ()
-    """Only in a study that `shows_learning`, as the next field."""
+    """If the study `shows_learning`; also per_class."""
     per_class: dict[str, float] = Field(default_factory=dict)
-    """The accuracy of each class, 0..1."""
+    """Accuracy, 0..1."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The spread of a figure over a row's runs."""
+    """Over a row's runs."""
 
     least: float
     median: float
@@ -46,11 +44,11 @@ class Spread:
 
 
 class Done(Record):
-    """A row's collected runs, and the job that was started after them."""
+    """begun: the job started after them."""
 
     cluster: str
     hosts: str = ""
-    """Its hosts, in a few words."""
+    """In words."""
     overrides: dict[str, str] = Field(default_factory=dict)
     runs: tuple[RowRun, ...] = ()
     begun: str | None = None
@@ -58,7 +56,7 @@ class Done(Record):
     @model_validator(mode="before")
     @classmethod
     def _of_one_run(cls, value: Any) -> Any:
-        """Reads older files, in which a row had one run."""
+        """Older files have one run per row."""
         if not isinstance(value, dict) or "job" not in value:
             return value
         run = {key: value[key] for key in ("job", "figures", "valid") if key in value}
@@ -66,7 +64,7 @@ class Done(Record):
 
     @property
     def is_short(self) -> bool:
-        """Whether its first run took less than SHORT_S."""
+        """Shorter than SHORT_S."""
         return bool(self.runs) and self.runs[0].total_s is not None and self.runs[0].total_s < SHORT_S
 
     @property
@@ -78,18 +76,18 @@ class Done(Record):
         return _spread([run.figures.get(figure) for run in self.runs])
 
     def losses(self) -> list[float]:
-        """The median over its runs of each epoch's loss, up to the last epoch that all runs have."""
+        """Medians by epoch, up to the last epoch of all runs."""
         runs = ([epoch.loss for epoch in run.epochs if epoch.loss is not None] for run in self.runs)
         return [statistics.median(losses) for losses in zip(*runs, strict=False)]
 
     def per_class(self) -> dict[str, float]:
-        """The median over its runs of each class's accuracy, 0..1, for the classes that all runs have."""
+        """Medians of classes that all runs have."""
         spreads = {name: _spread([run.per_class.get(name) for run in self.runs]) for name in self.runs[0].per_class}
         return {name: spread.median for name, spread in spreads.items() if spread}
 
 
 def _spread(values: Sequence[float | None]) -> Spread | None:
-    """None if any value is missing, or all."""
+    """None if any value is missing."""
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
         return None
@@ -105,7 +103,7 @@ class Ledger(Record):
 
 @dataclass(frozen=True)
 class Outcome:
-    """One line of the table: done, or why it is not."""
+    """A line of the table."""
 
     row: StudyRow
     done: Done | None
@@ -113,8 +111,8 @@ class Outcome:
 
 
 def speed_up(study: Study, outcomes: Sequence[Outcome], outcome: Outcome) -> Spread | None:
-    """Time of the row it is relative to, by the row's own time (the study's first figure). The range is the widest that
-    both rows' ranges allow. None unless both ran on the same cluster.
+    """The time of the row `against` over the row's own (the study's first figure), with the widest range. None unless
+    both ran on the same cluster.
     """
     base = next((other.done for other in outcomes if other.row.name == outcome.row.against), None)
     if not base or not outcome.done or base.cluster != outcome.done.cluster:
@@ -128,9 +126,7 @@ def speed_up(study: Study, outcomes: Sequence[Outcome], outcome: Outcome) -> Spr
 
 
 def within_noise(study: Study, outcomes: Sequence[Outcome]) -> list[list[StudyRow]]:
-    """Groups of rows in which each range of the study's first figure overlaps another. A row that was run once has no
-    range and is in no group.
-    """
+    """Groups of rows with overlapping ranges of the study's first figure, without rows that ran once."""
     found = []
     for outcome in outcomes:
         spread = outcome.done.spread(study.figures[0]) if outcome.done and len(outcome.done.runs) > 1 else None
@@ -143,12 +139,12 @@ def within_noise(study: Study, outcomes: Sequence[Outcome]) -> list[list[StudyRo
     return [[row for _, row in group] for group in groups if len(group) > 1]
 
 
-# Chooses the hosts that run a row of a study, with the ranks of each; or gives the reason why none can. Pure.
+# The choice of hosts for a row, with ranks of each, or the reason why none fits. Pure.
 #
-# choose_nodes(row, plan.nodes, with_horovod)     {"a2000": 1, "v100": 1}, or the reason as a sentence
+#     choose_nodes(row, plan.nodes, with_horovod)     {"a2000": 1, "v100": 1}, or the reason as a sentence
 
 Chosen = Mapping[str, int]
-"""Host -> the ranks that the row uses of it: all, or fewer."""
+"""Ranks to use by host."""
 
 
 def hosts_words(nodes: Iterable[NodePlan]) -> str:
@@ -156,9 +152,8 @@ def hosts_words(nodes: Iterable[NodePlan]) -> str:
 
 
 def choose_nodes(row: StudyRow, nodes: Sequence[NodePlan], with_horovod: Collection[str] = ()) -> Chosen | str:
-    """As many whole hosts as fit, else the fewest hosts with one of them used in part; or the reason why none can.
-
-    with_horovod: names of the hosts that have this package.
+    """As many whole hosts as fit, else the fewest hosts, one of them in part. Returns the reason if none fits.
+    with_horovod: hosts that have this package.
     """
     if row.never:
         return row.never
@@ -189,7 +184,7 @@ def _usable_ranks(row: StudyRow, node: NodePlan) -> int:
 
 
 def _one_host(ranks: int, free: Chosen) -> Chosen:
-    """The smallest host with enough ranks; without a number of ranks, the largest host."""
+    """The smallest with enough ranks; if ranks is 0, the largest."""
     fitting = {name: there for name, there in free.items() if there >= (ranks or 2)}
     if not fitting:
         return {}
@@ -198,7 +193,7 @@ def _one_host(ranks: int, free: Chosen) -> Chosen:
 
 
 def _whole_hosts(ranks: int, free: Chosen) -> Chosen:
-    """As many hosts as possible whose ranks add up to this number; {} if no hosts do."""
+    """As many hosts as possible with exactly this number of ranks, or {}."""
     best: dict[int, dict[str, int]] = {0: {}}
     for name, there in free.items():
         for total, hosts in list(best.items()):
@@ -209,7 +204,7 @@ def _whole_hosts(ranks: int, free: Chosen) -> Chosen:
 
 
 def _in_part(ranks: int, free: Chosen) -> Chosen:
-    """The fewest hosts with enough ranks, the last one used in part; {} if all together have too few."""
+    """The fewest hosts with enough ranks, the last in part, or {}."""
     chosen: dict[str, int] = {}
     for name, there in sorted(free.items(), key=lambda host: -host[1]):
         if left := ranks - sum(chosen.values()):

@@ -1,10 +1,11 @@
-"""Published studies, each a data file of this folder: rows that can be run again, beside the figures of their authors.
+"""Published studies, each a data file of this folder: rows to run again, with the authors' figures. Pure except for the
+files.
 
     study = load_study("bottlenecks")                 # bottlenecks.yaml
     study.settings_of(study.rows[4])                  # {"lr": "0.02", ..., "slow": "rank:1,at:start,ms:1"}
     published_for(summary)                            # tables for the report of a run
 
-Published figures were measured by their authors on their machines: a reference, never a target. Pure but for the files.
+Published figures come from the authors' machines: a reference, never a target.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from orchestrator.units import format_figure
 from trainer.shared.config import parse_settings
 from trainer.shared.setting_fields import SettingsError, not_among
 
-# Figures and cells for the tables of studies, each read from a run's summary. Pure.
+# Figures and cells of the tables, from a run's summary. Pure.
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,16 @@ class Figure:
     title: str
     of: Callable[[Summary], float | None]
     digits: int | None = None
-    """Decimals, as many as published figures have; None writes a figure as everywhere else."""
+    """Decimals, as in published figures; None: the default format."""
     scale: float = 1.0
-    """From the summary's unit to the title's."""
+    """To the title's unit."""
 
     def shown(self, value: float) -> str:
         return format_figure(value) if self.digits is None else f"{value * self.scale:.{self.digits}f}"
 
 
 def _largest(summary: Summary, *parts: str) -> float | None:
-    """The largest sum, over all hosts, of these parts of a step (ms); None if no host has all of them."""
+    """The largest sum of these parts of a step (ms) over all hosts; None if no host has all."""
     sums = []
     for node in summary.nodes:
         values = [getattr(node, part) for part in parts]
@@ -61,13 +62,13 @@ def _seconds(ms: float | None) -> float | None:
 
 
 def _train_s(summary: Summary) -> float | None:
-    """All updates at the pace of the measured ones."""
+    """All updates at the measured pace."""
     step_ms = _step_ms(summary)
     return None if step_ms is None else step_ms * (summary.steps + summary.warmup_steps_left_out) / 1000
 
 
 def _epoch_s(summary: Summary) -> float | None:
-    """The median of its epochs."""
+    """Median."""
     return statistics.median(epoch.seconds for epoch in summary.curves.epochs) if summary.curves.epochs else None
 
 
@@ -94,7 +95,7 @@ FIGURES: dict[str, Figure] = {
         "accuracy %", lambda summary: None if summary.not_finite else summary.accuracy, digits=2, scale=100
     ),
 }
-"""Measured columns of a study's table; times of a step are the largest of all hosts."""
+"""Measured columns; step times are the largest of all hosts."""
 
 
 def _num_workers(summary: Summary) -> str:
@@ -115,11 +116,11 @@ _WORDS: dict[str, Callable[[Summary], str]] = {
     "num_workers": _num_workers,
     "method": _method,
 }
-"""Further columns of the report: what a run was."""
+"""More columns of the report."""
 
 
 def cell_of_run(name: str | None, summary: Summary) -> str:
-    """A run's cell in the report beside published ones; empty if the run has no such figure."""
+    """ "" without such a figure."""
     if name is None:
         return ""
     if name in _WORDS:
@@ -131,14 +132,14 @@ def cell_of_run(name: str | None, summary: Summary) -> str:
 
 
 def study_figure(name: str) -> str:
-    """Raises ValueError for a name that is no figure."""
+    """Raises ValueError."""
     if name not in FIGURES:
         raise ValueError(not_among(name, FIGURES))
     return name
 
 
 def report_figure(name: str) -> str:
-    """Raises ValueError for a name that is no figure or column of the report."""
+    """Raises ValueError."""
     return name if name in _WORDS else study_figure(name)
 
 
@@ -146,43 +147,42 @@ _VERBATIM = ("settings", "cells", "published", "in_report")
 """Below these keys 1, 1.10 and false stay text."""
 Texts = Annotated[tuple[str, ...], Field(strict=False)]
 Host = Annotated[tuple[str, int], Field(strict=False)]
-"""GPU and ranks of a host."""
+"""GPU and ranks."""
 
 
 class StudyRow(Written):
-    """One configuration that the study measured."""
-
     name: str
     cells: Texts = ()
-    """Under the study's own columns."""
+    """For the study's columns."""
     in_report: Texts | None = None
-    """The same under the columns of the report, if these differ."""
+    """For the report's columns, if different."""
     settings: dict[str, str] = Field(default_factory=dict)
-    """In place of the study's."""
+    """Override the study's."""
     hosts: Annotated[tuple[Host, ...], Field(strict=False)] = ()
-    """The hosts it needs; empty if `ranks` is enough."""
+    """Hosts needed; empty if `ranks` suffices."""
     ranks: int = Field(default=0, ge=0)
-    """Ranks over all hosts; with a starter, 0 stands for all ranks of one host."""
+    """Over all hosts; with a starter, 0 means all ranks of one host."""
     gpus: int = Field(default=0, ge=0)
-    """GPUs that each rank needs for itself."""
+    """Per rank."""
     starter: Starter | None = None
-    """Program that starts the ranks, all on one host; None is orch, on any number of hosts."""
+    """Starts the ranks, all on one host; None: orch."""
     needs_horovod: bool = False
     against: str = ""
-    """The row that its speed-up is relative to."""
+    """The base row of its speed-up."""
     never: str = ""
-    """The reason why no cluster can run it."""
+    """Why no cluster can run it."""
     published: Texts = ()
-    """The study's figures as it prints them; empty if it has no such row."""
+    """As printed in the study; empty if absent."""
 
 
 class ReportColumns(Written):
-    """The table of published figures in the reports of runs with this model and data."""
+    """Published figures in reports of runs with this model and data."""
 
     model: str
     data: str
     columns: dict[str, Annotated[str, AfterValidator(report_figure)] | None] = Field(default_factory=dict)
-    """Title -> the run's own figure below it, null if runs have none. Without columns, only the note is shown."""
+    """Title -> the run's figure, null if runs lack it. Empty
+: only the note is shown."""
 
 
 class Study(Written):
@@ -190,20 +190,20 @@ class Study(Written):
     source: str
     """Hardware and software of the published figures."""
     note: str = ""
-    """About the figures, for the table and the report."""
+    """For the table and the report."""
     rows_note: str = ""
-    """How the rows are run here, for the table only."""
+    """How rows are run here, for the table."""
     columns: Texts
     figures: Annotated[tuple[Annotated[str, AfterValidator(study_figure)], ...], Field(strict=False, min_length=1)]
-    """Measured columns of the table; the first one compares the rows."""
+    """Measured columns; the first compares the rows."""
     published: Texts
-    """Columns of the rows' published cells."""
+    """Columns of the published cells."""
     shows_learning: bool = False
-    """Adds each row's loss by epoch and accuracy by class to the table."""
+    """Adds loss by epoch and accuracy by class."""
     report: ReportColumns | None = None
     exp: str
     settings: dict[str, str] = Field(default_factory=dict)
-    """Of all rows."""
+    """For all rows."""
     rows: Annotated[tuple[StudyRow, ...], Field(strict=False, min_length=1)]
 
     @property
@@ -230,7 +230,7 @@ def load_study(name: str) -> Study:
 
 
 def read_study(path: Path) -> Study:
-    """Raises InventoryError with all mistakes of the file, each with its line."""
+    """Raises InventoryError with all mistakes and their lines."""
     document = read_yaml(path, verbatim=_VERBATIM)
     mistakes = list(document.mistakes)
     try:
@@ -254,7 +254,7 @@ def _mistake(details: ErrorDetails, document: Document) -> Mistake:
 
 
 def _mistakes_together(study: Study) -> Iterator[tuple[KeyPath, str]]:
-    """What is wrong between keys, each with its place."""
+    """Between keys."""
     names = [row.name for row in study.rows]
     for index, row in enumerate(study.rows):
         at: KeyPath = ("rows", index)
@@ -288,7 +288,7 @@ def _wrong_cells(study: Study, row: StudyRow) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class PublishedTable:
-    """The figures of a study, with a run's own as the first row."""
+    """The run's own figures are the first row."""
 
     title: str
     source: str
@@ -299,7 +299,7 @@ class PublishedTable:
 
 
 def published_for(summary: Summary) -> tuple[PublishedTable, ...]:
-    """The tables of the studies with this run's model and data; empty for a person's own script."""
+    """Empty for a user's own script."""
     if summary.kind != "experiment":
         return ()
     studies = (load_study(name) for name in study_names())
