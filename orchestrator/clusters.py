@@ -1,6 +1,4 @@
-"""Clusters: connect, probe, check and elect a master (`up`); which hosts are ready for a job; cleanup of their work
-folders.
-"""
+"""Clusters: connect, probe, check, elect a master; hosts ready for a job; cleanup of work folders."""
 
 from __future__ import annotations
 
@@ -43,8 +41,8 @@ from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import errors, errors_by_node, values
 
 PROBE_S = 90.0
+# Shorter: a user waits at the screen.
 GPUS_S = 15.0
-"""Shorter: a user waits at the screen."""
 
 Answer = TypeVar("Answer")
 
@@ -57,9 +55,8 @@ class Up:
     problems: Mapping[str, HostError]
     warnings: tuple[str, ...]
     unlike: UnlikeError | None = None
-    """Why the usable hosts cannot train together."""
     findings: tuple[Finding, ...] = ()
-    """The problems and warnings that `orch doctor` also checks."""
+    """Problems and warnings that `orch doctor` also checks."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +113,7 @@ class Clusters:
         return inventory.nodes
 
     def _of_file(self, inventory: Inventory) -> tuple[Cluster, tuple[str, ...]]:
-        """The cluster of this file with all that is known of it, and messages on changes that are lost. Raises
-        UsageError, see `_takes_over`.
-        """
+        """Also returns messages on lost changes. Raises UsageError, see `_takes_over`."""
         known, forgotten = None, tuple[str, ...]()
         try:
             known = self.store.known_cluster(inventory.cluster)
@@ -161,7 +156,7 @@ class Clusters:
         return self._remember(cluster.name, look, lambda known: with_node(known, keys, node))
 
     def set_venvs(self, name: str, venvs: Mapping[str, Venv | None]) -> Up:
-        """Makes these nodes use the environment's Python (None: their own), and probes them."""
+        """Uses each environment's Python (None: the node's own), and probes."""
         cluster = with_made(self.store.cluster(name), venvs)  # read again: making environments took time
         look = self._look_at(cluster, [node for node in cluster.nodes if node.name in venvs])
         return self._remember(name, look, lambda known: with_made(known, venvs))
@@ -214,12 +209,11 @@ class Clusters:
         return Look(by_name, facts, problems, findings, now_utc())
 
     def _remember(self, name: str, look: Look, change: Callable[[Cluster], Cluster]) -> Up:
-        """Applies the change to the current record, and makes the cluster the current one."""
         saved = self.store.change_cluster(name, lambda known: self._with_look(change(known), look), current=True)
         return self._up(saved, look)
 
     def _with_look(self, cluster: Cluster, look: Look) -> Cluster:
-        """Applies the look to nodes that have not changed since, and elects the master again."""
+        """Skips nodes that have changed since; elects the master again."""
         same = {node.name for node in cluster.nodes if _is_seen(node, look)}
         problems = {name: _problem(name, error) for name, error in look.problems.items() if name in same}
         cluster = cluster.model_copy(
@@ -255,8 +249,8 @@ class Clusters:
         return elect(nodes, {node.name: _usable_facts(cluster, node) for node in nodes})
 
     def ready(self, cluster: Cluster, only: Sequence[str] = ()) -> Ready:
-        """only: nodes; () means all that are not released. Raises UsageError for a released node, HostsError for
-        unusable ones.
+        """only: () means all that are not released. Raises UsageError for a released node, HostsError for unusable
+        ones.
         """
         nodes = cluster.chosen(only)
         for node in nodes:
@@ -306,7 +300,6 @@ class Clusters:
     def _on_each(
         self, cluster: Cluster, action: Callable[[ConnectedHost, Who], Answer], nodes: Sequence[Node] | None = None
     ) -> dict[str, Answer | HostError]:
-        """nodes: None means all."""
         who = Who(read_owner(self.store.home), cluster.name)
         asked = cluster.nodes if nodes is None else nodes
         return self.connections.each(asked, lambda host: action(host, who), deadline_s=work_folders.CLEAR_S + 5)
@@ -317,7 +310,7 @@ def _usable(facts: Mapping[str, NodeFacts], problems: Mapping[str, object]) -> s
 
 
 def _unusable(node: Node, facts: NodeFacts, findings: Sequence[Finding]) -> HostError | None:
-    """The first reason, from the host's facts or health."""
+    """From the host's facts or health."""
     blocking = (each for each in findings if each.level == "block" and node.name in each.where)
     health = (ProbeError(node.name, finding.seen, finding.remedy) for finding in blocking)
     return checks.unusable(node, facts) or next(health, None)
@@ -328,7 +321,6 @@ def _not_added(error: HostError) -> HostError:
 
 
 def or_without(error: HostError) -> HostError:
-    """With the options to run without this host."""
     return _with_more(error, ", or ", f"leave it out: `--nodes`, `orch node release {error.node}`, `--hosts MIN:MAX`")
 
 
@@ -338,7 +330,6 @@ def _with_more(error: HostError, joined_by: str, words: str) -> HostError:
 
 
 def _why_not(cluster: Cluster, node: Node) -> HostError | None:
-    """The remembered reason, for a job that can run without the node."""
     if node.name in cluster.released:
         return HostError(node.name, "is released", f"`orch node restore {node.name}`")
     if node.name in cluster.problems:

@@ -1,9 +1,5 @@
-"""The identity of one $ORCH_HOME: two people with one login never touch each other's jobs.
-
-    owner = read_owner(home)            # created once
-    owner.id, owner.name                # "5f0c...", "ada@desk": only the id counts
-
-A job on a host belongs to (owner id, cluster name), see its `node.json`.
+"""The identity of one $ORCH_HOME: two people with one login never touch each other's jobs. A job on a host belongs to
+(owner id, cluster name), see its `node.json`.
 """
 
 from __future__ import annotations

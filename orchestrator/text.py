@@ -1,13 +1,11 @@
-"""Untrusted text from hosts, cleaned for terminals and pages. Pure.
-
-Removes escape sequences (ECMA-48: CSI, OSC, DCS, APC, PM and SOS), control and format characters.
-"""
+"""Untrusted text from hosts, cleaned for terminals and pages. Pure."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
+# ECMA-48: CSI, OSC, DCS, APC, PM and SOS.
 _ESCAPES = re.compile(r"\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b\[[0-?]*[ -/]*[@-~]?|\x1b[ -/]*[0-~]?")
 # C0 except the tab, DEL and C1, line and paragraph separators, lone surrogates, and Unicode's format characters
 # (category Cf): soft hyphens, joiners, bidirectional controls, tags. A joined emoji falls into its parts.

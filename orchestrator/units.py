@@ -1,7 +1,4 @@
-"""Parses and formats quantities: `2.5Gbps`, `16GiB`, `3m07s`. Pure.
-
-Bandwidth is in decimal bits per second, memory in bytes (GiB and GB: IEC 80000-13).
-"""
+"""Parses and formats quantities: `2.5Gbps`, `16GiB`, `3m07s`. Pure. Bandwidth is in decimal bits per second."""
 
 from __future__ import annotations
 

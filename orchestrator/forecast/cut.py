@@ -1,8 +1,4 @@
-"""Pipelines and tensor slices in plans: whether a pipeline is possible, its best cut, and notes. Pure.
-
-found = pipeline_for(scene, settings, chosen)       the fastest allowed pipeline, or None
-draft = with_stages(draft, view)                    strategy=pipeline without `stages`, resolved
-"""
+"""Pipelines and tensor slices in plans: whether a pipeline is possible, its best cut, and notes. Pure."""
 
 from __future__ import annotations
 

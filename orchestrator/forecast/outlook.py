@@ -1,8 +1,4 @@
-"""Prediction of a plan, and the resolution of `strategy=auto`. Pure.
-
-prediction_of(plan, view)                   Prediction(step_ms=949, samples_per_s=270, ...), in plan.json
-with_best_way(draft, settings, view)        the draft with the fastest strategy
-"""
+"""Prediction of a plan, and the resolution of `strategy=auto`. Pure."""
 
 from __future__ import annotations
 

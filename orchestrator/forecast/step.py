@@ -1,7 +1,6 @@
 """Predicted step time and bottleneck of each strategy. Pure: no clock, no files. A test simulates the same message by
 message (tests/support/simulate.py).
 
-    hosts = (HostSpeed("a2000", (Speed(0, 1000 / 333),)), HostSpeed("v100", (Speed(0, 1000 / 833),)))
     job = Workload(layers_of("resnet152", (3, 32, 32), 10), batch=256)
     forecast = predict(job, hosts, wire, Way("ddp"), shares=(128, 128))
     forecast.step_ms, forecast.samples_per_s, forecast.limited_by     948., 270., "wire"

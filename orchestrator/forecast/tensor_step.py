@@ -1,9 +1,5 @@
 """Predicted step of `strategy=tensor`: each layer's output channels are cut over the ranks. Pure. A test simulates it
 message by message (tests/support/simulate.py).
-
-Every rank has the whole batch. After each convolution and linear map all exchange their channels; backward they add up
-gradients of its inputs. A step is the sum over these meetings of the slowest rank's compute time and the exchange.
-Every rank computes BatchNorm for all channels; ReLU and copies are not counted.
 """
 
 from __future__ import annotations
@@ -87,6 +83,9 @@ def time_step(
     sent: Sent,
 ) -> TensorTime:
     """shares: of channels. sizes: samples of each micro-batch."""
+    # Every rank has the whole batch. After each convolution and linear map all exchange their channels; backward they
+    # add up gradients of its inputs. A step is the sum over these meetings of the slowest rank's compute time and the
+    # exchange. Every rank computes BatchNorm for all channels; ReLU and copies are not counted.
     found = meetings_of(layers, speeds, shares, sizes, sent)
     kinds = {meeting.exchanged: meeting for meeting in found}
     exchanges_s = {each: meeting.exchange_s(wire) for each, meeting in kinds.items()}

@@ -275,7 +275,7 @@ class RememberedJobs(RememberedClusters):
         return _is_free(self.home.launching(job))
 
     def start_is_over(self, job: str) -> None:
-        """Call it if no host holds anything of the job. A start in progress keeps its mark."""
+        """Only if no host holds anything of the job. A start in progress keeps its mark."""
         marker = self.home.launching(job)
         with self._if_writable(), self._locked(), suppress(FileNotFoundError), open(marker, "rb") as file:
             if _is_left(file, marker):  # no other command locks it before it is removed
@@ -292,7 +292,7 @@ class Start:
 
 
 def _is_free(marker: Path) -> bool:
-    """Whether the mark exists and its controller is dead or gave up."""
+    """The mark exists, and its controller is dead or gave up."""
     try:
         with open(marker, "rb") as file:
             return _is_left(file, marker)
@@ -336,8 +336,6 @@ class FirstFailure(Record):
 
 
 class NotFinite(Record):
-    """The first NaN or infinite loss."""
-
     node: Words
     rank: int = Field(ge=0)
     step: int = Field(ge=0, lt=_LARGEST)
@@ -394,8 +392,6 @@ class Verdict:
 
 
 class Answer(Record):
-    """An automatic `orch why`."""
-
     verdict: Verdict
     quiet_s: float
     """Silence of the ranks by then."""

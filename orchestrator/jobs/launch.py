@@ -20,7 +20,7 @@ from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import errors, for_each, values
 
 SMALL_BYTES = 1 << 16
-"""Larger code is sent only to hosts that lack it."""
+"""Larger code is sent only if missing."""
 SILENT_S, SLOW_BYTES_PER_S, UNDO_S = 20.0, 250_000, 10.0
 """If another host can replace it, a host is lost after SILENT_S plus the transfer time of the code; UNDO_S limits its
 `undo`.
@@ -28,7 +28,7 @@ SILENT_S, SLOW_BYTES_PER_S, UNDO_S = 20.0, 250_000, 10.0
 
 
 class Prepared(NamedTuple):
-    """With local times around the request."""
+    """Local times."""
 
     answer: dict[str, Any]
     sent_at: float
@@ -183,7 +183,6 @@ def node_request(plan: LaunchPlan, node: NodePlan, token: str) -> dict[str, Any]
 ASK_S = 30.0
 """For `remote/control.py`."""
 MAX_RECALLS = 20
-"""Each up to a megabyte."""
 RECALL_S = MAX_RECALLS * ASK_S
 
 R = TypeVar("R")

@@ -11,8 +11,8 @@ from orchestrator.record import Record, Words
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+# A process that moves more between the snapshots makes progress; heartbeats and background threads move less.
 MOVES_BYTES = 1 << 16
-"""A process that moves more between the snapshots makes progress; heartbeats and background threads move less."""
 LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3|^<")
 
 
@@ -78,11 +78,11 @@ class WaitingConnection(Record):
     to: Words
     port: Count
     unsent: Count
-    """Bytes not confirmed by the peer."""
+    """Not confirmed by the peer."""
     unread: Count
-    """Bytes received but not read by the rank."""
+    """Not read by the rank."""
     retransmits: Count
-    """Unanswered repetitions of the same bytes."""
+    """Unanswered repetitions."""
 
 
 class RankLook(Record):
@@ -93,14 +93,14 @@ class RankLook(Record):
     does: Literal["waits", "busy", "disk", "stopped"] = "waits"
     """See `remote/stillness.py`."""
     grew: bool = False
-    """It wrote logs or metrics in between."""
+    """Wrote logs or metrics."""
     quiet_s: Seconds = 0.0
     """Since its last output."""
     step: Count | None = None
     step_s: Seconds | None = None
     """The longest of its last steps."""
     wrapper: Words = ""
-    """State of our process that reads its output."""
+    """Our process that reads its output."""
     wrapper_pid: Count = 0
     full_pipes: Annotated[tuple[Words, ...], Field(max_length=2)] = ()
     processes: Annotated[tuple[ProcessLook, ...], Field(max_length=64)] = ()
@@ -122,7 +122,6 @@ class HostLook(Record):
     state: Words | None = None
     alive: bool = False
     src: Words
-    """The folder of the job's own code."""
     frozen: Annotated[tuple[Words, ...], Field(max_length=2)] = ()
     """Stopped by a signal: supervisor, keeper."""
     gpu_lines: Annotated[tuple[str, ...], Field(max_length=1000)] = ()

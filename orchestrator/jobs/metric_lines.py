@@ -1,5 +1,5 @@
-"""Lenient parsing of metrics.jsonl and gpu.jsonl, which are untrusted; fields: `trainer.shared.metrics`. And a rank's
-waiting time in a step.
+"""Lenient parsing of metrics.jsonl and gpu.jsonl, which are untrusted (fields: `trainer.shared.metrics`); waiting time
+in a step.
 """
 
 from __future__ import annotations
@@ -111,13 +111,13 @@ class WholeLines:
 # Pipeline stages measure their waiting time, the bubble, themselves.
 
 Quantity = TypeVar("Quantity", bound=Any)
-"""Milliseconds, or an expression over columns of them."""
+"""Milliseconds, or an SQL expression."""
 
 
 def wait_and_sync(
     exposed: Quantity, comm: Quantity, least_comm: Quantity, least: Callable[[Quantity, Quantity], Quantity] = min
 ) -> tuple[Quantity, Quantity]:
-    """least_comm: the shortest comm of all ranks in this step."""
+    """least_comm: of all ranks."""
     wait = least(exposed, comm - least_comm)
     return wait, exposed - wait
 

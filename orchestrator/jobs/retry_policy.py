@@ -1,6 +1,4 @@
-"""Whether to retry a failed job: its cause may be the hosts, its script or a person. And its last checkpoint, to resume
-from.
-"""
+"""Whether to retry a failed job (the cause: its hosts, script or a person), and its last checkpoint."""
 
 from __future__ import annotations
 
@@ -23,24 +21,24 @@ from trainer.shared.config import EXPERIMENTS
 
 Whose = Literal["hosts", "script", "person"]
 
+# No script causes these.
 _OF_HOSTS = {"lost", "network", "supervisor", "port"}
-"""No script causes these."""
+# A removed folder or a time limit.
 _OF_PERSONS = {"folder", "time"}
-"""A removed folder or a time limit."""
+# After these the host is left out.
 _LOSES_HOST = {"lost", "network", "supervisor"}
-"""After these the host is left out."""
+# Sent by the kernel (out of memory), a shutdown or a person, not by the process itself.
 _FROM_OUTSIDE = {"SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGPWR"}
-"""By the kernel (out of memory), a shutdown or a person, not the process itself."""
+# A shell's exit code after SIGKILL.
 _KILLED = 128 + 9
-"""A shell's exit code after SIGKILL."""
 _GPU_GONE = re.compile(
     r"fallen off the bus|GPU is lost|ECC error|ECC_UNCORRECTABLE|busy or unavailable|no CUDA-capable device|"
     r"CUDA_ERROR_(NO_DEVICE|DEVICE_UNAVAILABLE)|device handle for GPU",
     re.IGNORECASE,
 )
 _WORKER_KILLED = re.compile(r"worker \(pid \S+\) is killed by signal: Killed")
+# A rank waited in vain for another, which usually is busy with something else: the fault of the script.
 _MISSED = re.compile(r"watchdog|collective operation|wait timeout|timed out waiting", re.IGNORECASE)
-"""A rank waited in vain for another, which usually is busy with something else: the fault of the script."""
 _NOT_STARTED = re.compile(r"(rank \d+|torchrun|the `prepare` command) did not start: ")
 
 

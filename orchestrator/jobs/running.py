@@ -108,7 +108,7 @@ class RunningJob:
 
     @contextmanager
     def apart(self) -> Iterator[RunningJob]:
-        """The job over connections of its own: the present ones, unless any was reopened."""
+        """The job over separate connections."""
         hosts, self._hosts = self._hosts or {}, None
         with self._connections.apart(hosts) as own:
             went = own.still_open(hosts)

@@ -1,9 +1,4 @@
-"""A job's state, combined from its hosts' supervisor records. Pure.
-
-    combine(plan, {"a": record, "b": HostError(...)}, known, now)       the job's current record
-
-records: `agent.json` by host; untrusted.
-"""
+"""A job's state, combined from its hosts' supervisor records (`agent.json`), which are untrusted. Pure."""
 
 from __future__ import annotations
 
@@ -21,8 +16,8 @@ from orchestrator.jobs.stall import joined, stall_of
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
 
 PREPARE_S = 120.0
+# A job that no host reports may still be on its way for this long.
 START_S = 2 * PREPARE_S + 30
-"""A job that no host reports may still be on its way for this long."""
 _NO_RECORD = "no supervisor and no final record on any host"
 
 

@@ -4,8 +4,9 @@
     for found in profiling.run(follow):
         found.rank, found.profile.samples_per_s(512), found.fresh
 
-Hosts of one kind are measured once, unless `each`; a host with its own profile keeps it. Hosts on one machine (by boot
-id) are measured in turn, so that measurements do not disturb each other.
+Hosts of one kind are measured once, unless `each`. Hosts on one machine (by boot id) are measured in turn, so that
+measurements do not disturb each other.
+
 """
 
 from __future__ import annotations

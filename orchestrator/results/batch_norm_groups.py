@@ -21,9 +21,7 @@ from orchestrator.results.timeline import Place, read_places
 from trainer.shared.shares import scale_shares
 
 NAMED = 6
-"""Group sizes listed one by one."""
 MOST_KINDS = 1000
-"""Per rank."""
 
 
 class BatchNorm(Record):
@@ -85,7 +83,7 @@ def read_batch_norm(
 def _of_micro_batches(
     starts: Mapping[int, Mapping[str, Any]], plan: LaunchPlan, places: Mapping[int, Place]
 ) -> BatchNorm | None:
-    """A stage may have no BatchNorm; the stage with the most groups saw all micro-batches."""
+    # A stage may have no BatchNorm; the stage with the most groups saw all micro-batches.
     stages: dict[int, Counter[int]] = {}
     for rank, place in places.items():
         stages.setdefault(place.stage, Counter()).update(_groups(starts.get(rank, {})) or {})
@@ -122,7 +120,7 @@ def _groups(start: Mapping[str, Any]) -> Counter[int] | None:
 
 
 def _list(groups: Any) -> str:
-    """`183 and 73`, `4 x 64, 61 and 3`; of many sizes only the largest and the smallest."""
+    """`183 and 73`, `4 x 64, 61 and 3`."""
     pairs = sorted(groups, reverse=True)
     if len(pairs) > NAMED:
         return f"{pairs[0][0]} down to {pairs[-1][0]}, {sum(times for _, times in pairs)} in all"

@@ -1,13 +1,5 @@
-"""Sums over the ranks' steps, in SQL over the tables of `read_events`.
-
-    with read_events(files) as events:
-        figures = measure(events, plan)
-        write_steps(events, plan, run.steps)
-
-Wait and network time are defined in `jobs/metric_lines`. A step is measured if every reporting rank reported it with
-its time, after the warm-up and the last start (with fewer hosts, steps differ). Their total time is the longest of the
-ranks' sums: ranks that meet in every step take equally long over many, while the sum of each step's slowest rank would
-count twice a delay of one host after a step for which the others wait in the next.
+"""Sums over the ranks' steps, in SQL over the tables of `read_events`. Wait and network time are defined in
+`jobs/metric_lines`.
 """
 
 from __future__ import annotations
@@ -69,7 +61,8 @@ class Figures:
 
     @property
     def wall_s(self) -> float:
-        """Duration of all measured steps."""
+        # Ranks that meet in every step take equally long over many; the sum of each step's slowest rank would count
+        # twice a delay of one host after a step for which the others wait in the next.
         return max((rank.total_ms for rank in self.ranks.values()), default=0.0) / 1000
 
     def of(self, node: NodePlan) -> list[RankFigures]:
@@ -77,7 +70,9 @@ class Figures:
 
 
 def measure(events: Events, plan: LaunchPlan) -> Figures:
-    """Adds the table `timed` (wait, sync, measured)."""
+    """Adds the table `timed` (wait, sync, measured). A step is measured if every reporting rank reported it with its
+    time, after the warm-up and the last start (with fewer hosts, steps differ).
+    """
     query = events.connection.execute
     warmup = _warmup_steps(plan, events)
     query(_TIMED.format(world_size=plan.world_size, warmup=warmup))

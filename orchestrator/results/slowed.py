@@ -1,9 +1,5 @@
 """Why a host's GPU ran below its possible clock: power, heat, or hardware. Pure. An idle GPU, or one with clocks set by
 its owner, is not slowed.
-
-    slowing = Slowing()
-    slowing.add(reading)            # from `straggler.readings`
-    slowing.found().words           "slowed by its power cap of 70 W for 43 % of the run: 1,290 instead of 1,800 MHz"
 """
 
 from __future__ import annotations
@@ -14,12 +10,12 @@ from orchestrator.jobs.live_stats import POWER_CAP, REASONS, Reading, slowed_by_
 from orchestrator.record import Record
 from orchestrator.units import format_percent
 
+# Below it, a GPU does not need its clocks.
 BUSY_PERCENT = 20
-"""Below it, a GPU does not need its clocks."""
+# Shorter slowdowns of a run are not mentioned.
 LEAST_SHARE = 0.05
-"""Shorter slowdowns of a run are not mentioned."""
+# Cards often report a power cap that hardly matters.
 LEAST_LOSS = 0.03
-"""Cards often report a power cap that hardly matters."""
 
 
 class Slowed(Record):

@@ -25,8 +25,8 @@ NOISE = 0.05
 """Part of a step: shorter waits name no straggler."""
 UNREPEATED = 0.5
 """For a single measured step, whose noise is unknown."""
+# Student's t at 99 %, two-sided, for 1 to 9 degrees of freedom.
 STUDENT = (63.66, 9.92, 5.84, 4.60, 4.03, 3.71, 3.50, 3.36, 3.25)
-"""Student's t at 99 %, two-sided, for 1 to 9 degrees of freedom."""
 
 
 def find_straggler(plan: LaunchPlan, figures: Figures) -> Straggler | None:
@@ -58,8 +58,7 @@ def find_straggler(plan: LaunchPlan, figures: Figures) -> Straggler | None:
 
 def _is_noise(wait_ms: float, figures: Figures, last: int, others: Sequence[int]) -> bool:
     """Whether the wait is small, below the spread of the host's compute times, or varies over the run. The last by
-    batch means (A. M. Law, Simulation Modeling and Analysis): neighbouring steps are alike, stretches of the run less
-    so.
+    batch means (A. M. Law, Simulation Modeling and Analysis).
     """
     step_ms = figures.ranks[last].total_ms / figures.steps
     if wait_ms < max(NOISE * step_ms, figures.ranks[last].compute_spread_ms or 0.0):
@@ -90,7 +89,7 @@ def find_bound(plan: LaunchPlan, figures: Figures) -> Bound | None:
 
 
 def _last(plan: LaunchPlan, figures: Figures) -> int | None:
-    """The rank that waits least; None if any wait is unknown."""
+    """None if any wait is unknown."""
     waits = {number: rank.wait_ms for number, rank in figures.ranks.items() if rank.wait_ms is not None}
     return min(waits, key=lambda rank: waits[rank]) if waits and len(waits) == plan.world_size else None
 

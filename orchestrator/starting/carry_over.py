@@ -171,12 +171,12 @@ class _Look:
         names = {o.name.removeprefix("src/") for files in there.values() for o in files if o.name.startswith("src/")}
         self._twice = {name: shipped[name] for name in names & shipped.keys()}
         folders = {str(above) for name in shipped for above in PurePosixPath(name).parents}
+        # A file in place of a folder of the shipped code, or the other way round.
         self._in_the_way = {
             name
             for name in names
             if name in folders or any(str(above) in shipped for above in PurePosixPath(name).parents)
         }
-        """Files in place of a folder of the shipped code, or the other way round."""
 
     def __call__(self, host: ConnectedHost) -> tuple[bool, frozenset[str]]:
         old = {"workdir": host.workdir, "job": self._old.job, "code": self._old.code.sha256}

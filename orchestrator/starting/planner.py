@@ -41,9 +41,7 @@ class Planner:
     def plan(
         self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str], *, least: int | None
     ) -> LaunchPlan:
-        """Leaves out hosts that only slow the job down, if the user allows it. least: hosts to keep; None keeps all. An
-        unusable host is an error.
-        """
+        """Leaves out hosts that only slow the job down, if the user allows it. least: hosts to keep; None keeps all."""
         plan, better = self._plan_on(cluster, request, code, only)
         notes: tuple[str, ...] = ()
         while better and least and len(better.hosts) >= least and request.leaves_out:
@@ -83,7 +81,7 @@ class Planner:
         return build_plan(with_rounds(draft, view)), view
 
     def worth(self, cluster: Cluster, request: RunRequest, code: CodeFolder, there: Sequence[str]) -> Worth:
-        """The value of each host to the job: its speed if known, else its memory."""
+        """By speed if known, else by memory."""
         worth = None
         with suppress(UsageError, UnlikeError):  # the chosen hosts may not cause this error
             draft, profiles, _ = self._drawn(cluster, request, code, there)

@@ -1,12 +1,8 @@
 """Retries of a failed job (`--retries`): the whole job, as a new one, on the remaining hosts.
 
-    retries = Retries(clusters, connections, start, say, Asked(cluster, job, only))
-    while job := retries.after(job):            # the ended job; the next attempt, or None
-        ...                                     # follow it to its end
-
-An attempt starts after the last one has ended on every host that answers. A host without an answer has had the time
-after which it ends its ranks by itself (`remote/membership.py`); if it comes back with remains of the old attempt, it
-refuses the new one (`remote/prepare.py`).
+retries = Retries(clusters, connections, start, say, Asked(cluster, job, only))
+while job := retries.after(job):            # the ended job; the next attempt, or None
+    ...                                     # follow it to its end
 """
 
 from __future__ import annotations
@@ -33,11 +29,11 @@ from orchestrator.units import counted, format_duration
 
 LONGEST_WAIT_S = 360.0
 ENDED_S = 60.0
-"""After twice the grace period, hosts may take this long to clear an attempt."""
+"""After twice the grace period."""
+# From `remote/membership.py`: a host without contact to the others ends its ranks after this time.
 LEASE_S = 20.0
-"""From `remote/membership.py`: a host without contact to the others ends its ranks after this time."""
+# Besides twice the grace period, for the end of its ranks (`remote/coordinator.py`).
 LADDER_S = 12.0
-"""Besides twice the grace period, for the end of its ranks (`remote/coordinator.py`)."""
 LOOK_S = 1.0
 _NOT_AGAIN = {
     "script": "the script's own failure, not the hosts'",
@@ -73,7 +69,7 @@ class Retries:
         self._asked = asked
         self._plans: list[LaunchPlan] = []
         self._lost: dict[str, str] = {}
-        """Hosts left out of later attempts, with the attempt that lost them."""
+        """Left out of later attempts; by host, the attempt that lost it."""
 
     def after(self, job: RunningJob) -> RunningJob | None:
         """The next attempt, started; None if the job is not retried. Raises OrchError if it cannot start."""
@@ -115,9 +111,8 @@ class Retries:
     # ---- no second gang -----------------------------------------------------------------------------------------
 
     def _await_end(self, job: RunningJob, ended_s: float, *, rejoin: bool) -> None:
-        """Waits until no host that answers holds anything of the job, and the others have had their time.
-
-        ended_s: when its end was known. Raises OrchError if something remains.
+        """Waits until no host that answers holds anything of the job, and others have had the time to end by
+        themselves. Raises OrchError if something remains.
         """
         ladder_s = 2 * job.plan.grace_s
         is_reported = False
@@ -176,10 +171,7 @@ class Retries:
         return HostRange(wanted.min_hosts, max(wanted.min_hosts, min(wanted.max_hosts, len(names)))), names
 
     def _newest(self, names: Sequence[str]) -> dict[str, KeptCheckpoint]:
-        """The newest checkpoint of all attempts, by host that has it; {} without any, or if a script
-        resumes by
-               itself.
-        """
+        """The newest of all attempts, by host; {} if a script resumes by itself."""
         found = dict[str, KeptCheckpoint]()
         for plan in reversed(self._plans if self._asked.request.training else ()):
             nodes = [self._asked.cluster.node(node.name) for node in plan.nodes if node.name in names]
@@ -198,11 +190,10 @@ def _going_on(request: RunRequest, kept: KeptCheckpoint) -> RunRequest:
 
 
 def _refuse_without(holder: str | None, names: Sequence[str]) -> None:
-    """holder: host of the checkpoint that the first attempt resumed from; None if the user gave its path."""
+    """holder: of the checkpoint that the first attempt resumed from; None if the user gave its path."""
     if holder and holder not in names:
         raise OrchError(f"the checkpoint that it goes on from was lost with {holder}", "--rejoin waits for that host")
 
 
 def _is_there(record: Mapping[str, Any]) -> bool:
-    """record: from a host, after the attempt's end elsewhere."""
     return bool(record.get("alive") or record.get("left") or record.get("leftovers"))

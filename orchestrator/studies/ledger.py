@@ -1,4 +1,4 @@
-"""Results of a study's rows: runs, spreads, rows within noise; and the choice of hosts for a row. Pure."""
+"""Results of a study's rows, and the choice of hosts for a row. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from orchestrator.results.curves import Epoch
 from orchestrator.studies.study import Study, StudyRow
 
 SHORT_S = 60.0
-"""Rows with a shorter first run are repeated without `--repeats`."""
+"""Shorter rows are repeated without `--repeats`."""
 
 
 class RowRun(Record):
@@ -33,8 +33,6 @@ class RowRun(Record):
 
 @dataclass(frozen=True)
 class Spread:
-    """Over a row's runs."""
-
     least: float
     median: float
     most: float
@@ -64,7 +62,6 @@ class Done(Record):
 
     @property
     def is_short(self) -> bool:
-        """Shorter than SHORT_S."""
         return bool(self.runs) and self.runs[0].total_s is not None and self.runs[0].total_s < SHORT_S
 
     @property
@@ -103,17 +100,13 @@ class Ledger(Record):
 
 @dataclass(frozen=True)
 class Outcome:
-    """A line of the table."""
-
     row: StudyRow
     done: Done | None
     why_not: str = ""
 
 
 def speed_up(study: Study, outcomes: Sequence[Outcome], outcome: Outcome) -> Spread | None:
-    """The time of the row `against` over the row's own (the study's first figure), with the widest range. None unless
-    both ran on the same cluster.
-    """
+    """Time of the row `against` over the row's own, with the widest range. None unless both ran on the same cluster."""
     base = next((other.done for other in outcomes if other.row.name == outcome.row.against), None)
     if not base or not outcome.done or base.cluster != outcome.done.cluster:
         return None
@@ -152,9 +145,7 @@ def hosts_words(nodes: Iterable[NodePlan]) -> str:
 
 
 def choose_nodes(row: StudyRow, nodes: Sequence[NodePlan], with_horovod: Collection[str] = ()) -> Chosen | str:
-    """As many whole hosts as fit, else the fewest hosts, one of them in part. Returns the reason if none fits.
-    with_horovod: hosts that have this package.
-    """
+    """As many whole hosts as fit, else the fewest, one of them in part; or the reason why none fits."""
     if row.never:
         return row.never
     if row.needs_horovod:
@@ -184,7 +175,7 @@ def _usable_ranks(row: StudyRow, node: NodePlan) -> int:
 
 
 def _one_host(ranks: int, free: Chosen) -> Chosen:
-    """The smallest with enough ranks; if ranks is 0, the largest."""
+    """If ranks is 0, the largest host."""
     fitting = {name: there for name, there in free.items() if there >= (ranks or 2)}
     if not fitting:
         return {}
@@ -193,7 +184,7 @@ def _one_host(ranks: int, free: Chosen) -> Chosen:
 
 
 def _whole_hosts(ranks: int, free: Chosen) -> Chosen:
-    """As many hosts as possible with exactly this number of ranks, or {}."""
+    """Exactly this number of ranks, or {}."""
     best: dict[int, dict[str, int]] = {0: {}}
     for name, there in free.items():
         for total, hosts in list(best.items()):
@@ -204,7 +195,7 @@ def _whole_hosts(ranks: int, free: Chosen) -> Chosen:
 
 
 def _in_part(ranks: int, free: Chosen) -> Chosen:
-    """The fewest hosts with enough ranks, the last in part, or {}."""
+    """The last host in part; {} without enough ranks."""
     chosen: dict[str, int] = {}
     for name, there in sorted(free.items(), key=lambda host: -host[1]):
         if left := ranks - sum(chosen.values()):

@@ -1,11 +1,7 @@
-"""Published studies, each a data file of this folder: rows to run again, with the authors' figures. Pure except for the
-files.
+"""Published studies, each a data file of this folder: rows to run again, with the authors' figures as a reference.
 
-    study = load_study("bottlenecks")                 # bottlenecks.yaml
-    study.settings_of(study.rows[4])                  # {"lr": "0.02", ..., "slow": "rank:1,at:start,ms:1"}
-    published_for(summary)                            # tables for the report of a run
-
-Published figures come from the authors' machines: a reference, never a target.
+study = load_study("bottlenecks")                 # bottlenecks.yaml
+published_for(summary)                            # tables for the report of a run
 """
 
 from __future__ import annotations
@@ -48,7 +44,7 @@ class Figure:
 
 
 def _largest(summary: Summary, *parts: str) -> float | None:
-    """The largest sum of these parts of a step (ms) over all hosts; None if no host has all."""
+    """ms; None if no host has all parts."""
     sums = []
     for node in summary.nodes:
         values = [getattr(node, part) for part in parts]
@@ -62,13 +58,11 @@ def _seconds(ms: float | None) -> float | None:
 
 
 def _train_s(summary: Summary) -> float | None:
-    """All updates at the measured pace."""
     step_ms = _step_ms(summary)
     return None if step_ms is None else step_ms * (summary.steps + summary.warmup_steps_left_out) / 1000
 
 
 def _epoch_s(summary: Summary) -> float | None:
-    """Median."""
     return statistics.median(epoch.seconds for epoch in summary.curves.epochs) if summary.curves.epochs else None
 
 
@@ -116,7 +110,6 @@ _WORDS: dict[str, Callable[[Summary], str]] = {
     "num_workers": _num_workers,
     "method": _method,
 }
-"""More columns of the report."""
 
 
 def cell_of_run(name: str | None, summary: Summary) -> str:
@@ -147,7 +140,6 @@ _VERBATIM = ("settings", "cells", "published", "in_report")
 """Below these keys 1, 1.10 and false stay text."""
 Texts = Annotated[tuple[str, ...], Field(strict=False)]
 Host = Annotated[tuple[str, int], Field(strict=False)]
-"""GPU and ranks."""
 
 
 class StudyRow(Written):
@@ -172,7 +164,7 @@ class StudyRow(Written):
     never: str = ""
     """Why no cluster can run it."""
     published: Texts = ()
-    """As printed in the study; empty if absent."""
+    """"" if absent."""
 
 
 class ReportColumns(Written):
@@ -181,8 +173,7 @@ class ReportColumns(Written):
     model: str
     data: str
     columns: dict[str, Annotated[str, AfterValidator(report_figure)] | None] = Field(default_factory=dict)
-    """Title -> the run's figure, null if runs lack it. Empty
-: only the note is shown."""
+    """Title -> the run's figure, null if runs lack it."""
 
 
 class Study(Written):
@@ -199,7 +190,6 @@ class Study(Written):
     published: Texts
     """Columns of the published cells."""
     shows_learning: bool = False
-    """Adds loss by epoch and accuracy by class."""
     report: ReportColumns | None = None
     exp: str
     settings: dict[str, str] = Field(default_factory=dict)
@@ -230,7 +220,7 @@ def load_study(name: str) -> Study:
 
 
 def read_study(path: Path) -> Study:
-    """Raises InventoryError with all mistakes and their lines."""
+    """Raises InventoryError with all mistakes."""
     document = read_yaml(path, verbatim=_VERBATIM)
     mistakes = list(document.mistakes)
     try:
@@ -254,7 +244,6 @@ def _mistake(details: ErrorDetails, document: Document) -> Mistake:
 
 
 def _mistakes_together(study: Study) -> Iterator[tuple[KeyPath, str]]:
-    """Between keys."""
     names = [row.name for row in study.rows]
     for index, row in enumerate(study.rows):
         at: KeyPath = ("rows", index)
@@ -299,7 +288,6 @@ class PublishedTable:
 
 
 def published_for(summary: Summary) -> tuple[PublishedTable, ...]:
-    """Empty for a user's own script."""
     if summary.kind != "experiment":
         return ()
     studies = (load_study(name) for name in study_names())
