@@ -43,7 +43,7 @@ def evaluate(session: Session) -> None:
     started_s = time.monotonic()
     with shared_network(run, progress) as network:
         batches = ((images.to(run.device), labels) for images, labels in run.test_batches())
-        result = judged(network, run.strategy.outputs(network, batches), run.material.facts.classes, run.device)
+        result = judged(network, run.strategy.outputs(network, batches), run.training_task.facts.classes, run.device)
     eval_s = round(time.monotonic() - started_s, 6)
     fields = dataclasses.asdict(result)
     run.metrics.write("eval", epoch=progress.epoch, step=session.updates - 1, **fields, eval_s=eval_s)

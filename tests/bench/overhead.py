@@ -89,7 +89,7 @@ class BareLoop:
     """
 
     def __init__(self, run: Run) -> None:
-        settings, facts = run.settings, run.material.facts
+        settings, facts = run.settings, run.training_task.facts
         self.model, self.optimizer = run.model, run.optimizer
         stream = SampleStream(facts.train_samples, settings.batch, (settings.batch,), settings.seed)
         self.order = RankBatches(stream, 0)

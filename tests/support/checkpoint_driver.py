@@ -15,7 +15,7 @@ from torch import nn
 
 from trainer import __main__, train  # noqa: F401 - train: imported before the fork
 from trainer.checkpoints import checkpoint
-from trainer.setup import material
+from trainer.setup import training_task
 from trainer.shared import experiments
 
 
@@ -43,7 +43,7 @@ def run_rank(folder: Path, name: str, environment: dict[str, str], arguments: li
     if "WRITE_S" in environment:
         checkpoint.write_file = write_slowly
     if "LENET" not in environment:
-        material.build_model = small_network
+        training_task.build_model = small_network
     if "FILE_BYTES" in environment:
         import resource
         import signal

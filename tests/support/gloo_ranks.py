@@ -104,10 +104,10 @@ def _serve(rank: int, ranks: int, store: str, pipe: Any) -> None:
 
 
 @contextlib.contextmanager
-def script_met(info: RankInfo, asked: Mapping[str, str]) -> Iterator[assemble.Met]:
+def script_met(info: RankInfo, asked: Mapping[str, str]) -> Iterator[assemble.JoinedRank]:
     """As `trainer.join` has ranks meet, in the gang that is there, and that outlasts the run."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(assemble, "join", lambda *_: group_of(info.world_size)))
         stack.enter_context(patch.object(session, "leave", lambda: None))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        yield assemble.meet(parse_settings("script", {"device": "cpu", **asked}), info, MetricsWriter(None))
+        yield assemble.join_group(parse_settings("script", {"device": "cpu", **asked}), info, MetricsWriter(None))

@@ -91,7 +91,7 @@ def test_a_failure_at_the_very_end_is_one(tmp_path: Path) -> None:
 from trainer.session import session as ending
 def fail():
     raise trainer.TrainError("the other ranks have left")
-ending.let_others_rest = fail
+ending.wait_for_threads = fail
 """
     code, errors, _ = ended(tmp_path, EPOCHS + STEP + fails)
     assert code == 1 and errors == "error: the other ranks have left\n"

@@ -43,7 +43,7 @@ from tests.support.gloo_ranks import Gang, Leaves, Raised, script_met
 from trainer.ranks.rank_info import RankInfo
 from trainer.session.session import Session
 from trainer.setup import assemble
-from trainer.setup.material import Own
+from trainer.setup.training_task import CustomScript
 from trainer.shared.errors import TrainError
 from trainer.shared.setting_fields import SettingsError
 
@@ -66,7 +66,7 @@ class Refused:
     """That were made before."""
 
 
-def met(rank: int, drawn: Drawn, leg: Leg, **more: str) -> contextlib.AbstractContextManager[assemble.Met]:
+def met(rank: int, drawn: Drawn, leg: Leg, **more: str) -> contextlib.AbstractContextManager[assemble.JoinedRank]:
     node, local = leg.names[rank]
     info = RankInfo(rank, local, leg.ranks, leg.nodes.count(node), "vm", node, None, None)
     asked = {"batch": str(drawn.batch), "epochs": str(drawn.epochs), **leg.settings, **more}
@@ -86,7 +86,7 @@ def trained(rank: int, case: tuple[Drawn, int, str]) -> Trained | Refused | Leav
         with met(rank, drawn, drawn.legs[number], **more) as ranks:
             model = drawn.model()
             made = drawn.build_optimiser if drawn.by == "function" else drawn.build_optimiser(drawn.weights_of(model))
-            run = Session(assemble.prepare(ranks, Own(model, made, drawn.data, default_collate)))
+            run = Session(assemble.prepare(ranks, CustomScript(model, made, drawn.data, default_collate)))
             return _trained(run, drawn, model)
     except SettingsError as error:
         return Refused("; ".join(error.mistakes), 0)  # a line of each

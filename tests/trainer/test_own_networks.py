@@ -23,7 +23,7 @@ from trainer.data.sample_stream import SampleStream
 from trainer.ranks.rank_info import RankInfo
 from trainer.session.session import Session
 from trainer.setup import assemble
-from trainer.setup.material import Own
+from trainer.setup.training_task import CustomScript
 from trainer.shared.errors import TrainError
 from trainer.training.shared_network import shared_network
 
@@ -475,7 +475,9 @@ def one_process(name: str, parts: int, momentum: float = 0.9) -> tuple[dict[str,
     return first, model.state_dict()
 
 
-def in_the_gang(rank: int, nodes: tuple[str, ...], **asked: str) -> contextlib.AbstractContextManager[assemble.Met]:
+def in_the_gang(
+    rank: int, nodes: tuple[str, ...], **asked: str
+) -> contextlib.AbstractContextManager[assemble.JoinedRank]:
     info = RankInfo(rank, rank, RANKS, RANKS, "vm", nodes[rank], None, None)
     return script_met(info, {"batch": str(BATCH), "epochs": str(EPOCHS), **asked})
 
@@ -487,7 +489,7 @@ def trained(rank: int, case: tuple[str, dict[str, str], tuple[str, ...]]) -> dic
         model, data, loss = built(name)
         try:
             steps = optimiser(model, 0.0 if "fidelity" in asked else 0.9)
-            run = Session(assemble.prepare(met, Own(model, steps, data, default_collate)))
+            run = Session(assemble.prepare(met, CustomScript(model, steps, data, default_collate)))
         except TrainError as error:
             return str(error)
         for _ in run.epochs():
@@ -665,7 +667,7 @@ def remembered(rank: int, asked: dict[str, str]) -> tuple[dict[str, Tensor], lis
     """The state of this rank at the end, and what the evaluations gave."""
     with in_the_gang(rank, ("a", "b", "c", "d"), **asked) as met:
         model, data, loss = built("remembering")
-        run = Session(assemble.prepare(met, Own(model, optimiser(model), data, default_collate)))
+        run = Session(assemble.prepare(met, CustomScript(model, optimiser(model), data, default_collate)))
         found = []
         for _ in run.epochs():
             for inputs, targets in run.batches():
@@ -725,7 +727,7 @@ def estimated(rank: int, name: str) -> float | str:
             name
         ]
         try:
-            run = Session(assemble.prepare(met, Own(model, optimiser(model), data, turned)))
+            run = Session(assemble.prepare(met, CustomScript(model, optimiser(model), data, turned)))
         except TrainError as error:
             return str(error)
         for targets, inputs in run.batches():
@@ -769,7 +771,7 @@ def test_a_tied_network_in_pieces_can_be_looked_at(gang: Gang) -> None:
 def whole_of_pieces(rank: int, name: str) -> dict[str, Tensor]:
     with in_the_gang(rank, ("a", "b", "c", "d"), strategy="fsdp") as met:
         model, data, loss = built(name)
-        run = Session(assemble.prepare(met, Own(model, optimiser(model), data, default_collate)))
+        run = Session(assemble.prepare(met, CustomScript(model, optimiser(model), data, default_collate)))
         for _ in run.epochs():
             for inputs, targets in run.batches():
                 run.step(loss(run.model(inputs), targets))
@@ -780,7 +782,7 @@ def whole_of_pieces(rank: int, name: str) -> dict[str, Tensor]:
 def told(rank: int, name: str) -> str:
     with in_the_gang(rank, ("a", "b", "c", "d"), strategy="ddp") as met:
         model, data, loss = built(name)
-        run = Session(assemble.prepare(met, Own(model, optimiser(model), data, default_collate)))
+        run = Session(assemble.prepare(met, CustomScript(model, optimiser(model), data, default_collate)))
         try:
             for inputs, targets in run.batches():
                 run.step(loss(run.model(inputs), targets))

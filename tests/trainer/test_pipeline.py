@@ -20,7 +20,7 @@ from tests.support.pipeline_update import updated
 from trainer.checkpoints import kept_state
 from trainer.compute.arithmetic import Full
 from trainer.compute.models import stages_of
-from trainer.compute.timer import NO_BRAKE, CpuTimer
+from trainer.compute.timer import NO_DELAY, CpuTimer
 from trainer.pipeline.chain import Cuts
 from trainer.pipeline.pipeline_strategy import Pipeline
 from trainer.pipeline.stage import StageWork, part_of
@@ -134,7 +134,7 @@ def piped(rank: int, case: Case) -> dict[str, Tensor] | None:
     stage = StageWork(part, Full(), reads=place.stage == 0, splits=case.splits)
     sums = GradientSum(peers) if peers else None
     group = group_of(len(case.nodes))
-    pipeline = Pipeline(stage, layout, cuts, group, sums, CpuTimer(), NO_BRAKE, in_flight=case.in_flight)
+    pipeline = Pipeline(stage, layout, cuts, group, sums, CpuTimer(), NO_DELAY, in_flight=case.in_flight)
     steps = optimiser(part)
     for update, sizes in enumerate(case.sizes):
         batch = sum(map(sum, sizes))

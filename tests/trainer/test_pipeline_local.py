@@ -17,7 +17,7 @@ from tests.support.pipeline_update import updated
 from tests.trainer.test_pipeline import BLOCKS, network, optimiser, samples, shapes
 from trainer.compute.arithmetic import Full
 from trainer.compute.batch_norm_kernels import estimate_running_statistics
-from trainer.compute.timer import NO_BRAKE, CpuTimer
+from trainer.compute.timer import NO_DELAY, CpuTimer
 from trainer.pipeline.chain import Cuts
 from trainer.pipeline.pipeline_strategy import Pipeline
 from trainer.pipeline.stage import StageWork, part_of
@@ -97,7 +97,7 @@ def averaged(rank: int, case: Case) -> dict[str, Tensor]:
     is_last = place.stage == len(stages) - 1
     part = part_of(network(torch.float64), own)
     cuts = Cuts(at[own.first - 1] if place.stage else None, None if is_last else at[own.last], torch.float64)
-    averages = ParameterAverage(part, GradientSum(peers[0]), CpuTimer(), NO_BRAKE, case.every)
+    averages = ParameterAverage(part, GradientSum(peers[0]), CpuTimer(), NO_DELAY, case.every)
     pipeline = Pipeline(
         StageWork(part, Full(), reads=place.stage == 0, splits=True),
         layout,
@@ -105,7 +105,7 @@ def averaged(rank: int, case: Case) -> dict[str, Tensor]:
         group_of(len(case.nodes)),
         GradientSum(peers[1]) if len(lanes) > 1 else None,
         CpuTimer(),
-        NO_BRAKE,
+        NO_DELAY,
         in_flight=0,
         averages=averages,
     )

@@ -26,8 +26,8 @@ from trainer.ranks.rank_info import read_rank_info
 from trainer.rebalance.balance import Balance
 from trainer.rebalance.estimate import FRESH
 from trainer.rebalance.rebalancer import MOST_APART, Rebalancer
-from trainer.setup.material import Experiment
 from trainer.setup.rank_network import needs_pairs
+from trainer.setup.training_task import Experiment
 from trainer.shared.config import parse_arguments, parse_settings
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.shares import Speed, equal_shares, fastest_shares, with_samples

@@ -57,7 +57,7 @@ def rehearsed(rank: int, case: tuple[str, str]) -> tuple[list[int], str, bool]:
         stack.enter_context(patch.object(assemble, "join", lambda *_: group_of(RANKS)))
         stack.enter_context(patch.object(join, "leave", lambda: None))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        met = assemble.meet(settings, info, MetricsWriter(Path(folder, str(rank))))
+        met = assemble.join_group(settings, info, MetricsWriter(Path(folder, str(rank))))
         model = network()
         try:
             optimizer = torch.optim.SGD(model.parameters(), lr=1e38 if body == "steep" else 0.1)

@@ -55,7 +55,7 @@ def test_nobody_waits_for_threads_that_wait_themselves() -> None:
     waiting = threading.Thread(target=threading.Event().wait, daemon=True)
     waiting.start()
     began_s = time.monotonic()
-    ending.let_others_rest(patience_s=60.0)
+    ending.wait_for_threads(patience_s=60.0)
     assert time.monotonic() - began_s < 30.0 and waiting.is_alive()
 
 
@@ -63,7 +63,7 @@ def test_one_that_computes_is_waited_for() -> None:
     computes = ("sha256", b"", b"", 200_000)  # without the interpreter's lock
     thread = threading.Thread(target=hashlib.pbkdf2_hmac, args=computes, daemon=True)
     thread.start()
-    ending.let_others_rest(patience_s=60.0)
+    ending.wait_for_threads(patience_s=60.0)
     assert not thread.is_alive()
 
 
@@ -77,7 +77,7 @@ def test_one_that_never_rests_is_not() -> None:
     thread = threading.Thread(target=compute, daemon=True)
     thread.start()
     began_s = time.process_time()
-    ending.let_others_rest(patience_s=0.1)
+    ending.wait_for_threads(patience_s=0.1)
     took_s = time.process_time() - began_s
     over.set()
     assert took_s >= 0.1
@@ -88,5 +88,5 @@ def test_what_it_may_take_is_time_of_the_processor(monkeypatch: pytest.MonkeyPat
     looks, clock = iter([True] * 1000 + [False] * 3), iter(range(10_000))
     monkeypatch.setattr(ending, "_others_run", lambda: next(looks))
     monkeypatch.setattr(ending, "time", SimpleNamespace(sleep=lambda _: next(clock), process_time=lambda: 0.0))
-    ending.let_others_rest(patience_s=1.0)
+    ending.wait_for_threads(patience_s=1.0)
     assert next(looks, None) is None

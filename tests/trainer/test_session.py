@@ -27,7 +27,7 @@ from trainer.ranks.rank_info import RankInfo
 from trainer.session.join import ASKED, Ranks, asked_for, join
 from trainer.session.session import Session
 from trainer.setup import assemble
-from trainer.setup.material import Own
+from trainer.setup.training_task import CustomScript
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.setting_fields import SettingsError
@@ -128,7 +128,7 @@ def one_process(momentum: float = 0.9, rule: str = "plain") -> tuple[nn.Module, 
         return model, {name: value.item() / TESTS for name, value in judge(averaged(inputs), targets).items()}
 
 
-def in_the_gang(rank: int, **asked: str) -> contextlib.AbstractContextManager[assemble.Met]:
+def in_the_gang(rank: int, **asked: str) -> contextlib.AbstractContextManager[assemble.JoinedRank]:
     info = RankInfo(rank, rank, RANKS, RANKS, "vm", f"node{rank}", None, None)
     return script_met(info, {"batch": str(BATCH), "epochs": str(EPOCHS), **asked})
 
@@ -141,7 +141,7 @@ def trained(rank: int, how: tuple[str, str]) -> tuple[dict[str, torch.Tensor], d
     way, rule = how
     with in_the_gang(rank, **WAYS[way], **RULES[rule]) as met:
         model, bodies = network(), 0
-        own = Own(model, optimiser(model, MOMENTUM.get(way, 0.9), rule), Points(SAMPLES), default_collate)
+        own = CustomScript(model, optimiser(model, MOMENTUM.get(way, 0.9), rule), Points(SAMPLES), default_collate)
         run = Session(assemble.prepare(met, own))
         for _ in run.epochs():
             for inputs, targets in run.batches():
@@ -182,7 +182,9 @@ def test_a_loop_of_ones_own_makes_the_updates_of_one_process(gang, way, rule):
 def epochs_up_to(rank: int, target: str) -> int:
     with in_the_gang(rank, target_accuracy=target, strategy="pipeline") as met:
         model, epochs = network(), 0
-        run = Session(assemble.prepare(met, Own(model, optimiser(model, 0.9), Points(SAMPLES), default_collate)))
+        run = Session(
+            assemble.prepare(met, CustomScript(model, optimiser(model, 0.9), Points(SAMPLES), default_collate))
+        )
         for _ in run.epochs():
             for inputs, targets in run.batches():
                 run.step(cross_entropy(run.model(inputs), targets, reduction="sum"))
@@ -199,7 +201,7 @@ def test_a_script_ends_at_its_target_on_all_ranks(gang):
 def noisy(rank: int, shares: str) -> list[list[float]]:
     with in_the_gang(rank, shares=shares, epochs="1") as met:
         model = network()
-        own = Own(model, optimiser(model, 0.0), Points(SAMPLES, noise=1.0), default_collate)
+        own = CustomScript(model, optimiser(model, 0.0), Points(SAMPLES, noise=1.0), default_collate)
         run, seen = Session(assemble.prepare(met, own)), []
         for _ in run.epochs():
             for inputs, targets in run.batches():
@@ -224,7 +226,7 @@ def out_of_memory(_: torch.Tensor) -> None:
 def mistaken(rank: int, mistake: str) -> str:
     with in_the_gang(rank, accumulate="2" if mistake == "swallowed, and more follow" else "1") as met:
         model = network()
-        own = Own(model, optimiser(model, 0.0), Points(SAMPLES), default_collate)
+        own = CustomScript(model, optimiser(model, 0.0), Points(SAMPLES), default_collate)
         run = Session(assemble.prepare(met, own))
         try:
             run.step(torch.zeros(()))
@@ -291,7 +293,7 @@ def kept(rank: int, folder: str) -> str:
     """What is said of checkpoints with an optimiser that they cannot keep."""
     with in_the_gang(rank, checkpoint_every="3", checkpoint_dir=folder) as met:
         model = network()
-        other = Own(model, torch.optim.Adagrad(model.parameters()), Points(SAMPLES), default_collate)
+        other = CustomScript(model, torch.optim.Adagrad(model.parameters()), Points(SAMPLES), default_collate)
         try:
             Session(assemble.prepare(met, other))
         except TrainError as error:
@@ -306,16 +308,18 @@ def test_a_checkpoint_that_would_lose_what_an_optimiser_remembers_is_refused(gan
 def test_what_is_no_data_set_or_no_optimiser_of_the_network_is_refused():
     model = network()
     with pytest.raises(TrainError, match="no map-style data set"):
-        Own(model, optimiser(model, 0.0), iter([1]), default_collate)
+        CustomScript(model, optimiser(model, 0.0), iter([1]), default_collate)
     with pytest.raises(TrainError, match="has no samples"):
-        Own(model, optimiser(model, 0.0), Points(0), default_collate)
+        CustomScript(model, optimiser(model, 0.0), Points(0), default_collate)
     with pytest.raises(TrainError, match="not a str"):
-        Own("resnet18", optimiser(model, 0.0), Points(3), default_collate)
+        CustomScript("resnet18", optimiser(model, 0.0), Points(3), default_collate)
     with pytest.raises(TrainError, match=r"a single optimiser.*not a list: give one optimiser groups of parameters"):
-        Own(model, [optimiser(model, 0.0), optimiser(model, 0.0)], Points(3), default_collate)
+        CustomScript(model, [optimiser(model, 0.0), optimiser(model, 0.0)], Points(3), default_collate)
     with pytest.warns(FutureWarning), pytest.raises(TrainError, match=r"cannot be copied \(0\.weight was computed"):
-        Own(nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 3))), optimiser(model, 0.0), Points(3), default_collate)
-    other = Own(model, optimiser(network(), 0.0), Points(3), default_collate)
+        CustomScript(
+            nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 3))), optimiser(model, 0.0), Points(3), default_collate
+        )
+    other = CustomScript(model, optimiser(network(), 0.0), Points(3), default_collate)
     with pytest.raises(TrainError, match="make it of model"):
         other.optimizer(parse_settings("script", {}), model)
 
@@ -326,12 +330,12 @@ def test_averaged_weights_are_exact_for_updates_that_add_up(is_function):
     adam = torch.optim.Adam if is_function else torch.optim.Adam(model.parameters())
     averages = {"strategy": "parameter_average"}
     with pytest.raises(TrainError, match="those of Adam do not; use ddp"):
-        Own(model, adam, Points(3), default_collate).optimizer(parse_settings("script", averages), model)
-    assert Own(model, adam, Points(3), default_collate).optimizer(
+        CustomScript(model, adam, Points(3), default_collate).optimizer(parse_settings("script", averages), model)
+    assert CustomScript(model, adam, Points(3), default_collate).optimizer(
         parse_settings("script", {**averages, "fidelity": "local"}), model
     )
     with pytest.raises(TrainError, match="shares: auto changes the weight of each rank's momentum"):
-        Own(model, optimiser(model, 0.9), Points(3), default_collate).optimizer(
+        CustomScript(model, optimiser(model, 0.9), Points(3), default_collate).optimizer(
             parse_settings("script", {**averages, "shares": "auto"}), model
         )
 
@@ -341,7 +345,7 @@ def averaged(rank: int, asked: dict[str, str]) -> list[str]:
     with in_the_gang(rank, steps="2", **asked) as met:
         model = network()
         model.insert(1, torch.nn.BatchNorm1d(8).double())
-        own = Own(model, optimiser(model, 0.0), Points(SAMPLES), default_collate)
+        own = CustomScript(model, optimiser(model, 0.0), Points(SAMPLES), default_collate)
         run = Session(assemble.prepare(met, own))
         try:
             average = torch.optim.swa_utils.AveragedModel(model, avg_fn=lambda _, now, __: now)

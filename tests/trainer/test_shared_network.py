@@ -25,7 +25,7 @@ from trainer.compute.batch_norm_kernels import estimate_running_statistics
 from trainer.compute.models import running_statistics
 from trainer.ranks.rank_info import RankInfo
 from trainer.session import session
-from trainer.setup import assemble, material
+from trainer.setup import assemble, training_task
 from trainer.shared import experiments
 from trainer.shared.config import parse_settings
 from trainer.shared.metrics import MetricsWriter
@@ -82,7 +82,7 @@ def in_the_gang(lenet: bool = False) -> Iterator[list[Run]]:
         stack.enter_context(patch.object(training, "set_up", noted))
         stack.enter_context(patch.dict(experiments.DATA_SETS, mnist=few))
         if not lenet:
-            stack.enter_context(patch.object(material, "build_model", small_network))
+            stack.enter_context(patch.object(training_task, "build_model", small_network))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         yield runs
 

@@ -16,8 +16,8 @@ from trainer.pipeline.stage_layout import Layout
 from trainer.shared.pace import Pace
 from trainer.shared.stages import (
     Stage,
+    StageSchedule,
     Task,
-    Turns,
     check_stages,
     format_stages,
     in_flight_of,
@@ -70,7 +70,7 @@ def test_turns_take_each_micro_batch_once_and_hold_no_more_than_memory(
     count: int, in_flight: int, splits: bool, data: st.DataObject
 ) -> None:
     """Inputs and gradients come when they please; a gradient comes of what went forward."""
-    turns, arrived, returned = Turns(count, in_flight, splits), 0, 0
+    turns, arrived, returned = StageSchedule(count, in_flight, splits), 0, 0
     done: list[Task] = []
     while not turns.is_over:
         arrived = data.draw(st.integers(arrived, count))
@@ -86,7 +86,7 @@ def test_turns_take_each_micro_batch_once_and_hold_no_more_than_memory(
 
 
 def test_a_gradient_goes_before_a_forward_and_that_before_weights() -> None:
-    turns = Turns(4, in_flight=3)
+    turns = StageSchedule(4, in_flight=3)
     first = [turns.take(has_input=True, has_gradient=False) for _ in range(4)]
     assert first == [Task.FORWARD, Task.FORWARD, Task.FORWARD, None]
     assert turns.take(has_input=True, has_gradient=True) is Task.BACKWARD
@@ -97,7 +97,7 @@ def test_a_gradient_goes_before_a_forward_and_that_before_weights() -> None:
 @pytest.mark.parametrize("splits", [True, False])
 def test_gradients_that_come_at_once_let_inputs_pass_between_them(splits: bool) -> None:
     """Else the stage behind has no input for as long as they take."""
-    turns = Turns(8, in_flight=6, splits=splits)
+    turns = StageSchedule(8, in_flight=6, splits=splits)
     for _ in range(4):
         turns.take(has_input=True, has_gradient=False)
     found = [turns.take(has_input=True, has_gradient=True) for _ in range(4)]

@@ -43,7 +43,7 @@ from tests.support.trainer_ranks import of_event, trained
 from trainer.compute import arithmetic
 from trainer.compute.arithmetic import build_precision
 from trainer.compute.models import build_model, gradient_bytes
-from trainer.compute.timer import Brake, CpuTimer
+from trainer.compute.timer import CpuTimer, InjectedDelay
 from trainer.setup.rank_network import check_batch_norm
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
@@ -359,15 +359,15 @@ BESIDE_BACKWARD = ("ddp", "horovod", "parameter_average")
 def held_up(rank: int, name: str) -> tuple[list[str], float]:
     """Where rank 1 stood still in an update, and for how many seconds after its last gradient."""
     case = Case((2, 2, 2, 2))
-    brake, places = Brake(Slow(1, "call", 4), rank, CpuTimer()), []
+    delay, places = InjectedDelay(Slow(1, "call", 4), rank, CpuTimer()), []
 
     def pause(place: str) -> float:
-        seconds = Brake.pause(brake, place)
+        seconds = InjectedDelay.pause(delay, place)
         places.extend([place] if seconds else [])
         return seconds
 
-    brake.pause = pause
-    strategy = build_strategy(settings_for(case, name), network(case, 0), group_of(RANKS), CpuTimer(), brake)
+    delay.pause = pause
+    strategy = build_strategy(settings_for(case, name), network(case, 0), group_of(RANKS), CpuTimer(), delay)
     images, labels = data_of(case)
     exchange = strategy.backward(local_loss(strategy.model, images[:2], labels[:2]), 2, 8)
     strategy.after_update()

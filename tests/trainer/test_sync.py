@@ -97,8 +97,8 @@ def braked_steps(group: Any, rank: int, folder: str, strategy: str, place: str) 
     slow = f"rank:1,at:{place},ms:{BRAKED_MS}"
     run = set_up(group, rank, path, strategy=strategy, slow=slow, bucket_mib="0.01", samples="72")
     events: list[str] = []
-    pause = run.brake.pause
-    run.brake.pause = lambda where: (events.append(where), pause(where))[1]
+    pause = run.delay.pause
+    run.delay.pause = lambda where: (events.append(where), pause(where))[1]
     run.strategy.model.register_forward_hook(lambda *_: events.append("forward"))
     for parameter in run.model.parameters():
         parameter.register_hook(lambda _: events.append("gradient"))

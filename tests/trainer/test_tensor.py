@@ -15,7 +15,7 @@ from torchvision.models.resnet import Bottleneck, ResNet
 from tests.support.gloo_ranks import Gang, group_of
 from trainer.checkpoints import kept_state
 from trainer.compute.models import build_model
-from trainer.compute.timer import NO_BRAKE, CpuTimer
+from trainer.compute.timer import NO_DELAY, CpuTimer
 from trainer.strategies.base import local_loss
 from trainer.strategies.gradient_sum import GradientSum
 from trainer.tensor.sliced_layers import Meeting, Sliced, cut, cut_channels, layers_of, survey
@@ -99,7 +99,7 @@ def sliced(rank: int, case: Case) -> tuple[dict[str, Tensor], Any] | None:
     layers = layers_of(whole, images.to("meta"), case.shares)
     timer = CpuTimer()
     meeting = Meeting(GradientSum(group_of(len(case.shares)), case.nodes, case.travels), timer)
-    strategy = TensorParallel(cut(model, layers, meeting), layers, meeting, timer, NO_BRAKE)
+    strategy = TensorParallel(cut(model, layers, meeting), layers, meeting, timer, NO_DELAY)
     if rank == case.heavier:
         next(layer for layer in model.modules() if isinstance(layer, Sliced)).weight.data[0] += 0.01
     steps = optimiser(model)

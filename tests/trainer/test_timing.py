@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.compute import timer as brakes
-from trainer.compute.timer import Brake, CpuTimer, covered_ms
+from trainer.compute.timer import CpuTimer, InjectedDelay, covered_ms
 from trainer.shared.pace import Slow
 
 
@@ -42,9 +42,9 @@ def test_the_brake_holds_the_named_rank_at_the_named_place_alone(monkeypatch: py
     monkeypatch.setattr(brakes.time, "sleep", slept.append)
     timer = Seconds()
     postponed: list[float] = []
-    brake = Brake(Slow(rank=1, at="backward", ms=50), rank=1, timer=timer, postpone=postponed.append)
-    assert [brake.pause(place) for place in ("start", "backward", "sync", "call")] == [0.0, 0.05, 0.0, 0.0]
+    delay = InjectedDelay(Slow(rank=1, at="backward", ms=50), rank=1, timer=timer, postpone=postponed.append)
+    assert [delay.pause(place) for place in ("start", "backward", "sync", "call")] == [0.0, 0.05, 0.0, 0.0]
     assert (slept, postponed, timer.waits) == ([0.05], [0.05], 1)
-    other = Brake(Slow(rank=1, at="backward", ms=50), rank=0, timer=timer)
-    assert [other.pause("backward"), Brake().pause("start")] == [0.0, 0.0]
+    other = InjectedDelay(Slow(rank=1, at="backward", ms=50), rank=0, timer=timer)
+    assert [other.pause("backward"), InjectedDelay().pause("start")] == [0.0, 0.0]
     assert (slept, timer.waits) == ([0.05], 1)

@@ -26,7 +26,7 @@ from trainer.data.sample_stream import SampleStream
 from trainer.ranks.process_group import BY_ANOTHER
 from trainer.session.session import Session
 from trainer.setup import assemble
-from trainer.setup.material import Own
+from trainer.setup.training_task import CustomScript
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.setting_fields import SettingsError
@@ -82,7 +82,7 @@ def one_process() -> nn.Module:
 def trained(rank: int, asked: dict[str, str], kind: type[Branches] = Branches) -> dict[str, Tensor] | str:
     with in_the_gang(rank, **asked) as met:
         model = kind().double()
-        run = Session(assemble.prepare(met, Own(model, optimiser(model), Rare(SAMPLES), default_collate)))
+        run = Session(assemble.prepare(met, CustomScript(model, optimiser(model), Rare(SAMPLES), default_collate)))
         try:
             for _ in run.epochs():
                 for points, labels in run.batches():
@@ -153,7 +153,7 @@ def never(rank: int, strategy: str) -> tuple[str, bool]:
     """What is said of a network with a layer that is never used, and whether the weights were moved."""
     with in_the_gang(rank, strategy=strategy) as met:
         model = Left().double()
-        run = Session(assemble.prepare(met, Own(model, optimiser(model), Points(SAMPLES), default_collate)))
+        run = Session(assemble.prepare(met, CustomScript(model, optimiser(model), Points(SAMPLES), default_collate)))
         before = {name: tensor.clone() for name, tensor in run.run.strategy.whole().state_dict().items()}
         try:
             for points, labels in run.batches():

@@ -17,7 +17,7 @@ from tests.trainer.test_session import LR, Points, in_the_gang, network
 from trainer.data.sample_stream import SampleStream
 from trainer.session.session import Session
 from trainer.setup import assemble
-from trainer.setup.material import Own
+from trainer.setup.training_task import CustomScript
 from trainer.shared.errors import TrainError
 
 SAMPLES, BATCH, EPOCHS = 81, 16, 2
@@ -66,7 +66,7 @@ def trained(rank: int, way: str) -> tuple[dict[str, Tensor], float | None]:
     asked = {"batch": str(BATCH), "epochs": str(EPOCHS), **WAYS[way]}
     with in_the_gang(rank, **asked) as met:
         model = network()
-        run = Session(assemble.prepare(met, Own(model, optimiser(model), Points(SAMPLES), default_collate)))
+        run = Session(assemble.prepare(met, CustomScript(model, optimiser(model), Points(SAMPLES), default_collate)))
         for _ in run.epochs():
             for number, (inputs, targets) in enumerate(run.batches()):
                 weight = OF_LABEL[targets].sum()
@@ -95,7 +95,7 @@ def refused(rank: int, case: tuple[str, dict[str, str]]) -> str:
     mistake, asked = case
     with in_the_gang(rank, **asked) as met:
         model = network()
-        run = Session(assemble.prepare(met, Own(model, optimiser(model), Points(SAMPLES), default_collate)))
+        run = Session(assemble.prepare(met, CustomScript(model, optimiser(model), Points(SAMPLES), default_collate)))
         try:
             for number, (inputs, targets) in enumerate(run.batches()):
                 given = {
@@ -135,7 +135,7 @@ def without_tokens(rank: int, _: None) -> bool:
     with in_the_gang(rank, steps="1", epochs="1") as met:
         model = network()
         before = [weight.clone() for weight in model.parameters()]
-        own = Own(model, torch.optim.SGD(model.parameters(), lr=1.0), Points(SAMPLES), default_collate)
+        own = CustomScript(model, torch.optim.SGD(model.parameters(), lr=1.0), Points(SAMPLES), default_collate)
         run = Session(assemble.prepare(met, own))
         for inputs, targets in run.batches():
             run.step(weighted_loss(run.model, inputs, targets) * 0, weight=0)

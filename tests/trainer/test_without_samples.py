@@ -22,7 +22,7 @@ from tests.trainer.test_session import in_the_gang
 from trainer.data.sample_stream import SampleStream
 from trainer.session.session import Session
 from trainer.setup import assemble
-from trainer.setup.material import Own
+from trainer.setup.training_task import CustomScript
 from trainer.shared.errors import TrainError
 
 SAMPLES, BATCH, EPOCHS = 97, 12, 2
@@ -209,7 +209,9 @@ def trained(rank: int, case: tuple[str, str]) -> tuple[Tensor, float, bool, dict
     with in_the_gang(rank, **asked) as met:
         model = network(kind)
         model.layers[1].eval()
-        run = Session(assemble.prepare(met, Own(model, optimiser(model, way), Points(how.samples), how.collate)))
+        run = Session(
+            assemble.prepare(met, CustomScript(model, optimiser(model, way), Points(how.samples), how.collate))
+        )
         for _ in run.epochs():
             for batch in run.batches():
                 run.step(loss_sum(how, run.model, batch))
@@ -266,7 +268,7 @@ def of_words(rank: int, case: tuple[bool, dict[str, str]]) -> Tensor | str:
         model = nn.Sequential(nn.Embedding(12, 6, sparse=is_sparse), nn.Flatten(), nn.Linear(12, 3)).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         try:
-            run = Session(assemble.prepare(met, Own(model, optimizer, Words(SAMPLES), default_collate)))
+            run = Session(assemble.prepare(met, CustomScript(model, optimizer, Words(SAMPLES), default_collate)))
             for _ in run.epochs():
                 for words, labels in run.batches():
                     run.step(nn.functional.cross_entropy(run.model(words), labels, reduction="sum"))

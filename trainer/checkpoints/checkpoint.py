@@ -78,7 +78,7 @@ class CheckpointKeeper:
         if self.every or run.settings.resume:
             check_kind(run)
             with together(run.info.node):
-                self.data = run.material.mark(run.settings) if run.info.rank == 0 else ""
+                self.data = run.training_task.mark(run.settings) if run.info.rank == 0 else ""
         self.copies = Copies(run)
         self.kept = Kept()
 
@@ -140,7 +140,7 @@ class CheckpointKeeper:
             schema=SCHEMA,
             settings=dataclasses.asdict(run.settings),
             data=self.data,
-            train_samples=run.material.train_samples,
+            train_samples=run.training_task.train_samples,
             world_size=run.info.world_size,
             names=names,
             shares=list(run.stream.shares),
@@ -307,10 +307,10 @@ class CheckpointKeeper:
             raise TrainError(
                 f"the checkpoint is of a run with {changed}: resume with the same settings, or start again without it"
             )
-        if (saved.data, saved.train_samples) != (self.data, self.run.material.train_samples):
+        if (saved.data, saved.train_samples) != (self.data, self.run.training_task.train_samples):
             raise TrainError(
-                f"the checkpoint is of other data: {saved.train_samples} images for training, now there are "
-                f"{self.run.material.train_samples}, or others by name; bring the same back, or start again without it"
+                f"the checkpoint is of other data: {saved.train_samples} training images, not "
+                f"{self.run.training_task.train_samples}, or other names; restore the data, or start again without it"
             )
         updates = self._updates(saved)
         if updates > self.run.last_step:

@@ -156,7 +156,7 @@ def for_other_ranks(saved: Checkpoint, world_size: int) -> dict[str, Tensor]:
 
 
 def skeleton(run: Run) -> nn.Module:
-    skeleton: nn.Module = run.material.skeleton()
+    skeleton: nn.Module = run.training_task.skeleton()
     return skeleton
 
 

@@ -84,7 +84,7 @@ def timer_for(device: torch.device) -> Timer:
     return CudaTimer() if device.type == "cuda" else CpuTimer()
 
 
-class Brake:
+class InjectedDelay:
     """Delays this rank as `slow` asks. postpone: moves a stand-in's deadlines, or it would catch up."""
 
     def __init__(
@@ -109,4 +109,4 @@ class Brake:
         return self.slow.ms / 1000
 
 
-NO_BRAKE = Brake()
+NO_DELAY = InjectedDelay()

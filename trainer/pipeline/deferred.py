@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.pipeline.stage_layout import MicroBatch
-from trainer.shared.stages import Task, Turns
+from trainer.shared.stages import StageSchedule, Task
 
 Work = Callable[[], None]
 
@@ -183,7 +183,7 @@ class PipelineUpdate:
         self.of, self.own, self.batch = pipeline, own, batch
         sizes = [micro_batch.size for micro_batch in self.own]
         self.parts = list(zip(images.split(sizes), labels.split(sizes), strict=True)) if pipeline.is_first else []
-        self.turns = Turns(len(self.own), pipeline.in_flight, pipeline.stage.splits)
+        self.schedule = StageSchedule(len(self.own), pipeline.in_flight, pipeline.stage.splits)
         self.losses: list[Tensor] = []
         self.done: list[Done] = []
 
@@ -192,7 +192,7 @@ class PipelineUpdate:
         timer = self.of.timer
         if not self.own:
             self.of.tell(self.loss_sum)
-        while not self.turns.is_over:
+        while not self.schedule.is_over:
             task, since = self._take()
             begin = timer.mark()
             number, came_s, sent = yield from self._do(task)
@@ -217,10 +217,10 @@ class PipelineUpdate:
             return task, since
 
     def _next(self) -> Task | None:
-        turns = self.turns
-        return turns.take(
-            has_input=turns.forwards < turns.count and self._has_input(self.own[turns.forwards]),
-            has_gradient=turns.backwards < turns.forwards and self._has_gradient(self.own[turns.backwards]),
+        schedule = self.schedule
+        return schedule.take(
+            has_input=schedule.forwards < schedule.count and self._has_input(self.own[schedule.forwards]),
+            has_gradient=schedule.backwards < schedule.forwards and self._has_gradient(self.own[schedule.backwards]),
         )
 
     def _has_input(self, one: MicroBatch) -> bool:
@@ -236,11 +236,11 @@ class PipelineUpdate:
     def _do(self, task: Task) -> Generator[tuple[Tensor, Tensor], Tensor, tuple[int, float | None, Any]]:
         """Micro-batch number, arrival of its data, and hand-over of its result."""
         if task is Task.FORWARD:
-            return (yield from self._forward(self.own[self.turns.forwards - 1], self.turns.forwards - 1))
+            return (yield from self._forward(self.own[self.schedule.forwards - 1], self.schedule.forwards - 1))
         if task is Task.BACKWARD:
-            return self._backward(self.own[self.turns.backwards - 1])
+            return self._backward(self.own[self.schedule.backwards - 1])
         self.of.stage.weights()
-        return self.own[self.turns.weights - 1].number, None, None
+        return self.own[self.schedule.weights - 1].number, None, None
 
     def _forward(
         self, one: MicroBatch, index: int
@@ -261,7 +261,7 @@ class PipelineUpdate:
             output = of.stage.forward(inputs, there_s)
         if of.is_last:
             self.losses.append(output)
-            if self.turns.forwards == self.turns.count:
+            if self.schedule.forwards == self.schedule.count:
                 of.tell(self.loss_sum)
         else:
             sent = of.timer.mark()
@@ -271,7 +271,7 @@ class PipelineUpdate:
     def _backward(self, one: MicroBatch) -> tuple[int, float | None, Any]:
         of = self.of
         if one is self.own[0]:
-            of.brake.pause("backward")
+            of.delay.pause("backward")
         gradient, there_s, sent = None, 0.0, None
         if not of.is_last:
             incoming = of.gradients[one.ranks[of.number + 1]]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from trainer.compute.batch_norm_kernels import REMEMBERED, average_running_statistics, estimating
 from trainer.compute.models import fill_gradients, gradients_of, has_batch_norm, trainable
-from trainer.compute.timer import Brake, CpuTimer, Timer, covered_ms
+from trainer.compute.timer import CpuTimer, InjectedDelay, Timer, covered_ms
 from trainer.pipeline.chain import Cuts
 from trainer.pipeline.deferred import PipelineUpdate
 from trainer.pipeline.paced_stages import PacedStage
@@ -55,7 +55,7 @@ class Pipeline(Base):
         group: dist.ProcessGroup,
         sums: GradientSum | None,
         timer: Timer,
-        brake: Brake,
+        delay: InjectedDelay,
         *,
         in_flight: int,
         averages: ParameterAverage | None = None,
@@ -63,7 +63,7 @@ class Pipeline(Base):
         self.averages = averages
         self.stage, self.layout, self.cuts, self.group, self.sums = stage, layout, cuts, group, sums
         self.parts = StageParts(layout)
-        self.timer, self.brake = timer, brake
+        self.timer, self.delay = timer, delay
         self.device = next(stage.part.parameters()).device
         self.rank = dist.get_rank()
         place = layout.place(self.rank)
@@ -160,7 +160,7 @@ class Pipeline(Base):
         loss_sum, done = yield from run.run()
         waits = tuple((one.since, one.begin) for one in done if one.since is not None)
         said = self._said(loss_sum)
-        self.brake.pause("sync")
+        self.delay.pause("sync")
         if self.averages:
             self.averages.count(of_pipeline / self.lanes, of_all=batch)
             self.averages.pause_before_call()

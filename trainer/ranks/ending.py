@@ -81,7 +81,7 @@ _CHECKS = 3
 _TASKS = Path("/proc/self/task")
 
 
-def let_others_rest(patience_s: float = 1.0) -> None:
+def wait_for_threads(patience_s: float = 1.0) -> None:
     """Waits until no other thread is running. Call before the interpreter ends. patience_s: CPU time."""
     # torch's threads run our callbacks after the waiting thread has continued. A thread that asks for the interpreter's
     # lock during shutdown is unwound inside C++ that forbids it, and the process dies of SIGABRT (`terminate called

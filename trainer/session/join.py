@@ -26,7 +26,7 @@ from trainer.compute.arithmetic import (
 from trainer.compute.buffers import drop_gradients
 from trainer.compute.timer import Mark, Timer, timer_for
 from trainer.data.augment import moved, tensors_of
-from trainer.data.own import Collate
+from trainer.data.script_data import Collate
 from trainer.measure.block_times import Visited
 from trainer.measure.ladder import Ladder, Measuring, again, climb, record_of
 from trainer.measure.passes import record_blocks
@@ -37,8 +37,8 @@ from trainer.ranks.agreement import together
 from trainer.ranks.process_group import leave
 from trainer.ranks.rank_info import read_rank_info
 from trainer.session.session import Ending, Forward, Judge, Session
-from trainer.setup.assemble import Met, meet, prepare, start_fields
-from trainer.setup.material import AnyOptimizer, Own
+from trainer.setup.assemble import JoinedRank, join_group, prepare, start_fields
+from trainer.setup.training_task import AnyOptimizer, CustomScript
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import SCRIPT
@@ -71,7 +71,7 @@ def join(**settings: Any) -> Ranks:
     except SettingsError as error:
         raise TrainError("\n".join(error.mistakes)) from error
     assert isinstance(asked, Settings)  # noqa: S101 - for the type checker
-    return Ranks(meet(asked, info, metrics), ending)
+    return Ranks(join_group(asked, info, metrics), ending)
 
 
 def asked_for(environment: Mapping[str, str]) -> dict[str, str]:
@@ -89,25 +89,25 @@ def asked_for(environment: Mapping[str, str]) -> dict[str, str]:
 class Ranks:
     """Before `prepare`."""
 
-    def __init__(self, met: Met, ending: Ending) -> None:
-        self._met, self._ending = met, ending
+    def __init__(self, joined: JoinedRank, ending: Ending) -> None:
+        self._joined, self._ending = joined, ending
 
     @property
     def rank(self) -> int:
-        return self._met.info.rank
+        return self._joined.info.rank
 
     @property
     def world_size(self) -> int:
-        return self._met.info.world_size
+        return self._joined.info.world_size
 
     @property
     def device(self) -> torch.device:
-        return self._met.device
+        return self._joined.device
 
     @property
     def settings(self) -> Settings:
         """As asked for."""
-        return self._met.settings
+        return self._joined.settings
 
     def prepare(
         self, model: nn.Module, optimizer: AnyOptimizer, dataset: Any, collate: Collate = default_collate
@@ -119,10 +119,10 @@ class Ranks:
         weights, or a function that makes one from parameters. dataset: has len(dataset) and dataset[index]. collate:
         makes a batch from a list of samples; tensors have the samples along their first dimension.
         """
-        own = Own(model, optimizer, dataset, collate)
+        own = CustomScript(model, optimizer, dataset, collate)
         if self.settings.profile_s:
-            return Rehearsal(self._met, own, self._ending)
-        return Session(prepare(self._met, own), self._ending)
+            return Rehearsal(self._joined, own, self._ending)
+        return Session(prepare(self._joined, own), self._ending)
 
 
 LOADED = 64
@@ -140,22 +140,22 @@ class Rehearsal:
     loss: float | None = None
     updates, is_over = 0, False
 
-    def __init__(self, met: Met, own: Own, ending: Ending | None = None) -> None:
+    def __init__(self, joined: JoinedRank, own: CustomScript, ending: Ending | None = None) -> None:
         self._ending = ending
-        info, device = met.info, met.device
+        info, device = joined.info, joined.device
         everyone = devices_of_all_ranks(device)
         with together(info.node):
             if info.pace:
                 raise no_pace_for(own.name)
-            settings = choose_arithmetic(met.settings, device, everyone)
+            settings = choose_arithmetic(joined.settings, device, everyone)
             use_arithmetic(settings)
             self._precision = build_precision(settings.amp, device, None)
             network = arranged(own.network().to(device), settings)
             self._optimizer: Any = at_rest(own.optimizer(settings, network))
-        start = start_fields(settings, info, device, met.group, (own.name, network))
-        met.metrics.write("start", **start, batch_per_rank=None, batch_norm_groups=None, work=None, steps=0)
+        start = start_fields(settings, info, device, joined.group, (own.name, network))
+        joined.metrics.write("start", **start, batch_per_rank=None, batch_norm_groups=None, work=None, steps=0)
         self.model = Forward(lambda: network, self._precision, settings.amp)
-        self._met, self._settings, self._own, self._timer = met, settings, own, timer_for(device)
+        self._joined, self._settings, self._own, self._timer = joined, settings, own, timer_for(device)
         self._network, self._samples, self._cut = network, own.first(LOADED), _blocks_of(own)
         self._visited = Visited(network, may_cut=self._cut is not None)
         self._held = held_beside(network, device)
@@ -186,9 +186,9 @@ class Rehearsal:
         network = self._visited.blocks(next(iter(ladder.times)))
         blocks = (yield from self._blocks(ladder, OF_BLOCKS * budget_s)) if network else None
         of_script = {"batch": self._settings.batch, "network": network, "blocks": blocks}
-        self._met.metrics.write("profile", **record_of(ladder), **more, **of_script)
+        self._joined.metrics.write("profile", **record_of(ladder), **more, **of_script)
         leave()
-        self._met.metrics.end("succeeded")
+        self._joined.metrics.end("succeeded")
         if self._ending:
             self._ending.complete = self.end
         raise SystemExit(0)
@@ -196,19 +196,21 @@ class Rehearsal:
     def _blocks(self, ladder: Ladder, budget_s: float) -> Measuring[dict[str, Any] | None]:
         if self._cut is None:
             return None
-        network = ByBlocks(self._network, self._optimizer, self._precision, self._met.device, self._timer, self._batch)
+        network = ByBlocks(
+            self._network, self._optimizer, self._precision, self._joined.device, self._timer, self._batch
+        )
         return (yield from record_blocks(network, self._cut, ladder, self._settings.batch, budget_s))
 
     def _batch(self, samples: int) -> Any:
         chosen = [self._samples[index % len(self._samples)] for index in range(samples)]
-        return moved(self._own.collate(chosen), self._met.device)
+        return moved(self._own.collate(chosen), self._joined.device)
 
     def _begun(self, samples: int) -> Any:
         batch = self._batch(samples)
-        if self._met.device.type == "cuda":
+        if self._joined.device.type == "cuda":
             if samples not in self._peaks:
                 torch.cuda.empty_cache()  # like the beginning of a run of that size
-            torch.cuda.reset_peak_memory_stats(self._met.device)
+            torch.cuda.reset_peak_memory_stats(self._joined.device)
         self._timer.wait()
         self._marks = [self._timer.mark()]
         drop_gradients(self._optimizer)
@@ -236,16 +238,16 @@ class Rehearsal:
             raise TrainError("a batch's loss is missing: call step(loss_sum) for each batch in the loop's body")
         self._timer.wait()
         begin, forwarded, computed, end = self._marks
-        if self._met.device.type == "cuda":
-            self._peaks[samples] = torch.cuda.max_memory_allocated(self._met.device)
+        if self._joined.device.type == "cuda":
+            self._peaks[samples] = torch.cuda.max_memory_allocated(self._joined.device)
         ms = self._timer.ms
         return Times(ms(begin, end), ms(begin, forwarded), ms(computed, end))
 
     def _memory_bytes(self) -> int | None:
-        if self._met.device.type != "cuda":
+        if self._joined.device.type != "cuda":
             return None
-        free, _ = torch.cuda.mem_get_info(self._met.device)
-        return int(free) + torch.cuda.memory_reserved(self._met.device)
+        free, _ = torch.cuda.mem_get_info(self._joined.device)
+        return int(free) + torch.cuda.memory_reserved(self._joined.device)
 
     @property
     def optimizer(self) -> Any:
@@ -265,7 +267,7 @@ class Rehearsal:
         """Nothing is left to do."""
 
 
-def _blocks_of(own: Own) -> list[Block] | None:
+def _blocks_of(own: CustomScript) -> list[Block] | None:
     try:
         own.labels()
         return survey_of(own.skeleton(), own.example(), own.name)

@@ -33,13 +33,13 @@ from trainer.compute.arithmetic import DTYPES, Full
 from trainer.compute.models import evaluated
 from trainer.data.augment import mapped, moved
 from trainer.data.loading import Batch, own_part
-from trainer.data.own import judged_batches
+from trainer.data.script_data import judged_batches
 from trainer.pipeline.pipeline_strategy import Pipeline
 from trainer.ranks import ending as interrupt
 from trainer.ranks.agreement import gather_lines, sum_over_ranks
-from trainer.ranks.ending import let_others_rest
+from trainer.ranks.ending import wait_for_threads
 from trainer.ranks.process_group import for_all_ranks, leave
-from trainer.setup.material import samples_of
+from trainer.setup.training_task import samples_of
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import MetricsWriter
 from trainer.training.loss_sum import Weight, report_not_finite
@@ -254,7 +254,7 @@ class Session:
         run, progress, started_s = self.run, self.progress, time.monotonic()
         samples = samples_of(dataset)
         own, at_once = own_part(samples, run.order), run.order.share or 1
-        drawn = judged_batches(dataset, own, at_once, run.material.collate, run.settings.num_workers)
+        drawn = judged_batches(dataset, own, at_once, run.training_task.collate, run.settings.num_workers)
         with self._for_all_ranks("an evaluation"), shared_network(run, progress) as network:
             pairs = ((moved(inputs, run.device), moved(targets, run.device)) for inputs, targets in drawn)
             found = summed(network, run.strategy.outputs(network, pairs), judge, samples)
@@ -386,7 +386,7 @@ class Ending:
             if not self.complete:
                 self._failed(TrainError, TrainError(LEFT_EARLY.format(self.place())), None, self._exit_code)
             self.complete()
-            let_others_rest()
+            wait_for_threads()
         except BaseException as error:  # Python would print it and exit with 0
             self._failed(type(error), error, error.__traceback__)
 

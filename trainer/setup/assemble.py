@@ -1,8 +1,6 @@
-"""Builds a run before its first update: `met = meet(settings, rank_info, metrics)`, then `run = prepare(met,
-material)`.
+"""Builds a run before its first update: `join_group` joins the other ranks, `prepare` builds network and data.
 
-Joins the other ranks, builds the network, opens the data, and writes the `start` record. Raises errors on every rank,
-before anything is computed.
+Raises errors on every rank, before anything is computed.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from trainer.compute.executor import ON_DEVICE, Executor
 from trainer.compute.graphs import Graphs, replayable, why_not
 from trainer.compute.microbatches import MicroBatches
 from trainer.compute.models import gradient_bytes, trainable
-from trainer.compute.timer import Brake, Timer, timer_for
+from trainer.compute.timer import InjectedDelay, Timer, timer_for
 from trainer.data.loading import Opened, agree_on_facts
 from trainer.data.sample_stream import RankBatches, SampleStream
 from trainer.paced.standin import (
@@ -49,7 +47,6 @@ from trainer.ranks.process_group import join
 from trainer.ranks.rank_info import RankInfo
 from trainer.rebalance.balance import Balance
 from trainer.rebalance.rebalancer import Rebalancer
-from trainer.setup.material import EXAMPLES, Experiment, Material
 from trainer.setup.pipeline import (
     PipelinePlan,
     build_pipeline,
@@ -63,6 +60,7 @@ from trainer.setup.pipeline import (
 )
 from trainer.setup.rank_network import batch_norm_groups, facts_of, needs_pairs, network
 from trainer.setup.tensor_setup import TensorPlan, build_tensor, paced_slices, plan_tensor, shares_of_reader
+from trainer.setup.training_task import EXAMPLES, Experiment, TrainingTask
 from trainer.setup.weights import first_weights
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import SCHEMA, MetricsWriter
@@ -84,7 +82,7 @@ from trainer.training.run import Run
 
 
 @dataclass(frozen=True)
-class Met:
+class JoinedRank:
     """A rank that has joined the others. settings: as asked for."""
 
     settings: Settings
@@ -96,12 +94,12 @@ class Met:
 
 def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     """For a named experiment."""
-    met = meet(settings, info, metrics)
+    joined = join_group(settings, info, metrics)
     facts = agree_on_facts(settings, info)
-    return prepare(met, Experiment(settings, facts, first_weights(settings, facts, info)))
+    return prepare(joined, Experiment(settings, facts, first_weights(settings, facts, info)))
 
 
-def meet(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Met:
+def join_group(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> JoinedRank:
     """Chooses the device, seeds torch and joins the other ranks. Raises TrainError."""
     use_threads(info)
     device = torch.device("cpu") if info.pace else choose_device(settings.device, settings.backend, info)
@@ -109,29 +107,31 @@ def meet(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Met:
         metrics.peak_memory_bytes = lambda: torch.cuda.max_memory_allocated(device)
     torch.manual_seed(settings.seed)
     check_bottleneck(settings, info)
-    return Met(settings, info, metrics, device, join(info, settings.backend, device, settings.timeout_s))
+    return JoinedRank(settings, info, metrics, device, join(info, settings.backend, device, settings.timeout_s))
 
 
-def prepare(met: Met, material: Material) -> Run:
+def prepare(joined: JoinedRank, training_task: TrainingTask) -> Run:
     """Writes the `start` record, opens the data."""
-    info, metrics, device, group = met.info, met.metrics, met.device, met.group
-    settings = with_local_steps(met.settings)
-    division = divide(settings, info, material)
-    if division.pipeline:
-        settings = dataclasses.replace(settings, stages=format_stages(division.pipeline.layout.pipelines))
-    settings, model, precision = build_trained(settings, met, material, division)
+    info, metrics, device, group = joined.info, joined.metrics, joined.device, joined.group
+    settings = with_local_steps(joined.settings)
+    batch_split = split_work(settings, info, training_task)
+    if batch_split.pipeline:
+        settings = dataclasses.replace(settings, stages=format_stages(batch_split.pipeline.layout.pipelines))
+    settings, model, precision = build_trained(settings, joined, training_task, batch_split)
     learns, timer = do_all_learn(settings, info), timer_for(device)
-    brake, strategy = build_synchronised(settings, info, model, group, timer, division, precision)
+    delay, strategy = build_synchronised(settings, info, model, group, timer, batch_split, precision)
     if isinstance(strategy, Ddp):
         settings = dataclasses.replace(settings, bucket_mib=strategy.bucket_mib)
     no_graph = why_not(device, settings, model)
-    settings = dataclasses.replace(settings, cuda_graph="off" if no_graph or met.settings.cuda_graph == "off" else "on")
-    write_start(met, settings, division, (material.name, model), counts=bool(strategy.counts))
-    opened = material.open(settings, division.order, info, device)
-    console = Console(info, settings, division.last_step, material.name)
-    say_what_changed(console, met.settings, settings, no_graph)
-    optimizer = material.optimizer(settings, model)
-    room = room_of(model, info, division.micro_batches, division.order, device)
+    settings = dataclasses.replace(
+        settings, cuda_graph="off" if no_graph or joined.settings.cuda_graph == "off" else "on"
+    )
+    write_start(joined, settings, batch_split, (training_task.name, model), counts=bool(strategy.counts))
+    opened = training_task.open(settings, batch_split.order, info, device)
+    console = Console(info, settings, batch_split.last_step, training_task.name)
+    say_what_changed(console, joined.settings, settings, no_graph)
+    optimizer = training_task.optimizer(settings, model)
+    room = memory_limit_of(model, info, batch_split.micro_batches, batch_split.order, device)
     return Run(
         settings=settings,
         info=info,
@@ -139,34 +139,34 @@ def prepare(met: Met, material: Material) -> Run:
         console=console,
         device=device,
         timer=timer,
-        brake=brake,
+        delay=delay,
         group=group,
         model=model,
         strategy=strategy,
         precision=precision,
-        rebalancer=build_rebalancer(settings, info, metrics, console, division, room),
+        rebalancer=build_rebalancer(settings, info, metrics, console, batch_split, room),
         optimizer=optimizer,
-        clipping=build_clipping(settings, material, model, strategy, group),
+        clipping=build_clipping(settings, training_task, model, strategy, group),
         weights=Weights(settings, group, counts=bool(strategy.counts)),
         unused=Unused(model, group) if settings.sums_unused else None,
         ema=Ema(model, settings.ema) if settings.ema else None,
-        rates=rates_of(settings, optimizer, division.order.stream),
+        rates=rates_of(settings, optimizer, batch_split.order.stream),
         graphs=build_graphs(model, metrics, console) if settings.cuda_graph == "on" else None,
-        material=material,
-        order=division.order,
-        micro_batches=division.micro_batches,
+        training_task=training_task,
+        order=batch_split.order,
+        micro_batches=batch_split.micro_batches,
         batches=opened.train,
         test_batches=opened.test,
         batches_of=opened.again,
-        some_samples=functools.cache(lambda: some_samples(material, opened)),
-        last_step=division.last_step,
+        some_samples=functools.cache(lambda: some_samples(training_task, opened)),
+        last_step=batch_split.last_step,
         learns=learns,
     )
 
 
-def some_samples(material: Material, opened: Opened) -> Any:
-    samples = min(EXAMPLES, material.train_samples)
-    order = RankBatches(SampleStream(material.train_samples, samples, (samples,), seed=0), rank=0, steps=1)
+def some_samples(training_task: TrainingTask, opened: Opened) -> Any:
+    samples = min(EXAMPLES, training_task.train_samples)
+    order = RankBatches(SampleStream(training_task.train_samples, samples, (samples,), seed=0), rank=0, steps=1)
     return next(iter(opened.again(order)))
 
 
@@ -179,52 +179,52 @@ def do_all_learn(settings: Settings, info: RankInfo) -> bool:
 
 
 def write_start(
-    met: Met, settings: Settings, division: Division, trained: tuple[str, nn.Module], *, counts: bool
+    joined: JoinedRank, settings: Settings, batch_split: BatchSplit, trained: tuple[str, nn.Module], *, counts: bool
 ) -> None:
     """The `start` record. counts: whether this rank's samples count; in a pipeline only one stage's count."""
-    start = start_fields(settings.as_used(division.last_step), met.info, met.device, met.group, trained)
-    sizes = division.own_sizes(met.info.rank)
-    groups = batch_norm_groups(trained[1], settings, division.shares, sizes if counts else ())
-    split = {"batch_per_rank": sum(sizes), "batch_norm_groups": groups, "work": division.own_work(met.info.rank)}
-    met.metrics.write("start", **start, **split, steps=division.last_step)
+    start = start_fields(settings.as_used(batch_split.last_step), joined.info, joined.device, joined.group, trained)
+    sizes = batch_split.own_sizes(joined.info.rank)
+    groups = batch_norm_groups(trained[1], settings, batch_split.shares, sizes if counts else ())
+    split = {"batch_per_rank": sum(sizes), "batch_norm_groups": groups, "work": batch_split.own_work(joined.info.rank)}
+    joined.metrics.write("start", **start, **split, steps=batch_split.last_step)
 
 
 def build_trained(
-    settings: Settings, met: Met, material: Material, division: Division
+    settings: Settings, joined: JoinedRank, training_task: TrainingTask, batch_split: BatchSplit
 ) -> tuple[Settings, nn.Module, Full]:
     """The settings for this host, the network on its device, and its precision. Raises TrainError."""
-    info, device = met.info, met.device
+    info, device = joined.info, joined.device
     everyone = devices_of_all_ranks(device)
     with together(info.node):  # paced ranks have other errors, for which the others must not wait
-        settings = material.with_loader(settings, info, device)
+        settings = training_task.with_loader(settings, info, device)
         settings = choose_arithmetic(settings, device, everyone)
         use_arithmetic(settings)
         if settings.strategy == "horovod" and not info.pace:
             package(device, between_hosts=info.local_world_size < info.world_size)
-        model = build_network(settings, info, met.metrics, material, division).to(device)
-        precision = build_precision(settings.amp, device, None if settings.fidelity == "local" else met.group)
+        model = build_network(settings, info, joined.metrics, training_task, batch_split).to(device)
+        precision = build_precision(settings.amp, device, None if settings.fidelity == "local" else joined.group)
     return settings, arranged(model, settings), precision
 
 
 def build_network(
-    settings: Settings, info: RankInfo, metrics: MetricsWriter, material: Material, division: Division
+    settings: Settings, info: RankInfo, metrics: MetricsWriter, training_task: TrainingTask, batch_split: BatchSplit
 ) -> nn.Module:
     """The whole network, or this rank's stage or slices."""
-    stream, micro_batches = division.order.stream, division.micro_batches
-    if division.tensor and info.pace and info.pace.like:
+    stream, micro_batches = batch_split.order.stream, batch_split.micro_batches
+    if batch_split.tensor and info.pace and info.pace.like:
         raise TrainError("paced: `like` works with whole networks and stages only; use another strategy than tensor")
-    if division.tensor and info.pace:
-        sizes = division.own_sizes(info.rank)
-        return paced_slices(settings, division.tensor, facts_of(material), info, info.pace, metrics, sizes)
-    if not division.pipeline:
-        return network(settings, material, info, metrics, stream, micro_batches)
-    plan, rank = division.pipeline, info.rank
+    if batch_split.tensor and info.pace:
+        sizes = batch_split.own_sizes(info.rank)
+        return paced_slices(settings, batch_split.tensor, facts_of(training_task), info, info.pace, metrics, sizes)
+    if not batch_split.pipeline:
+        return network(settings, training_task, info, metrics, stream, micro_batches)
+    plan, rank = batch_split.pipeline, info.rank
     if not info.pace:
-        return real_part(material, plan, rank, micro_batches, stream)
-    clock = paced_clock(settings, plan, info, info.pace, metrics, division.own_sizes(rank))
+        return real_part(training_task, plan, rank, micro_batches, stream)
+    clock = paced_clock(settings, plan, info, info.pace, metrics, batch_split.own_sizes(rank))
     if not plan.learning:
-        return paced_part(plan, material, rank, clock)
-    return learning_part(plan, plan.learning, rank, real_part(material, plan, rank, micro_batches, stream), clock)
+        return paced_part(plan, training_task, rank, clock)
+    return learning_part(plan, plan.learning, rank, real_part(training_task, plan, rank, micro_batches, stream), clock)
 
 
 def build_synchronised(
@@ -233,26 +233,26 @@ def build_synchronised(
     model: nn.Module,
     group: dist.ProcessGroup,
     timer: Timer,
-    division: Division,
+    batch_split: BatchSplit,
     precision: Full,
-) -> tuple[Brake, Strategy | Pipeline]:
+) -> tuple[InjectedDelay, Strategy | Pipeline]:
     """The strategy, and the delay for the setting `slow`."""
     if isinstance(model, StandIn | PacedPart):
-        brake = Brake(settings.bottleneck, info.rank, timer, postpone=model.stopwatch.postpone)
+        delay = InjectedDelay(settings.bottleneck, info.rank, timer, postpone=model.stopwatch.postpone)
         kind = LearnerExecutor if isinstance(model, Learner | LearningPart) else StandInExecutor
         executor: Executor = kind(model.stopwatch)
     else:
-        brake, executor = Brake(settings.bottleneck, info.rank, timer), ON_DEVICE
-    if division.pipeline:
-        return brake, build_pipeline(settings, division.pipeline, model, precision, group, timer, brake, executor)
+        delay, executor = InjectedDelay(settings.bottleneck, info.rank, timer), ON_DEVICE
+    if batch_split.pipeline:
+        return delay, build_pipeline(settings, batch_split.pipeline, model, precision, group, timer, delay, executor)
     nodes, devices = gather_lines(info.node), gather_lines(next(model.parameters()).device.type)
-    if division.tensor:
-        sums = GradientSum(group, nodes, DTYPES[settings.sent_as], brake, executor, devices)
-        return brake, build_tensor(division.tensor, model, sums, timer, brake)
+    if batch_split.tensor:
+        sums = GradientSum(group, nodes, DTYPES[settings.sent_as], delay, executor, devices)
+        return delay, build_tensor(batch_split.tensor, model, sums, timer, delay)
     strategy = build_strategy(
-        settings, model, group, timer, brake, executor, nodes=nodes, devices=devices, updates=division.last_step
+        settings, model, group, timer, delay, executor, nodes=nodes, devices=devices, updates=batch_split.last_step
     )
-    return brake, strategy
+    return delay, strategy
 
 
 def say_what_changed(console: Console, asked: Settings, settings: Settings, no_graph: str) -> None:
@@ -275,15 +275,15 @@ def build_rebalancer(
     info: RankInfo,
     metrics: MetricsWriter,
     console: Console,
-    division: Division,
+    batch_split: BatchSplit,
     room: Callable[[], int | None],
 ) -> Rebalancer | None:
     """None unless `shares=auto` with several ranks. A profile already has the limit of memory."""
     if settings.shares != "auto" or info.world_size == 1:
         return None
-    own_room = (lambda: None) if division.speeds[info.rank] else room
-    balance, micro_batches = Balance(division.shares, division.speeds), division.micro_batches
-    return Rebalancer(balance, division.order, micro_batches, metrics, settings.warmup_steps, own_room, console.say)
+    own_room = (lambda: None) if batch_split.speeds[info.rank] else room
+    balance, micro_batches = Balance(batch_split.shares, batch_split.speeds), batch_split.micro_batches
+    return Rebalancer(balance, batch_split.order, micro_batches, metrics, settings.warmup_steps, own_room, console.say)
 
 
 def with_local_steps(settings: Settings) -> Settings:
@@ -301,8 +301,8 @@ def check_bottleneck(settings: Settings, info: RankInfo) -> None:
 
 
 @dataclass(frozen=True)
-class Division:
-    """The division of data and batches over ranks."""
+class BatchSplit:
+    """The batch_split of data and batches over ranks."""
 
     order: RankBatches
     micro_batches: MicroBatches
@@ -330,17 +330,17 @@ class Division:
         return self.micro_batches.sizes(self.shares, READER if self.tensor else rank)
 
 
-def divide(settings: Settings, info: RankInfo, material: Material) -> Division:
+def split_work(settings: Settings, info: RankInfo, training_task: TrainingTask) -> BatchSplit:
     """A collective call. Raises TrainError if shares or network do not fit."""
     shares, speeds = shares_of_ranks(settings, info)
-    pipeline = plan_pipeline(settings, material, info, speeds) if settings.strategy == "pipeline" else None
-    tensor = plan_tensor(material, shares) if settings.strategy == "tensor" else None
+    pipeline = plan_pipeline(settings, training_task, info, speeds) if settings.strategy == "pipeline" else None
+    tensor = plan_tensor(training_task, shares) if settings.strategy == "tensor" else None
     if pipeline:
         shares = shares_of_readers(pipeline, shares, settings.batch)
     if tensor:
         shares = shares_of_reader(shares)
     stream = SampleStream(
-        material.train_samples, settings.batch, shares, settings.seed, needs_pairs(settings, material)
+        training_task.train_samples, settings.batch, shares, settings.seed, needs_pairs(settings, training_task)
     )
     whole = settings.epochs * stream.steps
     # fsdp gathers weights in each micro-batch, so all ranks need equally many.
@@ -352,7 +352,7 @@ def divide(settings: Settings, info: RankInfo, material: Material) -> Division:
         micro_batches = MicroBatches(settings.accumulate or pipeline.micro_batches, [None] * len(caps), together=False)
     last_step = min(whole, settings.steps or whole)
     order = RankBatches(stream, READER if tensor else info.rank)
-    return Division(order, micro_batches, shares, speeds, last_step, pipeline, tensor)
+    return BatchSplit(order, micro_batches, shares, speeds, last_step, pipeline, tensor)
 
 
 def shares_of_ranks(settings: Settings, info: RankInfo) -> tuple[tuple[int, ...], list[Speed | None]]:
@@ -368,29 +368,33 @@ def shares_of_ranks(settings: Settings, info: RankInfo) -> tuple[tuple[int, ...]
 
 
 def build_clipping(
-    settings: Settings, material: Material, model: nn.Module, strategy: Strategy | Pipeline, group: dist.ProcessGroup
+    settings: Settings,
+    training_task: TrainingTask,
+    model: nn.Module,
+    strategy: Strategy | Pipeline,
+    group: dist.ProcessGroup,
 ) -> Clipping | None:
     """None without a limit. group: of all ranks."""
     if not settings.clip_norm:
         return None
     if settings.fidelity == "local":
         return Clipping(model, settings.clip_norm, None, None)
-    return Clipping(model, settings.clip_norm, _counted(settings, material, strategy, dist.get_rank()), group)
+    return Clipping(model, settings.clip_norm, _counted(settings, training_task, strategy, dist.get_rank()), group)
 
 
 def _counted(
-    settings: Settings, material: Material, strategy: Strategy | Pipeline, rank: int
+    settings: Settings, training_task: TrainingTask, strategy: Strategy | Pipeline, rank: int
 ) -> Collection[str] | None:
     """Names of weights whose squares count on this rank; None: all that it holds."""
     if settings.strategy == "fsdp":
         return None
     if strategy.parts is None:
         return None if rank == 0 else ()
-    skeleton = material.skeleton()
+    skeleton = training_task.skeleton()
     return strategy.parts.kept(rank, dict(skeleton.named_parameters()), skeleton).keys()
 
 
-def room_of(
+def memory_limit_of(
     model: nn.Module, info: RankInfo, micro_batches: MicroBatches, order: RankBatches, device: torch.device
 ) -> Callable[[], int | None]:
     """Returns the estimated number of samples that memory holds: on a GPU from the largest micro-batch so far."""

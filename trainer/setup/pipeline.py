@@ -16,7 +16,7 @@ from trainer.compute.arithmetic import Full
 from trainer.compute.executor import Executor
 from trainer.compute.microbatches import MicroBatches
 from trainer.compute.models import skeleton_of, stages_of, ties_of, trainable
-from trainer.compute.timer import Brake, Timer
+from trainer.compute.timer import InjectedDelay, Timer
 from trainer.data.sample_stream import SampleStream
 from trainer.paced.standin import LearningPart, PacedPart, out_of_memory
 from trainer.paced.stopwatch import StageClock
@@ -28,9 +28,9 @@ from trainer.pipeline.stage_layout import Layout
 from trainer.ranks.agreement import gather_lines, together
 from trainer.ranks.process_group import timeout
 from trainer.ranks.rank_info import RankInfo
-from trainer.setup.material import Material
 from trainer.setup.rank_network import check_batch_norm, check_pairs
 from trainer.setup.tensor_setup import keep_records, refuse_arithmetic
+from trainer.setup.training_task import TrainingTask
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import CHOSEN, DATA_SETS
 from trainer.shared.metrics import MetricsWriter
@@ -155,13 +155,13 @@ class PipelinePlan:
 
 
 def plan_pipeline(
-    settings: Settings, material: Material, info: RankInfo, speeds: Sequence[Speed | None]
+    settings: Settings, training_task: TrainingTask, info: RankInfo, speeds: Sequence[Speed | None]
 ) -> PipelinePlan:
     """speeds: by rank, or None. A collective call. Raises TrainError if stages and ranks do not match."""
     nodes, like = gather_lines(info.node), like_of_all(info)
     with together(info.node):
-        skeleton, labels = material.skeleton(), material.labels()
-        own = survey_of(skeleton, material.example(), material.name)
+        skeleton, labels = training_task.skeleton(), training_task.labels()
+        own = survey_of(skeleton, training_task.example(), training_task.name)
         chain = chain_like(like) if like else own
         try:
             pipelines = parse_stages(settings.stages) or balanced(chain, _speeds_of_stages(nodes, speeds))
@@ -210,7 +210,7 @@ def build_pipeline(
     precision: Full,
     group: dist.ProcessGroup,
     timer: Timer,
-    brake: Brake,
+    delay: InjectedDelay,
     executor: Executor,
 ) -> Pipeline:
     """A collective call. Ranks with the same blocks begin with equal weights."""
@@ -228,14 +228,14 @@ def build_pipeline(
         if peers := _group_of([rank for lanes in held for rank in lanes], group):
             share_initial_state(part, peers)
             if is_local:
-                averages = build_averages(settings, part, peers, timer, brake, executor)
+                averages = build_averages(settings, part, peers, timer, delay, executor)
             else:
-                sums = GradientSum(peers, brake=brake, executor=executor)  # its relay would need all ranks
+                sums = GradientSum(peers, delay=delay, executor=executor)  # its relay would need all ranks
         for lanes in held if is_local else ():
             if own := _group_of(lanes, group):
-                sums = GradientSum(own, brake=brake, executor=executor)
+                sums = GradientSum(own, delay=delay, executor=executor)
     links = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout()))
-    return Pipeline(stage, layout, cuts, links, sums, timer, brake, in_flight=settings.in_flight, averages=averages)
+    return Pipeline(stage, layout, cuts, links, sums, timer, delay, in_flight=settings.in_flight, averages=averages)
 
 
 def _group_of(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup | None:
@@ -247,11 +247,16 @@ def _group_of(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGrou
 
 
 def build_averages(
-    settings: Settings, part: nn.Module, group: dist.ProcessGroup, timer: Timer, brake: Brake, executor: Executor
+    settings: Settings,
+    part: nn.Module,
+    group: dist.ProcessGroup,
+    timer: Timer,
+    delay: InjectedDelay,
+    executor: Executor,
 ) -> ParameterAverage:
     """group: ranks of all pipelines with the same blocks."""
-    sums = GradientSum(group, dtype=SENT_IN[settings.sent_as], brake=brake, executor=executor)
-    return averaged(settings, part, sums, timer, brake)
+    sums = GradientSum(group, dtype=SENT_IN[settings.sent_as], delay=delay, executor=executor)
+    return averaged(settings, part, sums, timer, delay)
 
 
 def cuts_of(settings: Settings, plan: PipelinePlan, rank: int) -> Cuts:
@@ -272,10 +277,10 @@ def own_sizes(plan: PipelinePlan, micro_batches: MicroBatches, shares: Sequence[
 
 
 def real_part(
-    material: Material, plan: PipelinePlan, rank: int, micro_batches: MicroBatches, stream: SampleStream
+    training_task: TrainingTask, plan: PipelinePlan, rank: int, micro_batches: MicroBatches, stream: SampleStream
 ) -> Part:
     """Raises TrainError if BatchNorm cannot use the micro-batches."""
-    model = material.network()
+    model = training_task.network()
     check_batch_norm(model, stream, may_sync=False)
     check_pairs(model, micro_batches, stream.shares)
     part = part_of(model, plan.held(rank))
@@ -313,8 +318,8 @@ def paced_clock(
     return clock
 
 
-def paced_part(plan: PipelinePlan, material: Material, rank: int, clock: StageClock) -> PacedPart:
-    return PacedPart(list(part_of(material.skeleton(), plan.layout.stage(rank)).parameters()), clock)
+def paced_part(plan: PipelinePlan, training_task: TrainingTask, rank: int, clock: StageClock) -> PacedPart:
+    return PacedPart(list(part_of(training_task.skeleton(), plan.layout.stage(rank)).parameters()), clock)
 
 
 def learning_part(plan: PipelinePlan, learning: Learning, rank: int, part: Part, clock: StageClock) -> LearningPart:

@@ -15,8 +15,8 @@ from trainer.data.sample_stream import SampleStream
 from trainer.paced.standin import Anatomy, Learner, StandIn, dissect, memory_needed
 from trainer.paced.stopwatch import Stopwatch
 from trainer.ranks.rank_info import RankInfo
-from trainer.setup.material import Experiment, Material
 from trainer.setup.tensor_setup import keep_records, refuse_arithmetic
+from trainer.setup.training_task import Experiment, TrainingTask
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import CHOSEN, DATA_SETS, DataSet
 from trainer.shared.metrics import MetricsWriter
@@ -27,7 +27,7 @@ from trainer.training.progress import random_state, set_random_state
 
 def network(
     settings: Settings,
-    material: Material,
+    training_task: TrainingTask,
     info: RankInfo,
     metrics: MetricsWriter,
     stream: SampleStream,
@@ -36,27 +36,27 @@ def network(
     """Simulated if the rank is paced. Raises TrainError if BatchNorm cannot use the split of the batch."""
     share = max(micro_batches.sizes(stream.shares, info.rank))
     if info.pace and not info.learns:
-        return stand_in(settings, facts_of(material), info, metrics, info.pace, share)
-    model = material.network()
+        return stand_in(settings, facts_of(training_task), info, metrics, info.pace, share)
+    model = training_task.network()
     if info.pace:
-        model = stand_in(settings, facts_of(material), info, metrics, info.pace, share, model)
-    check_estimated(settings, material, model)
+        model = stand_in(settings, facts_of(training_task), info, metrics, info.pace, share, model)
+    check_estimated(settings, training_task, model)
     check_batch_norm(model, stream, settings.sync_bn)
     check_pairs(model, micro_batches, stream.shares)
     check_whole_batch(settings, micro_batches, stream.shares)
     return model
 
 
-def needs_pairs(settings: Settings, material: Material) -> bool:
+def needs_pairs(settings: Settings, training_task: TrainingTask) -> bool:
     """Whether a rank with a single sample is refused. Paced ranks must answer alike."""
-    return not settings.sync_bn and needs_pairs_of_samples(material.skeleton())
+    return not settings.sync_bn and needs_pairs_of_samples(training_task.skeleton())
 
 
-def facts_of(material: Material) -> DataSet:
+def facts_of(training_task: TrainingTask) -> DataSet:
     """An experiment's facts. Raises TrainError for a script's own network, whose speed is unknown."""
-    if isinstance(material, Experiment):
-        return material.facts
-    raise no_pace_for(material.name)
+    if isinstance(training_task, Experiment):
+        return training_task.facts
+    raise no_pace_for(training_task.name)
 
 
 def stand_in(
@@ -124,7 +124,7 @@ def check_pairs(model: nn.Module, micro_batches: MicroBatches, shares: Sequence[
         )
 
 
-def check_estimated(settings: Settings, material: Material, model: nn.Module) -> None:
+def check_estimated(settings: Settings, training_task: TrainingTask, model: nn.Module) -> None:
     """Raises TrainError if statistics must be estimated, which calls the network with a batch's first tensor, and that
     fails.
     """
@@ -133,7 +133,7 @@ def check_estimated(settings: Settings, material: Material, model: nn.Module) ->
         return
     random = random_state()
     try:
-        example = torch.zeros_like(material.example(), device="cpu")
+        example = torch.zeros_like(training_task.example(), device="cpu")
         with torch.no_grad():
             copy.deepcopy(model)(example)
     except Exception as error:  # the network's own errors

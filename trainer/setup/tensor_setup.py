@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from trainer.compute.buffers import bytes_of
-from trainer.compute.timer import Brake, Timer
+from trainer.compute.timer import InjectedDelay, Timer
 from trainer.paced.standin import dissect, keep_freed_memory, out_of_memory
 from trainer.paced.stopwatch import StageClock, Stopwatch
 from trainer.ranks.rank_info import RankInfo
-from trainer.setup.material import Material
+from trainer.setup.training_task import TrainingTask
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import DataSet
 from trainer.shared.metrics import MetricsWriter
@@ -36,9 +36,9 @@ class TensorPlan:
         return sum(layer.work * layer.slices.own(rank)[1] / sum(layer.slices.channels) for layer in self.layers)
 
 
-def plan_tensor(material: Material, shares: Sequence[int]) -> TensorPlan:
+def plan_tensor(training_task: TrainingTask, shares: Sequence[int]) -> TensorPlan:
     """shares: each rank's part of the work, in the form of a batch split."""
-    return TensorPlan(layers_of(material.skeleton(), material.example(), shares))
+    return TensorPlan(layers_of(training_task.skeleton(), training_task.example(), shares))
 
 
 def shares_of_reader(shares: Sequence[int]) -> tuple[int, ...]:
@@ -46,14 +46,16 @@ def shares_of_reader(shares: Sequence[int]) -> tuple[int, ...]:
     return tuple(sum(shares) if rank == READER else 0 for rank in range(len(shares)))
 
 
-def build_tensor(plan: TensorPlan, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake) -> TensorParallel:
+def build_tensor(
+    plan: TensorPlan, model: nn.Module, sums: GradientSum, timer: Timer, delay: InjectedDelay
+) -> TensorParallel:
     """Cuts the model in place. sums: over all ranks."""
     meeting = Meeting(sums, timer)
     if isinstance(model, PacedSlices):
         model.meeting = meeting
     else:
         cut(model, plan.layers, meeting)
-    return TensorParallel(model, plan.layers, meeting, timer, brake)
+    return TensorParallel(model, plan.layers, meeting, timer, delay)
 
 
 def paced_slices(

@@ -112,7 +112,7 @@ class Task(Enum):
 
 
 @dataclass
-class Turns:
+class StageSchedule:
     """Decides a stage's next task; ranks and forecasts follow the same rule. One update of one rank."""
 
     # A gradient goes back first, because the stage before waits for it. Then a further micro-batch goes forward, if

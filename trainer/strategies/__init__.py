@@ -1,6 +1,6 @@
 """How ranks synchronise: `build_strategy` makes the class for the settings `strategy` and `fidelity`.
 
-    strategy = build_strategy(settings, model, group, timer, brake)
+    strategy = build_strategy(settings, model, group, timer, delay)
     loss_sum = local_loss(strategy.model, images, labels)
     exchange = strategy.backward(loss_sum, samples, batch)      # .grad now holds the gradient for the optimiser
     optimizer.step()
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.compute.executor import ON_DEVICE, Executor
-from trainer.compute.timer import NO_BRAKE, Brake, Timer
+from trainer.compute.timer import NO_DELAY, InjectedDelay, Timer
 from trainer.shared.errors import TrainError
 from trainer.shared.settings import Settings
 from trainer.shared.strategy_table import ONE_PROCESS
@@ -42,7 +42,7 @@ def build_strategy(
     model: nn.Module,
     group: dist.ProcessGroup,
     timer: Timer,
-    brake: Brake = NO_BRAKE,
+    delay: InjectedDelay = NO_DELAY,
     executor: Executor = ON_DEVICE,
     *,
     nodes: Sequence[str] = (),
@@ -59,7 +59,7 @@ def build_strategy(
                 f"strategy {settings.strategy} is for a single process, but there are {group.size()} ranks: "
                 "use ddp or allreduce"
             )
-        return Alone(model, timer, brake, all_devices=settings.strategy == "dp")
+        return Alone(model, timer, delay, all_devices=settings.strategy == "dp")
     if settings.strategy == "fsdp" and "cuda" in devices and dist.get_backend(group) == "gloo":
         raise TrainError(
             "strategy fsdp: gloo cannot gather the weights of GPUs; use nccl, with a GPU for each rank, or strategy ddp"
@@ -67,30 +67,30 @@ def build_strategy(
     if settings.sync_bn:
         synchronise_batch_norm(model, group)
     if settings.strategy == "horovod":
-        return Horovod(model, group, timer, brake, nodes)
-    sums = GradientSum(group, nodes, DTYPES[settings.sent_as], brake, executor, devices)
+        return Horovod(model, group, timer, delay, nodes)
+    sums = GradientSum(group, nodes, DTYPES[settings.sent_as], delay, executor, devices)
     if settings.fidelity not in ("compressed", "local"):
-        return _exact(settings, model, sums, timer, brake)
+        return _exact(settings, model, sums, timer, delay)
     after = settings.exact_updates(updates)
     if not after:
-        return _lesser(settings, model, sums, timer, brake)
-    full = GradientSum(group, nodes, brake=brake, executor=executor, devices=devices) if sums.dtype else sums
-    exact = _exact(settings, model, full, timer, brake)
-    return ExactFirst(exact, _lesser(settings, model, sums, timer, brake), after)
+        return _lesser(settings, model, sums, timer, delay)
+    full = GradientSum(group, nodes, delay=delay, executor=executor, devices=devices) if sums.dtype else sums
+    exact = _exact(settings, model, full, timer, delay)
+    return ExactFirst(exact, _lesser(settings, model, sums, timer, delay), after)
 
 
-def _lesser(settings: Settings, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake) -> Strategy:
+def _lesser(settings: Settings, model: nn.Module, sums: GradientSum, timer: Timer, delay: InjectedDelay) -> Strategy:
     if settings.fidelity == "compressed":
-        return Compressed(model, sums, timer, brake, settings.compress_rank)
-    return averaged(settings, model, sums, timer, brake)
+        return Compressed(model, sums, timer, delay, settings.compress_rank)
+    return averaged(settings, model, sums, timer, delay)
 
 
-def _exact(settings: Settings, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake) -> Strategy:
+def _exact(settings: Settings, model: nn.Module, sums: GradientSum, timer: Timer, delay: InjectedDelay) -> Strategy:
     name = settings.strategy
     if name == "ddp":
-        return Ddp(model, sums, timer, brake, settings.bucket_mib)
+        return Ddp(model, sums, timer, delay, settings.bucket_mib)
     if name == "fsdp":
-        return Fsdp(model, sums.group, timer, brake, settings.bucket_mib or FSDP_MIB)
+        return Fsdp(model, sums.group, timer, delay, settings.bucket_mib or FSDP_MIB)
     if name == "parameter_average":
-        return ParameterAverage(model, sums, timer, brake, every=1, is_exact=True)
-    return AfterBackward(model, sums, timer, brake, EXCHANGES[name])
+        return ParameterAverage(model, sums, timer, delay, every=1, is_exact=True)
+    return AfterBackward(model, sums, timer, delay, EXCHANGES[name])

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from trainer.compute.buffers import bytes_of, flatten, unflatten
 from trainer.compute.models import gradients_of
-from trainer.compute.timer import Brake, Timer
+from trainer.compute.timer import InjectedDelay, Timer
 from trainer.shared import gpu_work
 from trainer.strategies.base import (
     Base,
@@ -31,17 +31,17 @@ Swap = Callable[[Gradients, GradientSum], None]
 class AfterBackward(Base):
     """The time after this rank's last gradient is transfer and waiting."""
 
-    def __init__(self, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake, exchange: Swap) -> None:
+    def __init__(self, model: nn.Module, sums: GradientSum, timer: Timer, delay: InjectedDelay, exchange: Swap) -> None:
         self.model = model
         self.sums = sums
         self.timer = timer
-        self.brake = brake
+        self.delay = delay
         self.exchange = exchange
         share_initial_state(model, sums.group)
 
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
         weighted(loss_sum, batch).backward()
-        self.brake.pause("sync")
+        self.delay.pause("sync")
         computed = self.timer.mark()
         gradients = gradients_of(self.model)
         if any(gradient is None for gradient in gradients):

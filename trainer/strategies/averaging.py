@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from trainer.compute.buffers import bytes_of, flatten, parts_of, unflatten
 from trainer.compute.models import trainable
-from trainer.compute.timer import Brake, Timer
+from trainer.compute.timer import InjectedDelay, Timer
 from trainer.shared import gpu_work
 from trainer.shared.errors import TrainError
 from trainer.shared.settings import Settings
@@ -53,7 +53,7 @@ class ParameterAverage(Base):
         model: nn.Module,
         sums: GradientSum,
         timer: Timer,
-        brake: Brake,
+        delay: InjectedDelay,
         every: int,
         overlap: int = 0,
         outer_lr: float = 1.0,
@@ -63,7 +63,7 @@ class ParameterAverage(Base):
         self.model, self.is_exact = model, is_exact
         self.sums = sums
         self.timer = timer
-        self.brake = brake
+        self.delay = delay
         self.every, self.overlap = every, overlap
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
         self.updates = 0  # of this round, like samples
@@ -90,7 +90,7 @@ class ParameterAverage(Base):
         if self.is_exact and any(weight.grad is None for weight in trainable(self.model)):
             refuse_unused(self.model, loss_sum)
         self.count(samples, of_all=batch)
-        self.brake.pause("sync")
+        self.delay.pause("sync")
         self.pause_before_call()
         return Exchange(self.timer.mark())
 
@@ -103,7 +103,7 @@ class ParameterAverage(Base):
 
     def pause_before_call(self) -> None:
         if self.updates + 1 >= self.every:
-            self.brake.pause("call")
+            self.delay.pause("call")
 
     def after_update(self) -> None:
         self.updates += 1
@@ -209,9 +209,11 @@ class ParameterAverage(Base):
         self.samples = self.samples_of_all * part
 
 
-def averaged(settings: Settings, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake) -> ParameterAverage:
+def averaged(
+    settings: Settings, model: nn.Module, sums: GradientSum, timer: Timer, delay: InjectedDelay
+) -> ParameterAverage:
     outer = (settings.outer_lr, settings.outer_momentum)
-    return ParameterAverage(model, sums, timer, brake, settings.local_steps, settings.overlap, *outer)
+    return ParameterAverage(model, sums, timer, delay, settings.local_steps, settings.overlap, *outer)
 
 
 TOGETHER = 500
@@ -221,9 +223,9 @@ TOGETHER = 500
 class Compressed(AfterBackward):
     # All at once after backward: so little is sent that overlap would hide nothing.
 
-    def __init__(self, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake, rank: int) -> None:
+    def __init__(self, model: nn.Module, sums: GradientSum, timer: Timer, delay: InjectedDelay, rank: int) -> None:
         self.power_sgd = PowerSgd(trainable(model), rank)
-        super().__init__(model, sums, timer, brake, self.power_sgd)
+        super().__init__(model, sums, timer, delay, self.power_sgd)
         self.updates = torch.zeros(1)
 
     def after_update(self) -> None:

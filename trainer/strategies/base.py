@@ -187,7 +187,7 @@ def weighted(loss_sum: Tensor, batch: int) -> Tensor:
 
 
 def backward_weighted(loss_sum: Tensor, batch: int) -> None:
-    """Bit-identical, without a division."""
+    """Bit-identical, without a batch_split."""
     loss_sum.backward(loss_sum.new_full(loss_sum.shape, 1 / batch))
 
 

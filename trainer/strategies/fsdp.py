@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.compute.models import gradient_bytes, meta_copy, trainable
-from trainer.compute.timer import Brake, Timer
+from trainer.compute.timer import InjectedDelay, Timer
 from trainer.ranks.agreement import differing
 from trainer.shared.errors import TrainError
 from trainer.strategies.base import (
@@ -37,7 +37,7 @@ class Fsdp(Base):
     # With Gloo, backward waits for slower ranks in all pieces but the last, which looks like computing.
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup, timer: Timer, brake: Brake, piece_mib: float
+        self, model: nn.Module, group: dist.ProcessGroup, timer: Timer, delay: InjectedDelay, piece_mib: float
     ) -> None:
         make_mesh, fully_shard = _newest_fsdp()
         if sparse_of(model):
@@ -45,7 +45,7 @@ class Fsdp(Base):
         self.model = model
         self.group = group
         self.timer = timer
-        self.brake = brake
+        self.delay = delay
         self.computed: Any = None
         self.collectives: list[tuple[Any, Any]] = []
         share_initial_state(model, group)
@@ -77,7 +77,7 @@ class Fsdp(Base):
         if any(weight.grad is None for weight in trainable(self.model)):
             refuse_unused(self.model, loss_sum)
         if not self.collectives:  # a single rank reduces nothing
-            self.brake.pause("sync")
+            self.delay.pause("sync")
             self.computed = self.timer.mark()
         return Exchange(self.computed, tuple(self.collectives))
 
@@ -113,7 +113,7 @@ class _Collective:
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def meet(self, sent: Tensor, group: dist.ProcessGroup) -> None:
+    def check_position(self, sent: Tensor, group: dist.ProcessGroup) -> None:
         """Raises TrainError on all ranks if they are at different pieces or weights."""
         if others := differing(self.number * 2**36 + sent.numel(), self.name, group):
             raise TrainError(
@@ -124,7 +124,7 @@ class _Collective:
 
 class _Gather(_Collective):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        self.meet(input_tensor, group)
+        self.check_position(input_tensor, group)
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -137,11 +137,11 @@ class _Reduce(_Collective):
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         of = self.strategy
-        of.brake.pause("call")
+        of.delay.pause("call")
         if len(of.collectives) == of.reductions - 1:
-            of.brake.pause("sync")
+            of.delay.pause("sync")
         of.computed = of.timer.mark_computing()
-        self.meet(input_tensor, group)  # waits for slower ranks
+        self.check_position(input_tensor, group)  # waits for slower ranks
         is_mean = op == dist.ReduceOp.AVG
         work = dist.reduce_scatter_tensor(
             output_tensor, input_tensor, op=dist.ReduceOp.SUM if is_mean else op, group=group, async_op=async_op

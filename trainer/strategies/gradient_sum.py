@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trainer.compute.buffers import bytes_of
 from trainer.compute.executor import ON_DEVICE, Executor
-from trainer.compute.timer import NO_BRAKE, Brake
+from trainer.compute.timer import NO_DELAY, InjectedDelay
 from trainer.ranks.process_group import timeout
 from trainer.shared import gpu_work
 from trainer.shared.errors import TrainError
@@ -45,7 +45,7 @@ class GradientSum:
     """Raises TrainError if torch cannot add numbers of `dtype`.
 
     nodes: each rank's host, for sums within hosts first (Gloo; NCCL does so by itself). dtype: for transfers; None:
-    keeps the tensor's. brake: delays blocking collectives. executor: runs local arithmetic. devices: each rank's device
+    keeps the tensor's. delay: delays blocking collectives. executor: runs local arithmetic. devices: each rank's device
     type.
     """
 
@@ -54,13 +54,13 @@ class GradientSum:
         group: Group,
         nodes: Sequence[str] = (),
         dtype: torch.dtype | None = None,
-        brake: Brake = NO_BRAKE,
+        delay: InjectedDelay = NO_DELAY,
         executor: Executor = ON_DEVICE,
         devices: Sequence[str] = (),
     ) -> None:
         self.group, self.executor = group, executor
         self.dtype = dtype
-        self.brake, self.held_up_s = brake, 0.0
+        self.delay, self.held_up_s = delay, 0.0
         if dtype and not _adds_up(dtype, group):
             name = next(name for name, known in DTYPES.items() if known == dtype)
             other = "fp16" if name == "bf16" else "bf16"
@@ -119,7 +119,7 @@ class GradientSum:
 
     def hold_up(self) -> None:
         """Delays each blocking collective of an exchange; `sum` calls it itself."""
-        self.held_up_s += self.brake.pause("call")
+        self.held_up_s += self.delay.pause("call")
 
 
 def _finished(summed: Any, tensor: Tensor, arrived: Arrived) -> Tensor:

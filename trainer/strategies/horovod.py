@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.compute.timer import Brake, Timer
+from trainer.compute.timer import InjectedDelay, Timer
 from trainer.ranks.process_group import LoopbackStore, before_leaving, served, store_of_all, timeout
 from trainer.shared.errors import TrainError
 from trainer.strategies.base import Base, Exchange, refuse_unused, share_initial_state, weighted
@@ -35,13 +35,13 @@ class Horovod(Base):
     """
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup, timer: Timer, brake: Brake, nodes: Sequence[str]
+        self, model: nn.Module, group: dist.ProcessGroup, timer: Timer, delay: InjectedDelay, nodes: Sequence[str]
     ) -> None:
-        self.model, self.timer, self.brake = model, timer, brake
+        self.model, self.timer, self.delay = model, timer, delay
         self.on_its_way: list[tuple[Any, Tensor, Tensor]] = []
         self.is_last = True
         self.hvd = package(next(model.parameters()).device)
-        meet(self.hvd, group, nodes or [str(rank) for rank in range(group.size())])
+        connect(self.hvd, group, nodes or [str(rank) for rank in range(group.size())])
         share_initial_state(model, group)
         self.origins = [self._watch(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
 
@@ -57,7 +57,7 @@ class Horovod(Base):
     def _send(self, name: str, weight: Tensor, *_: object) -> None:
         if not self.is_last or weight.grad is None:
             return
-        self.brake.pause("call")
+        self.delay.pause("call")
         sent = weight.grad.contiguous()  # required by Horovod
         self.on_its_way.append((self.hvd.allreduce_async_(sent, name=name, op=self.hvd.Sum), sent, weight.grad))
 
@@ -65,7 +65,7 @@ class Horovod(Base):
         weighted(loss_sum, batch).backward()
         if len(self.on_its_way) < len(self.origins):
             refuse_unused(self.model, loss_sum)
-        self.brake.pause("sync")
+        self.delay.pause("sync")
         computed = self.timer.mark()
         for handle, sent, gradient in self.on_its_way:
             self.hvd.synchronize(handle)
@@ -122,7 +122,7 @@ def heeds_interface() -> bool:
         return False
 
 
-def meet(hvd: Any, group: dist.ProcessGroup, nodes: Sequence[str]) -> None:
+def connect(hvd: Any, group: dist.ProcessGroup, nodes: Sequence[str]) -> None:
     """Connects the group's ranks. Raises TrainError."""
     if hvd.is_initialized():  # of another group
         hvd.shutdown()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.compute.models import gradient_bytes
-from trainer.compute.timer import Brake, Timer
+from trainer.compute.timer import InjectedDelay, Timer
 from trainer.shared.errors import TrainError
 from trainer.strategies.base import Base, Exchange, backward_weighted, no_loss, refuse_unused, weighted
 from trainer.strategies.gradient_sum import GradientSum, fitted_bucket_bytes
@@ -20,16 +20,16 @@ from trainer.strategies.gradient_sum import GradientSum, fitted_bucket_bytes
 class Alone(Base):
     """all_devices: torch's DataParallel, which splits the batch evenly over the GPUs at each step. Ignored on CPUs."""
 
-    def __init__(self, model: nn.Module, timer: Timer, brake: Brake, all_devices: bool) -> None:
+    def __init__(self, model: nn.Module, timer: Timer, delay: InjectedDelay, all_devices: bool) -> None:
         self.network = model
         on_gpu = next(model.parameters()).is_cuda
         self.model = nn.DataParallel(model) if all_devices and on_gpu else model
         self.timer = timer
-        self.brake = brake
+        self.delay = delay
 
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
         backward_weighted(loss_sum, batch)
-        self.brake.pause("sync")
+        self.delay.pause("sync")
         return Exchange(self.timer.mark())
 
     def whole(self) -> nn.Module:
@@ -50,10 +50,12 @@ class Ddp(Base):
     # Every rank keeps its own BatchNorm statistics, averaged before evaluations; DDP would overwrite them with rank
     # 0's.
 
-    def __init__(self, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake, bucket_mib: float) -> None:
+    def __init__(
+        self, model: nn.Module, sums: GradientSum, timer: Timer, delay: InjectedDelay, bucket_mib: float
+    ) -> None:
         self.sums = sums
         self.timer = timer
-        self.brake = brake
+        self.delay = delay
         self.computed: Any = None
         self.collectives: list[tuple[Any, Any]] = []
         device = next(model.parameters()).device
@@ -72,9 +74,9 @@ class Ddp(Base):
     # Without annotations: DDP compares them with classes, but ours are text.
     def _send(self, bucket):  # type: ignore[no-untyped-def]
         # DDP hands over buckets in order: with the last one, all gradients are computed.
-        self.brake.pause("call")
+        self.delay.pause("call")
         if bucket.is_last():
-            self.brake.pause("sync")
+            self.delay.pause("sync")
             self.computed = self.timer.mark()
         handed_over = self.timer.mark()
 

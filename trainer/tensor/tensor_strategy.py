@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer.compute.batch_norm_kernels import estimate_running_statistics
 from trainer.compute.models import has_batch_norm
-from trainer.compute.timer import Brake, Timer
+from trainer.compute.timer import InjectedDelay, Timer
 from trainer.strategies.base import Base, Exchange, weighted
 from trainer.tensor.sliced_layers import Layer, Meeting
 
@@ -20,14 +20,16 @@ READER = 0
 
 
 class TensorParallel(Base):
-    def __init__(self, model: nn.Module, layers: Sequence[Layer], meeting: Meeting, timer: Timer, brake: Brake) -> None:
-        self.model, self.meeting, self.timer, self.brake = model, meeting, timer, brake
+    def __init__(
+        self, model: nn.Module, layers: Sequence[Layer], meeting: Meeting, timer: Timer, delay: InjectedDelay
+    ) -> None:
+        self.model, self.meeting, self.timer, self.delay = model, meeting, timer, delay
         self.counts = meeting.rank == READER
         self.parts = SlicedParts(layers)
 
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
         weighted(loss_sum, batch).backward()
-        self.brake.pause("sync")
+        self.delay.pause("sync")
         spans, held_up_s = self.meeting.take()
         return Exchange(self.timer.mark(), held_up_s=held_up_s, waits=tuple(spans))
 

@@ -13,7 +13,7 @@ from torch import nn
 from trainer.compute.arithmetic import Full
 from trainer.compute.graphs import Graphs
 from trainer.compute.microbatches import MicroBatches
-from trainer.compute.timer import Brake, Timer
+from trainer.compute.timer import InjectedDelay, Timer
 from trainer.data.loading import Batches
 from trainer.data.sample_stream import RankBatches, SampleStream
 from trainer.paced.standin import StandInOptimizer
@@ -38,7 +38,7 @@ class Run:
     console: Console
     device: torch.device
     timer: Timer
-    brake: Brake
+    delay: InjectedDelay
     group: dist.ProcessGroup
     model: nn.Module
     strategy: Strategy | Pipeline
@@ -50,8 +50,8 @@ class Run:
     rates: Rates
     ema: Ema | None
     graphs: Graphs | None
-    material: Any
-    """See `trainer.setup.material`."""
+    training_task: Any
+    """See `trainer.setup.training_task`."""
     order: RankBatches
     micro_batches: MicroBatches
     rebalancer: Rebalancer | None

@@ -50,7 +50,7 @@ class Update(ABC):
         """Set at the end."""
         self._loaded = timer.mark()
 
-        run.brake.pause("start")
+        run.delay.pause("start")
         drop_gradients(run.optimizer)
         run.rates.before_update(stream, progress)
 
@@ -219,7 +219,7 @@ class FullUpdate(Update):
         return len(self.losses) == len(self.sizes)
 
     def _hold_up(self, _: Tensor) -> None:
-        self.run.brake.pause("backward")
+        self.run.delay.pause("backward")
 
 
 class StageUpdate(Update):

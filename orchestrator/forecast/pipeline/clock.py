@@ -19,7 +19,7 @@ from orchestrator.forecast.pipeline.block_costs import Chain
 from orchestrator.forecast.pipeline.course import Course, StageCost
 from orchestrator.forecast.pipeline.sums import sums_of
 from trainer.shared.pace import OPTIMISER
-from trainer.shared.stages import Task, Turns
+from trainer.shared.stages import StageSchedule, Task
 
 LEFT_OUT, UPDATES = 2, 4
 """Updates before the steady state, and in total."""
@@ -69,7 +69,7 @@ class _Rank:
     begun: list[float] = field(default_factory=list)
     """Start of each update's first task."""
     is_busy: bool = False
-    turns: Turns = field(default_factory=lambda: Turns(0, 1))
+    turns: StageSchedule = field(default_factory=lambda: StageSchedule(0, 1))
     inputs: set[int] = field(default_factory=set)
     """Indices of received inputs, counted over all updates."""
     gradients: set[int] = field(default_factory=set)
@@ -131,7 +131,7 @@ class _Clock:
         for lanes in stages:
             for rank in lanes:
                 rank.optimiser_s = OPTIMISER * sum(own.forward_s + own.backward_s + own.later_s for own in rank.own)
-                rank.turns = Turns(len(rank.own), rank.in_flight, rank.splits)
+                rank.turns = StageSchedule(len(rank.own), rank.in_flight, rank.splits)
         return stages
 
     def _byte_s(self, source: StageCost, target: StageCost) -> float:
@@ -156,7 +156,7 @@ class _Clock:
                 continue
             else:
                 rank.update += 1
-                rank.turns = Turns(len(rank.own), rank.in_flight, rank.splits)
+                rank.turns = StageSchedule(len(rank.own), rank.in_flight, rank.splits)
                 rank.is_busy = False
             if not rank.is_busy:
                 self._wake(rank, now)

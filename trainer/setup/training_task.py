@@ -1,4 +1,4 @@
-"""The network and data that a run trains: of an experiment (`Experiment`), or of a user's own script (`Own`)."""
+"""The network and data that a run trains: an experiment's (`Experiment`), or a user's own (`CustomScript`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from trainer.compute.models import build_model, meta_copy, without_numbers
 from trainer.data.augment import tensors_of
 from trainer.data.loading import Opened, choose_loader, loader_processes, open_batches
-from trainer.data.own import Collate, OwnBatches
 from trainer.data.sample_stream import RankBatches
+from trainer.data.script_data import Collate, ScriptBatches
 from trainer.data.sets import find_facts
 from trainer.paced.standin import StandInOptimizer
 from trainer.pipeline.chain import Form
@@ -29,7 +29,7 @@ EXAMPLES = 2
 """Samples of an example: BatchNorm needs two."""
 
 
-class Material(Protocol):
+class TrainingTask(Protocol):
     """Equal on all ranks."""
 
     name: str
@@ -103,7 +103,7 @@ class Experiment:
 AnyOptimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-class Own:
+class CustomScript:
     """Arguments as in `trainer.session.join.Ranks.prepare`. A pipeline removes other hosts' parts from the network."""
 
     def __init__(self, model: nn.Module, optimizer: AnyOptimizer, dataset: Any, collate: Collate) -> None:
@@ -182,8 +182,8 @@ class Own:
         return dataclasses.replace(settings, num_workers=loader_processes(settings.num_workers, info, device))
 
     def open(self, settings: Settings, order: RankBatches, info: RankInfo, device: torch.device) -> Opened:
-        def batches(of: RankBatches) -> OwnBatches:
-            return OwnBatches(self._dataset, of, settings.seed, self.collate, settings.num_workers, device)
+        def batches(of: RankBatches) -> ScriptBatches:
+            return ScriptBatches(self._dataset, of, settings.seed, self.collate, settings.num_workers, device)
 
         return Opened(batches(order), None, batches)
 

@@ -67,7 +67,7 @@ def collate_or_none(samples: list[Any], collate: Collate, example: Any) -> Any:
     return None
 
 
-class OwnBatches:
+class ScriptBatches:
     """Empty if the rank's share is 0."""
 
     def __init__(
