@@ -155,7 +155,7 @@ def test_a_stage_that_the_gpu_has_no_memory_for_is_refused_in_a_line(tmp_path: P
     with started(tmp_path, [*SHORT[:-4], *PIPELINE], 2, of_ranks=paced) as ranks:
         said = [rank.communicate(timeout=120)[1] for rank in ranks]
         assert [rank.returncode for rank in ranks] == [1, 1]
-    assert "out of memory: blocks 1 to 1 with 4 samples a micro-batch take" in said[0]
+    assert "out of memory: blocks 1 to 1 with 4 samples per micro-batch take" in said[0]
     assert "give its host fewer blocks, or use a larger accumulate" in said[0]
 
 

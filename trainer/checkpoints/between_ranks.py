@@ -53,7 +53,7 @@ def described_as(words: Tensor) -> dict[str, Tensor]:
 
 
 def apart(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Splits the bytes of `flat_bytes`."""
+    """Splits the bytes of `flat_bytes` into tensors with the names, shapes and types of `like`."""
     parts = flat.split([tensor.numel() * tensor.element_size() for tensor in like.values()]) if like else ()
     return {
         name: part.clone().view(like[name].dtype).view(like[name].shape) for name, part in zip(like, parts, strict=True)

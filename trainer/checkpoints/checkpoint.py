@@ -165,7 +165,7 @@ class CheckpointKeeper:
     def _whole(
         self, network: nn.Module, state: State
     ) -> tuple[dict[str, Tensor], Mapping[str, Sequence[Tensor | None]]]:
-        """State of the whole network and its optimiser on rank 0."""
+        """The state of the whole network and of its optimiser, on rank 0."""
         of_ranks = self.run.strategy.parts
         if of_ranks is None:
             seen = network.state_dict() if self.run.info.rank == 0 else {}
@@ -299,7 +299,7 @@ class CheckpointKeeper:
         return Progress(saved.epoch, saved.step, loss_sum, int(samples))
 
     def _check(self, saved: Checkpoint) -> None:
-        """Rank 0 only. Raises TrainError."""
+        """Raises TrainError if the checkpoint does not fit this run. Rank 0 only."""
         now = dataclasses.asdict(self.run.settings)
         other = [name for name in _SAME if saved.settings.get(name) != now[name]]
         if other:
@@ -348,7 +348,7 @@ def _named_as(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def _name(run: Run) -> str:
-    """Identifies this rank in any order of ranks."""
+    """Identifies this rank, even if the order of ranks changes."""
     return f"{run.info.node}:{run.info.local_rank}"
 
 
@@ -358,13 +358,13 @@ def _scaler(run: Run) -> Any:
 
 
 def folder_of(settings: Settings) -> Path:
-    """The setting, otherwise the job's folder, otherwise `./checkpoints`."""
+    """The folder of the setting, otherwise of the job, otherwise `./checkpoints`."""
     named = settings.checkpoint_dir or os.environ.get("ORCH_CHECKPOINTS") or "checkpoints"
     return Path(named).expanduser().absolute()
 
 
 def source_of(settings: Settings) -> Path | None:
-    """The setting, or after a torchrun restart this job's newest checkpoint."""
+    """The checkpoint or folder to resume from: the setting's, or after a torchrun restart this job's."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts.isdecimal() and int(restarts) > 0 and settings.checkpoint_every and newest(folder_of(settings)):
         return folder_of(settings)

@@ -69,7 +69,7 @@ class Checkpoint:
     ema: dict[str, Tensor] = field(default_factory=dict)
     """The weights' moving average, named as in `model`; empty without one."""
     kept: list[Tensor] = field(default_factory=list)
-    """The script's state and other random generators (`kept_state`); [] in older files."""
+    """Per rank, bytes of the script's state and other random generators (`kept_state`); [] in older files."""
 
 
 def write_file(path: Path, checkpoint: Checkpoint) -> int:
@@ -286,7 +286,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 _PIECE = 1 << 22
-"""Per message. Other threads get the interpreter in between."""
+"""Bytes per message; other threads get the interpreter in between."""
 _DIGEST = hashlib.sha256().digest_size
 
 

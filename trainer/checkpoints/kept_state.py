@@ -32,7 +32,7 @@ class Kept:
     def __init__(self) -> None:
         self._things: dict[str, Stateful] = {}
         self._resumed: dict[str, Any] | None = None
-        """From the resumed checkpoint; None without one."""
+        """States from the resumed checkpoint, or None."""
 
     def add(self, things: Mapping[str, Stateful]) -> list[str]:
         """Returns the names missing in the checkpoint. Raises TrainError."""
@@ -105,7 +105,7 @@ def _restore(name: str, thing: Stateful, state: Any) -> None:
 
 
 _IN_THE_MEAN = {"statistics", "optimizer", "weights", "round", "travelling", "scale", "buffers"}
-"""Per-rank state from which other ranks can begin."""
+"""Kinds of per-rank state with which other ranks can begin: its mean, or rank 0's scale and buffers."""
 
 
 def by_others(saved: Checkpoint) -> str:
@@ -174,7 +174,7 @@ def to_be_kept(run: Run, network: nn.Module, parts: Parts, whole: nn.Module, sta
 def joined(
     of_ranks: Sequence[Mapping[str, Tensor]], parts: Parts, whole: nn.Module
 ) -> tuple[dict[str, Tensor], dict[str, list[Tensor | None]]]:
-    """The whole state and optimiser state. of_ranks: from `to_be_kept`."""
+    """The whole network's state and optimiser state. of_ranks: from `to_be_kept`."""
     like = whole.state_dict()
     weights = [name for name, _ in whole.named_parameters()]
     kinds = dict.fromkeys(name.partition(" ")[0] for kept in of_ranks for name in kept if " " in name)

@@ -37,7 +37,7 @@ def is_ampere(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Devices:
-    """Whether all ranks have GPUs, and with TF32."""
+    """Whether all ranks have GPUs, and GPUs with TF32."""
 
     are_gpus: bool
     are_ampere: bool
@@ -128,7 +128,7 @@ class Full:
         optimizer.step()
 
     def own_scale(self) -> dict[str, Tensor]:
-        """If ranks have different loss scales."""
+        """This rank's loss scale, if ranks have different scales."""
         return {}
 
     def take_scale(self, kept: Mapping[str, Tensor]) -> None:

@@ -25,11 +25,11 @@ from trainer.compute.models import gradient_bytes, stages_of, trainable
 from trainer.shared.strategy_table import why_not_replayed
 
 WARM = 2
-"""Then cuDNN has chosen its algorithms and lazy kernels are loaded."""
+"""Plain passes before a recording: cuDNN chooses algorithms, kernels are loaded."""
 MOST = 2
 """Recorded sizes: an uneven share has two."""
 PIECE_BYTES = 1 << 24
-"""About one DDP bucket, so overlap is kept."""
+"""Gradients of a piece: about one DDP bucket, so overlap is kept."""
 ROOM = 0.9
 """The part of free memory that may be used."""
 DIFFERENT, NOISE = 1e-3, 4

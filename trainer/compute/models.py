@@ -245,7 +245,7 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def needs_pairs_of_samples(model: nn.Module) -> bool:
-    """Whether some BatchNorm normalises by its batch. In eval mode it may not."""
+    """Whether some BatchNorm normalises by its batch, not by running statistics."""
     return any(norm.training or norm._buffers.get("running_mean") is None for norm in batch_norms(model))
 
 

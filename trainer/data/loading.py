@@ -1,4 +1,4 @@
-"""Opens the batches: `resident` if the data set fits into memory, otherwise `workers`, bit-identical."""
+"""Opens the batches: `resident` if the data set fits into memory, otherwise `workers`, with equal results."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ Batches = Iterable[Batch]
 
 class Opened(NamedTuple):
     train: Batches
-    """The current epoch's."""
+    """Batches of the current epoch."""
     test: Callable[[], Batches] | None
-    """For each evaluation; None if paced."""
+    """Opens this rank's test batches for an evaluation; None if paced."""
     again: Callable[[RankBatches], Batches]
     """Batches of another order, independent of `train`."""
 
@@ -90,12 +90,12 @@ def resident_bytes(facts: DataSet) -> int:
 
 
 def ranks_on(device: torch.device, info: RankInfo) -> int:
-    """How many ranks hold a copy there."""
+    """How many ranks hold a copy in the same memory."""
     return info.local_world_size if device.type == "cpu" else -(-info.local_world_size // torch.cuda.device_count())
 
 
 def free_bytes(device: torch.device) -> int:
-    """Without swapping and within the cgroup's limit."""
+    """Memory that is free without swapping and within the cgroup's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with contextlib.suppress(OSError, StopIteration, ValueError):
@@ -106,7 +106,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _cgroup_bytes() -> float:
-    """Version 2; infinite without a limit."""
+    """Memory left in the cgroup (version 2); infinite without a limit."""
     with contextlib.suppress(OSError, IndexError, ValueError):
         name = Path("/proc/self/cgroup").read_text(encoding="utf-8").strip().split("::")[1]
         group = Path("/sys/fs/cgroup", name.lstrip("/"))
@@ -176,14 +176,14 @@ def _workers(settings: Settings, facts: DataSet, order: RankBatches, device: tor
 
 
 def own_part(samples: int, order: RankBatches) -> range:
-    """In proportion to this rank's share of training."""
+    """This rank's test samples, in proportion to its share of training."""
     parts = scale_shares(order.stream.shares, samples)
     first = sum(parts[: order.rank])
     return range(first, first + parts[order.rank])
 
 
 def evaluated_at_once(facts: DataSet, order: RankBatches) -> int:
-    """1 MiB of pixels, or the rank's training share if larger."""
+    """Samples per test batch: 1 MiB of pixels, or the rank's training share if larger."""
     return max(order.stream.shares[order.rank], (1 << 20) // math.prod(facts.shape))
 
 
@@ -191,7 +191,7 @@ def evaluated_at_once(facts: DataSet, order: RankBatches) -> int:
 
 
 class Samples(Dataset[tuple[Tensor, int]]):
-    """By (epoch, index), normalised, and varied if `augment` is set."""
+    """Images by (epoch, index), normalised, and varied if `augment` is set."""
 
     def __init__(self, pictures: Any, facts: DataSet, augment: Augmentation | None = None, seed: int = 0) -> None:
         self.pictures, self.augment, self.seed, self.size = pictures, augment, seed, facts.shape[1:]

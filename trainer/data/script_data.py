@@ -68,7 +68,7 @@ def collate_or_none(samples: list[Any], collate: Collate, example: Any) -> Any:
 
 
 class ScriptBatches:
-    """Empty if the rank's share is 0."""
+    """This rank's batches of an epoch; empty if its share is 0."""
 
     def __init__(
         self, dataset: Any, order: RankBatches, seed: int, collate: Collate, processes: int, device: torch.device

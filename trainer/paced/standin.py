@@ -251,7 +251,7 @@ class Learner(StandIn):
 
 
 class LearnerExecutor(StandInExecutor):
-    """Also does the work on gradients."""
+    """Does the work, too."""
 
     def do(self, arithmetic: Callable[[], object]) -> None:
         arithmetic()

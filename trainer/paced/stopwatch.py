@@ -128,7 +128,7 @@ class StageClock:
         self._wait()
 
     def median_lateness(self, warmup_steps: int) -> float | None:
-        """As a part of an update's work; None if unknown."""
+        """By an update's work; None if unknown."""
         measured = self.lateness[warmup_steps:] or self.lateness
         return statistics.median(measured) if measured else None
 

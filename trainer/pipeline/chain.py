@@ -114,7 +114,7 @@ def _shared_buffers(model: nn.Module) -> list[tuple[str, Tensor, int]]:
 
 
 def _block(block: nn.Module, taken: Taken) -> Block:
-    """work and kernels are not relative yet."""
+    """work, kernels: absolute."""
     weights, buffers = list(block.parameters()), list(block.buffers())
     return Block(
         behind=tuple(taken.output.shape[1:]) if isinstance(taken.output, Tensor) else (),

@@ -73,12 +73,12 @@ class Pipeline(Base):
         self.lanes = len(stages[place.stage])
         self.in_flight = in_flight_of_rank(in_flight, len(stages), place.stage, self.lanes)
         self.samples = 0
-        """In the last update."""
+        """Samples of the last update."""
         self.recent = 0.0
         """A decaying sum, like BatchNorm's running statistics."""
         self.news = threading.Condition()
         self.ahead: deque[Announced] = deque()
-        """Not begun."""
+        """Announced updates."""
         before = () if self.is_first else stages[place.stage - 1]
         behind = () if self.is_last else stages[place.stage + 1]
         labels = not (self.is_first and self.is_last)
@@ -222,7 +222,7 @@ class Pipeline(Base):
             average_running_statistics(network, group, samples)
 
     def _has_statistics(self, network: nn.Module) -> bool:
-        """On any rank of all pipelines."""
+        """On any rank."""
         own = torch.tensor([float(has_batch_norm(network))])
         dist.all_reduce(own, group=self.group)
         return bool(own.item())

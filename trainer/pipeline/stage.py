@@ -171,7 +171,7 @@ class Sender:
         self._left.put(_staged(tensor) if tensor.is_cuda else (tensor.contiguous(), None))
 
     def settle(self) -> None:
-        """Waits until all has been sent."""
+        """Waits for all."""
         self._left.join()
         self._raise()
 

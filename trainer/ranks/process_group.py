@@ -26,7 +26,7 @@ _REASON = "orch/reason"
 BY_ANOTHER = "another rank ended the run"
 """`orchestrator/remote/logs.py` does not treat such a rank as the first cause."""
 _TIMED_OUT = ("Timed out waiting", "Timeout waiting", "timed out after")
-"""From Gloo, torch's store and NCCL."""
+"""Messages of Gloo, torch's store and NCCL."""
 _partings: dict[str, Callable[[], object]] = {}
 
 

@@ -69,8 +69,8 @@ EVENTS: dict[str, dict[str, str]] = {
         "left_out": "number of later rows that are missing here",
     },
     "epoch": {
-        "epoch, steps, samples, loss, epoch_s": "updates; samples and mean loss over ALL ranks; seconds since the last "
-        "epoch, or `start`",
+        "epoch, steps, samples, loss, epoch_s": "updates; samples and mean loss over ALL ranks; duration without "
+        "evaluations",
     },
     "eval": {
         "epoch, step": "the epoch and update before it",
