@@ -202,7 +202,10 @@ def test_its_own_twin_is_cut_as_asked():
 def test_a_cut_where_more_would_be_sent_than_by_the_other_is_refused():
     own, like = survey("small_resnet", SHAPE, 10), survey("lenet", SHAPE, 10)
     layout = Layout.of(parse_stages("a:0,b:1"), ["a", "b"], len(like))
-    with pytest.raises(ValueError, match=r"behind block . of the network that learns go .* numbers a sample, and 400"):
+    with pytest.raises(
+        ValueError,
+        match=r"block . of the network that learns sends .* numbers per sample, but the simulated network only 400",
+    ):
         learning_cut("mnist_lenet", own, like, layout)
 
 
@@ -229,5 +232,5 @@ def test_ranks_that_are_like_different_networks_are_refused(tmp_path):
 
 def test_what_it_is_like_is_an_experiment():
     assert read_pace('{"samples_per_s": 3, "like": "resnet152_cifar"}').like == "resnet152_cifar"
-    with pytest.raises(TrainError, match="like is one of mnist_lenet"):
+    with pytest.raises(TrainError, match="like must be one of mnist_lenet"):
         read_pace('{"samples_per_s": 3, "like": "resnet"}')

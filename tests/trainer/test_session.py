@@ -331,7 +331,7 @@ def test_averaged_weights_are_exact_for_updates_that_add_up(is_function):
     model = network()
     adam = torch.optim.Adam if is_function else torch.optim.Adam(model.parameters())
     averages = {"strategy": "parameter_average"}
-    with pytest.raises(TrainError, match="and Adam.s do not; use ddp"):
+    with pytest.raises(TrainError, match="and Adam's do not; use ddp"):
         CustomScript(model, adam, Points(3), default_collate).optimizer(parse_settings("script", averages), model)
     assert CustomScript(model, adam, Points(3), default_collate).optimizer(
         parse_settings("script", {**averages, "fidelity": "local"}), model
