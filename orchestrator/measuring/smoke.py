@@ -37,7 +37,9 @@ SETTINGS = {
 """1 KiB and 8 MiB; each result is checked."""
 
 
-def with_smoke(controller: Controller, cluster: Cluster, seen: Observations, show: Callable[[str], None]) -> Observations:
+def with_smoke(
+    controller: Controller, cluster: Cluster, seen: Observations, show: Callable[[str], None]
+) -> Observations:
     """Adds the result of the all-reduce."""
     return replace(
         seen, collective=smoke(controller, cluster, [host.name for host in seen.hosts], _backends(seen), show)
