@@ -102,7 +102,7 @@ Fails = Callable[[Sequence[str]], bool]
 
 
 def guilty(names: Sequence[str], fails: Fails) -> tuple[str, ...]:
-    """names: hosts with which it failed. If several such sets exist, it returns a smallest set."""
+    """names: hosts with which it failed. The result is the smallest set if only one set is guilty."""
     half = _smaller(list(names), fails)
     if len(half) != 2:
         return tuple(half)

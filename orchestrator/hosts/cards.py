@@ -1,8 +1,4 @@
-"""Catalogue of graphics cards: memory and its bandwidth, by the names of people and drivers. Pure.
-
-card = find_card("Tesla V100-16GB")
-card.gb_per_s, card.memory_gib, card.unsure          (900, 16, frozenset())
-"""
+"""Catalogue of graphics cards: memory and memory bandwidth by the names that people and drivers use. Pure."""
 
 from __future__ import annotations
 

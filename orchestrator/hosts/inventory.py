@@ -104,10 +104,10 @@ class _Pace(_Model):
     jitter: float = Field(default=0.0, ge=0, le=1)
     """Random share by which steps differ, 0 to 1."""
     gb_per_s: float = Field(default=GB_PER_S, gt=0)
-    """Memory bandwidth of the GPU that is stood in for, from its data sheet; sets the speed of copies, casts and
+    """Memory bandwidth of the simulated GPU, from its data sheet; sets the speed of copies, casts and
     compression of gradients."""
     like: Literal["mnist_lenet", "resnet152_cifar"] | None = None
-    """Experiment whose network the host stands in for, while the run trains its own smaller network; default: the run's
+    """Experiment whose network the host simulates, while the run trains its own smaller network; default: the run's
     network, without learning."""
 
 
@@ -124,7 +124,7 @@ class PacedEntry(_Pace, Written):
     """Paced: its ranks run on the CPU at the given speed of a GPU that is not present."""
 
     memory: Memory | None = None
-    """Memory of the GPU that is stood in for, like 16GiB."""
+    """Memory of the simulated GPU, like 16GiB."""
     slowdown: list[SlowdownEntry] = Field(default_factory=list)
     """Changes of speed during a run."""
 
@@ -175,7 +175,7 @@ class Defaults(_Shared, Written):
     bandwidth: Bandwidth | None = None
     """Speed of the host's link, like 2.5Gbps."""
     paced: PacedEntry | None = None
-    """Stands in for a GPU that is not present."""
+    """Simulates a GPU that is not present."""
     connect_timeout: Patience | None = None
     """Time limit of an SSH login, like 30s; default: 10s, or ConnectTimeout of ~/.ssh/config if that is longer."""
 

@@ -50,7 +50,7 @@ class NodePlan(Record):
     ranks: int
     address: str
     interface: str | None
-    """On the route to the master, or from it to the others."""
+    """Has the training address, else is on a route to another host."""
     device: Literal["cuda", "cpu"]
     gpu: str | None
     gpu_uuids: tuple[str, ...] = ()
@@ -232,7 +232,7 @@ class LaunchPlan(Record):
         BeforeValidator(_asked_of),
         PlainSerializer(lambda spec: spec.model_dump(exclude_unset=True, by_alias=True)),
     ] = Field(default_factory=JobSpec)
-    """The job as the person asked for it, without the values of its variables. Empty in plans of an older orch."""
+    """As requested by the user, without values of variables."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """All of an experiment's; a script's given and decided ones. Read them by `typed_settings`."""
     master: str

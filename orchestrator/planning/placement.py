@@ -49,7 +49,7 @@ def _refuse_several_likes(nodes: Sequence[Node]) -> None:
     likes = {node.name: node.paced.like if node.paced else None for node in nodes}
     if len({*likes.values()}) > 1:
         named = ", ".join(f"{name}: {like or 'the run itself'}" for name, like in likes.items())
-        raise UsageError(f"paced hosts stand in for different networks ({named})", "give all hosts the same `like`")
+        raise UsageError(f"paced hosts simulate different networks ({named})", "give all hosts the same `like`")
 
 
 def place(nodes: Sequence[Node], facts: Mapping[str, NodeFacts], election: Election, request: RunRequest) -> Placement:

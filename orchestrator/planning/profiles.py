@@ -177,7 +177,7 @@ class Profile(Kind, Measurement):
 
     def why_not_valid(self) -> str:
         judged = [(late, size) for size, late in zip(self.samples, self.lateness, strict=False) if late is not None]
-        why = f"{self.node}'s CPU was too slow for the pace that it stands in for"
+        why = f"{self.node}'s CPU was too slow for the pace of the simulated GPU"
         if not judged:
             return why
         late, size = min(judged)

@@ -176,9 +176,7 @@ def test_a_profile_that_is_not_valid_is_reported_and_counts_for_nothing(controll
     done = CliRunner().invoke(main, ["profile", "--exp", "mnist_lenet"])
     assert done.exit_code == 1, done.output
     assert "not kept: " in done.stderr
-    assert (
-        "v100a's CPU was too slow for the pace that it stands in for at 2 of 3 batch sizes from 2 to 8" in done.stderr
-    )
+    assert "v100a's CPU was too slow for the pace of the simulated GPU at 2 of 3 batch sizes from 2 to 8" in done.stderr
     assert "8, 0.1 % of a step late (1 % is allowed, at two sizes)" in done.stderr
     shown = CliRunner().invoke(main, ["profile", "--exp", "mnist_lenet", "--json"])
     assert shown.exit_code == 1
