@@ -10,11 +10,7 @@ import pytest
 from orchestrator import clusters
 from orchestrator.clusters import Clusters
 from orchestrator.errors import StateError, UsageError
-from orchestrator.hosts import work_folders
-from orchestrator.hosts.cluster import Cluster, Venv
-from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.inventory import Inventory
-from orchestrator.hosts.inventory_file import load_inventory, node_from_keys
+from orchestrator.hosts import Cluster, Connections, Inventory, Venv, load_inventory, node_from_keys, work_folders
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from tests.support.quick_python import quick_python

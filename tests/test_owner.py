@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.controller import Controller
 from orchestrator.errors import StateError
-from orchestrator.hosts.connections import Connections
+from orchestrator.hosts import Connections
 from orchestrator.owner import read_owner
 from orchestrator.paths import Home
 from orchestrator.record import Owner

@@ -21,23 +21,17 @@ import pytest
 
 from orchestrator.controller import Controller
 from orchestrator.errors import HostError, OrchError, ProbeError, UsageError
-from orchestrator.hosts import work_folders
-from orchestrator.hosts.cluster import Cluster
+from orchestrator.hosts import Cleared, Cluster, Who, work_folders
 from orchestrator.hosts.facts import Interface
-from orchestrator.hosts.work_folders import Cleared, Who
+from orchestrator.jobs import RunningJob, read_frames
 from orchestrator.jobs import launch as control
 from orchestrator.jobs.collect import collect
-from orchestrator.jobs.frames import read_frames
 from orchestrator.jobs.launch import launch
-from orchestrator.jobs.running import RunningJob
 from orchestrator.paths import Home, RunFolder
 from orchestrator.record import Owner
 from orchestrator.remote.processes import MARK
 from orchestrator.store import Store
-from orchestrator.transport import CommandResult
-from orchestrator.transport.ask import ConnectedHost
-from orchestrator.transport.fanout import for_each
-from orchestrator.transport.shell import LocalTransport
+from orchestrator.transport import CommandResult, ConnectedHost, LocalTransport, for_each
 from tests.support import fuzz
 from tests.support.local_job import gang
 from tests.support.plans import pair, plan

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from trainer.shared.doors import door
 
 MAX_OUTPUT_BYTES = 16 << 20
 
@@ -53,3 +55,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+if not TYPE_CHECKING:  # a type checker looks for names in the modules themselves
+    __getattr__ = door(__name__, __path__[0])

@@ -1,1 +1,8 @@
 """`orch ui`: a web page of the cluster and its jobs, for one user, only on this machine."""
+
+from typing import TYPE_CHECKING
+
+from trainer.shared.doors import door
+
+if not TYPE_CHECKING:  # a type checker looks for names in the modules themselves
+    __getattr__ = door(__name__, __path__[0])

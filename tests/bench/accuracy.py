@@ -31,7 +31,7 @@ from typing import Any
 
 from rack import Rack, end_orderly_on_term, rack, show_machine, spread
 
-from orchestrator.forecast.layers import gradient_bytes, layers_of
+from orchestrator.forecast import gradient_bytes, layers_of
 from trainer.compute.models import gradient_bytes as bytes_of
 from trainer.compute.models import skeleton_of
 

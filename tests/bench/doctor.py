@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import yaml
 
-from orchestrator.doctor.table import CHECKS
+from orchestrator.doctor import CHECKS
 from tests.bench.launch import show_machine
 from tests.support.lab import Lab, lab
 from tests.support.quick_python import quick_python

@@ -26,18 +26,15 @@ sys.path.insert(0, os.getcwd())  # the shipped folder, with the trainer in it
 import torch
 import torch.distributed as dist
 
-from trainer.paced.standin import PacedPart, StandIn, dissect
-from trainer.ranks import ending
-from trainer.ranks.process_group import join, leave
-from trainer.ranks.rank_info import RankInfo, read_rank_info
-from trainer.session.session import Session
-from trainer.setup import assemble, rank_network, tensor_setup
-from trainer.setup.assemble import set_up
-from trainer.shared.config import parse_settings
-from trainer.shared.metrics import MetricsWriter
-from trainer.strategies.averaging import ParameterAverage
+from trainer.paced import PacedPart, StandIn, dissect
+from trainer.ranks import RankInfo, ending, join, read_rank_info
+from trainer.ranks.process_group import leave
+from trainer.session import Session
+from trainer.setup import assemble, rank_network, set_up, tensor_setup
+from trainer.shared import MetricsWriter, parse_settings
+from trainer.strategies import ParameterAverage
 from trainer.train import train_epoch
-from trainer.training.progress import Progress
+from trainer.training import Progress
 from trainer.training.run import Run
 
 

@@ -36,8 +36,8 @@ from model import Model
 from rack import ROOT, Rack, rack, show_machine
 from rows import WARMUP, Host, Row, fastest, goodput_gbps, inventory, measure, measure_links, planned, with_shares
 
+from trainer.shared import Speed, equal_shares
 from trainer.shared.pace import BACKWARD, FORWARD
-from trainer.shared.shares import Speed, equal_shares
 
 GRADIENT_BYTES = 232_657_192
 GATHERED, ADDED_UP = 460_298, 450_048

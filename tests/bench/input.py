@@ -25,13 +25,9 @@ from pathlib import Path
 import torch
 from rack import ROOT, end_orderly_on_term, show_machine, spread
 
-from trainer.data.loading import open_batches
-from trainer.data.sample_stream import RankBatches, SampleStream
-from trainer.data.sets import find_facts
-from trainer.ranks.process_group import join
-from trainer.ranks.rank_info import read_rank_info
-from trainer.shared.config import parse_settings
-from trainer.shared.metrics import MetricsWriter
+from trainer.data import RankBatches, SampleStream, find_facts, open_batches
+from trainer.ranks import join, read_rank_info
+from trainer.shared import MetricsWriter, parse_settings
 from trainer.train import train
 
 PAIRS = 15

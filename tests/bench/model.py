@@ -15,16 +15,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.forecast.advice import Scene
-from orchestrator.forecast.inputs import forecast_in, inputs_of, way_of
-from orchestrator.forecast.links import read_network
-from orchestrator.forecast.pipeline.choice import as_set, choose
-from orchestrator.forecast.step import Forecast, HostSpeed, Way
-from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.forecast import Forecast, HostSpeed, Scene, Way, forecast_in, inputs_of, read_network, way_of
+from orchestrator.forecast.pipeline import as_set, choose
+from orchestrator.planning import LaunchPlan
 from tests.support.simulate import simulate_step_ms
-from trainer.shared.config import settings_from
+from trainer.shared import Speed, settings_from
 from trainer.shared.settings import Settings
-from trainer.shared.shares import Speed
 
 MOST = 1024.0
 """Times as fast, or as slow, as anybody asks for."""

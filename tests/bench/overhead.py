@@ -24,18 +24,15 @@ from rack import end_orderly_on_term, show_machine, spread
 from torch.nn.functional import cross_entropy
 
 from trainer.compute.timer import CpuTimer
-from trainer.data.loading import open_batches
-from trainer.data.sample_stream import RankBatches, SampleStream
-from trainer.ranks.rank_info import read_rank_info
-from trainer.session.session import Session
-from trainer.setup.assemble import set_up
-from trainer.shared.config import parse_settings
-from trainer.shared.metrics import MetricsWriter
+from trainer.data import RankBatches, SampleStream, open_batches
+from trainer.ranks import read_rank_info
+from trainer.session import Session
+from trainer.setup import set_up
+from trainer.shared import MetricsWriter, parse_settings
 from trainer.strategies import Exchange
 from trainer.train import train_epoch
-from trainer.training.progress import Progress
+from trainer.training import Progress, Step, line_of
 from trainer.training.run import Run
-from trainer.training.step_log import Step, line_of
 
 WARMUP_BLOCKS = 2
 CASES = {

@@ -21,7 +21,7 @@ from typing import Any
 from rack import Rack, rack, show_machine
 from rows import WARMUP, Host, fastest, inventory, measure
 
-from trainer.shared.shares import Speed, fastest_shares
+from trainer.shared import Speed, fastest_shares
 
 SLOW, FAST = 333.0, 833.0
 AT_STEP, STEPS, BATCH = 40, 90, 256

@@ -19,10 +19,7 @@ from typing import Any
 import yaml
 from rack import ROOT, Rack
 
-from trainer.shared.gpu_work import GB_PER_S
-from trainer.shared.settings import overlap_of
-from trainer.shared.shares import Speed, fastest_shares
-from trainer.shared.strategy_table import LOCAL_STEPS
+from trainer.shared import GB_PER_S, LOCAL_STEPS, Speed, fastest_shares, overlap_of
 
 WARMUP = 2
 """Steps at the begin of each block that are left out, where nothing is averaged now and then."""

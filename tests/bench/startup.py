@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from orchestrator.jobs.job_store import FirstFailure, JobRecord
+from orchestrator.jobs import FirstFailure, JobRecord
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from tests.support.plans import a2000_v100

@@ -11,17 +11,15 @@ import sys
 import time
 from pathlib import Path
 
-from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.inventory_file import load_inventory
-from orchestrator.jobs.collect import claimed, collect
-from orchestrator.jobs.job_store import JobRecord
+from orchestrator.hosts import Connections, load_inventory
+from orchestrator.jobs import JobRecord, RunningJob, claimed
+from orchestrator.jobs.collect import collect
 from orchestrator.jobs.launch import launch
-from orchestrator.jobs.running import RunningJob
 from orchestrator.jobs.watch import watch
 from orchestrator.paths import Home, RunFolder
-from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.planning import LaunchPlan
 from orchestrator.store import Store
-from orchestrator.transport.ask import ConnectedHost
+from orchestrator.transport import ConnectedHost
 
 
 def main() -> None:

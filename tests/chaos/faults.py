@@ -23,16 +23,13 @@ from lab_net import Link
 
 from orchestrator.doctor import look as doctor
 from orchestrator.errors import HostError, OrchError
-from orchestrator.hosts import work_folders
-from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.work_folders import Who
+from orchestrator.hosts import Connections, Who, work_folders
 from orchestrator.jobs import launch
 from orchestrator.jobs.running import looks
 from orchestrator.paths import Home
-from orchestrator.planning.build import RENDEZVOUS_PORT
+from orchestrator.planning import RENDEZVOUS_PORT
 from orchestrator.record import Owner
-from orchestrator.transport import ask
-from orchestrator.transport.ask import ConnectedHost
+from orchestrator.transport import ConnectedHost, ask
 
 from .rounds import US, Expected, Round, at_once
 from .world import Process, remove, small_disk

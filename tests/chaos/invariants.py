@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.jobs.collect import Collected
-from orchestrator.jobs.job_store import JobRecord
+from orchestrator.jobs import Collected, JobRecord
 from orchestrator.paths import RunFolder
 
 if TYPE_CHECKING:

@@ -17,16 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import OrchError
-from orchestrator.hosts.work_folders import Who
+from orchestrator.hosts import Who
+from orchestrator.jobs import Collected, JobRecord, claimed, combine
 from orchestrator.jobs import launch as control
-from orchestrator.jobs.collect import Collected, claimed, collect
-from orchestrator.jobs.job_store import JobRecord
+from orchestrator.jobs.collect import collect
 from orchestrator.jobs.launch import launch
-from orchestrator.jobs.state import combine
 from orchestrator.paths import RunFolder
-from orchestrator.planning.build import RENDEZVOUS_PORT, torchrun_arguments
-from orchestrator.planning.bundle import pack_folder
-from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
+from orchestrator.planning import RENDEZVOUS_PORT, LaunchPlan, NodePlan, pack_folder, torchrun_arguments
 from orchestrator.record import Owner
 from tests.support.local_job import LAUNCHER, launcher_arguments
 

@@ -31,11 +31,9 @@ import lab_plan
 from lab_net import Link
 
 from orchestrator.errors import HostError
-from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.inventory import Node
-from orchestrator.hosts.inventory_file import load_inventory
+from orchestrator.hosts import Connections, Node, load_inventory
 from orchestrator.paths import Home
-from orchestrator.transport.ask import ConnectedHost
+from orchestrator.transport import ConnectedHost
 from tests.support.lab import STATE, Lab, lab
 
 HOSTS_A_CELL = 3

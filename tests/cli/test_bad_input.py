@@ -23,9 +23,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli import main
-from orchestrator.hosts.cluster import Cluster
-from orchestrator.hosts.facts import Interface, Route
-from orchestrator.hosts.inventory import Node
+from orchestrator.hosts import Cluster, Node, Route
+from orchestrator.hosts.facts import Interface
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from tests.support.plans import KEY

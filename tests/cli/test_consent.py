@@ -9,8 +9,7 @@ from dataclasses import astuple
 
 import pytest
 
-from orchestrator.hosts.inventory_file import load_inventory
-from orchestrator.hosts.occupied import local_commands
+from orchestrator.hosts import load_inventory, local_commands
 from tests.support import forks
 from tests.support.quick_python import quick_python
 

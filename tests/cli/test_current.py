@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.cli import main
 from orchestrator.clusters import Clusters, Up
-from orchestrator.jobs.running import RunningJob
+from orchestrator.jobs import RunningJob
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from tests.support.commands import COMMANDS, options_of

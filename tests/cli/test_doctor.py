@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.doctor.table import CHECKS
+from orchestrator.doctor import CHECKS
 from orchestrator.owner import read_owner
 from orchestrator.paths import Home
 from tests.support.local_cluster import Place

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.hosts.inventory_file import load_inventory
+from orchestrator.hosts import load_inventory
 from tests.support import forks
 
 DATA = Path(__file__).parents[1] / "data" / "inventories"

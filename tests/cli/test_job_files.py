@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from orchestrator.cli.run import run
-from orchestrator.planning.job_spec import JobSpec
+from orchestrator.planning import JobSpec
 from tests.support.commands import options_of
 from tests.support.local_cluster import SCRIPT, Place
 

@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 
 import pytest
 
-from orchestrator.planning.naming import job_id, job_name, job_note
+from orchestrator.planning import job_id, job_name, job_note
 from tests.support.local_cluster import Place
 
 NOTE = "rate of the paper <b>, α=0.1"

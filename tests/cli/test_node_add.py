@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.cli import main
 from orchestrator.errors import UsageError
-from orchestrator.hosts.inventory_file import load_inventory, node_with_defaults, with_secrets
+from orchestrator.hosts import load_inventory, node_with_defaults, with_secrets
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from tests.support.quick_python import quick_python

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli.notify import notify
-from orchestrator.jobs.job_store import JobRecord
+from orchestrator.jobs import JobRecord
 from tests.support.local_cluster import Place
 
 SHOW = 'echo "$ORCH_JOB|$ORCH_STATE|$ORCH_EXIT_CODE|$ORCH_RUN|$GIVEN" > told; echo printed'

@@ -14,10 +14,7 @@ from click.testing import CliRunner
 
 from orchestrator.cli import main
 from orchestrator.errors import AuthError, ConnectError
-from orchestrator.hosts import connections
-from orchestrator.hosts.cluster import Cluster
-from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.inventory import Node
+from orchestrator.hosts import Cluster, Connections, Node, connections
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from orchestrator.units import format_age

@@ -23,7 +23,7 @@ import torch
 from trainer.__main__ import main
 from trainer.compute import graphs
 from trainer.ranks import ending
-from trainer.shared.metrics import MetricsWriter
+from trainer.shared import MetricsWriter
 
 _LIBRARY = ctypes.CDLL(None)  # preloaded
 _LIBRARY.standin_now.restype = ctypes.c_double

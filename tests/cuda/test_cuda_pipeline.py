@@ -34,8 +34,7 @@ def numbered() -> None:
     """What a stage hands on is its micro-batch's number in the run; whether it gets such is printed."""
     import torch
 
-    from trainer.pipeline.deferred import PipelineUpdate
-    from trainer.pipeline.stage import StageWork
+    from trainer.pipeline import PipelineUpdate, StageWork
 
     def counted(run):
         def of_update(self):

@@ -15,7 +15,7 @@ def scales_that_differ() -> None:
     """
     import torch
 
-    from trainer.checkpoints.checkpoint import CheckpointKeeper
+    from trainer.checkpoints import CheckpointKeeper
     from trainer.compute.arithmetic import Fp16
 
     resume = CheckpointKeeper.resume

@@ -9,7 +9,7 @@ import functools
 import pytest
 
 from tests.cuda.machine import LENET, Host, Job, problems
-from trainer.shared.strategy_table import AFTER_BACKWARD
+from trainer.shared import AFTER_BACKWARD
 
 WAYS = {
     **dict.fromkeys(("ddp", *AFTER_BACKWARD, "parameter_average", "fsdp", "tensor"), ()),

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.doctor.observations import Collective, Mesh, Observations
-from orchestrator.doctor.table import CHECKS, judge
+from orchestrator.doctor import CHECKS, Collective, Mesh, Observations, judge
 from orchestrator.errors import AuthError, ConnectError, HostKeyError, ProbeError
-from orchestrator.hosts.facts import Disk, Interface, Limit, NetworkCard, Occupant
+from orchestrator.hosts import Disk, Limit, NetworkCard, Occupant
+from orchestrator.hosts.facts import Interface
 from tests.support.examined_hosts import GPU_UUIDS, UNLIMITED, gpu_health, host, pairs, seen
 from tests.support.probed_hosts import CPU_TORCH, CU132, GIB, NO_GPU, PACED, gpu, torch
 

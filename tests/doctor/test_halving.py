@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from orchestrator.doctor.look import guilty
+from orchestrator.doctor import guilty
 
 NAMES = "abcdefghi"
 

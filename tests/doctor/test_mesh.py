@@ -7,9 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from orchestrator.doctor import pairs
-from orchestrator.doctor.observations import Pair
-from orchestrator.doctor.pairs import Conductor, slots
+from orchestrator.doctor import Conductor, Pair, pairs, slots
 from tests.support.examined_hosts import NAMES, host
 
 OPEN = {"kind": "open", "words": "", "round_trip_s": 0.001}

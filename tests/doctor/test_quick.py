@@ -7,14 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestrator.doctor.observations import Host, Observations
-from orchestrator.doctor.start import StartChecks
-from orchestrator.doctor.table import checks_at, judge
+from orchestrator.doctor import Host, Observations, StartChecks, checks_at, judge
 from orchestrator.errors import ProbeError
-from orchestrator.hosts.answers import as_of_now
-from orchestrator.hosts.cluster import Cluster
-from orchestrator.hosts.facts import Health, NetworkCard
-from orchestrator.jobs.launch import Prepared
+from orchestrator.hosts import Cluster, Health, NetworkCard, as_of_now
+from orchestrator.jobs import Prepared
 from orchestrator.paths import Home
 from orchestrator.remote.health import now
 from orchestrator.store import Store

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import OrchError, UsageError
-from orchestrator.exports.exporters import send
+from orchestrator.exports import send
 from orchestrator.results.analyse import analyse
 from tests.support.free_port import free_port
 from tests.support.run_folders import steady_run

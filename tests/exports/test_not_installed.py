@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import UsageError
-from orchestrator.exports.exporters import send, write_events
-from orchestrator.results.summary import Summary
+from orchestrator.exports import send, write_events
+from orchestrator.results import Summary
 
 RUN = Summary(schema=1, job="x", experiment="x", state="failed", world_size=1)
 

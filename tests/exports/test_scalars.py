@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.exports.exporters import began_at, scalars, settings_words, whole_run
+from orchestrator.exports import began_at, scalars, settings_words, whole_run
+from orchestrator.results import Summary
 from orchestrator.results.analyse import analyse
-from orchestrator.results.summary import Summary
 from tests.support.run_folders import steady_run
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.exports.exporters import write_events
+from orchestrator.exports import write_events
 from orchestrator.results.analyse import analyse
 from tests.support.run_folders import steady_run
 

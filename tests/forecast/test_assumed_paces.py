@@ -8,13 +8,22 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrator.forecast.advice import Scene
-from orchestrator.forecast.gpu_catalogue import estimate_speed
-from orchestrator.forecast.layers import layers_of
-from orchestrator.forecast.links import GOODPUT, NCCL, LinkCosts, Site
-from orchestrator.forecast.step import HostSpeed, Way, Workload, alone_samples_per_s, predict
-from orchestrator.hosts.cards import find_card
-from trainer.shared.shares import Speed
+from orchestrator.forecast import (
+    GOODPUT,
+    NCCL,
+    HostSpeed,
+    LinkCosts,
+    Scene,
+    Site,
+    Way,
+    Workload,
+    alone_samples_per_s,
+    estimate_speed,
+    layers_of,
+    predict,
+)
+from orchestrator.hosts import find_card
+from trainer.shared import Speed
 
 ROOT = Path(__file__).resolve().parents[2]
 RESNET = layers_of("resnet152", (3, 32, 32), 10)

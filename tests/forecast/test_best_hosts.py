@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.forecast.predicted_plan import by_memory, by_speed
-from orchestrator.hosts.election import elect
-from orchestrator.hosts.inventory import Paced
-from orchestrator.planning.host_choice import ranked
+from orchestrator.forecast import by_memory, by_speed
+from orchestrator.hosts import Paced, elect
+from orchestrator.planning import ranked
 from tests.support.plans import RESNET, SCRIPT, by_hand, host, node, plan
 from tests.support.probed_hosts import GIB, gpu
 

@@ -8,15 +8,11 @@ import pytest
 
 from orchestrator.clusters import Clusters
 from orchestrator.errors import HostError
-from orchestrator.forecast.advice import preference
-from orchestrator.forecast.inputs import inputs_of
-from orchestrator.forecast.what_if import faster_ways
-from orchestrator.planning.job_forms import run_line
-from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
+from orchestrator.forecast import faster_ways, inputs_of, preference
+from orchestrator.planning import CodeFolder, LaunchPlan, run_line
+from orchestrator.results import WORTH, measured
 from orchestrator.results.analyse import analyse
-from orchestrator.results.single_host import WORTH, measured
-from orchestrator.views import console, host_tables
-from orchestrator.views.report import render_report
+from orchestrator.views import console, host_tables, render_report
 from tests.support.plan_command import dry_run, orch, planned
 from tests.support.plans import a2000_v100
 from tests.support.run_folders import two_hosts

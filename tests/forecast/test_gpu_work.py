@@ -14,14 +14,22 @@ pytest.importorskip("torchvision")
 import torch
 import torch.distributed as dist
 
-from orchestrator.forecast.layers import layers_of
-from orchestrator.forecast.links import NCCL, LinkCosts, Site
-from orchestrator.forecast.step import Way, Workload, averaging, bucket_legs_s, buckets_of, exchange_s
+from orchestrator.forecast import (
+    NCCL,
+    LinkCosts,
+    Site,
+    Way,
+    Workload,
+    averaging,
+    bucket_legs_s,
+    buckets_of,
+    exchange_s,
+    layers_of,
+)
 from trainer.compute.executor import Executor
 from trainer.compute.models import build_model
 from trainer.compute.timer import CpuTimer
-from trainer.shared.config import parse_settings
-from trainer.shared.gpu_work import Work
+from trainer.shared import Work, parse_settings
 from trainer.strategies import build_strategy, local_loss
 
 SHAPE = (1, 28, 28)

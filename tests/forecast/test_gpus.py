@@ -7,10 +7,17 @@ import math
 import pytest
 
 from orchestrator.errors import UsageError
-from orchestrator.forecast.gpu_catalogue import activation_bytes, estimate_speed, failures
-from orchestrator.forecast.imagined import imagine, is_imagined, parse_groups
-from orchestrator.forecast.layers import Layer, layers_of
-from orchestrator.hosts.cards import CARDS, find_card
+from orchestrator.forecast import (
+    Layer,
+    activation_bytes,
+    estimate_speed,
+    failures,
+    imagine,
+    is_imagined,
+    layers_of,
+    parse_groups,
+)
+from orchestrator.hosts import CARDS, find_card
 
 RESNET = layers_of("resnet152", (3, 32, 32), 10)
 

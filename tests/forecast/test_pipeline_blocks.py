@@ -6,21 +6,12 @@ import dataclasses
 
 import pytest
 
-from orchestrator.forecast.advice import Scene
-from orchestrator.forecast.inputs import inputs_of
-from orchestrator.forecast.layers import layers_of
-from orchestrator.forecast.links import GLOO, LinkCosts, Site
-from orchestrator.forecast.pipeline.block_costs import StageHost, chain_of, times_of
-from orchestrator.forecast.pipeline.choice import choose, stage_hosts
-from orchestrator.forecast.pipeline.clock import update_seconds
-from orchestrator.forecast.pipeline.course import Course
+from orchestrator.forecast import GLOO, HostSpeed, LinkCosts, Scene, Site, Workload, inputs_of, layers_of
+from orchestrator.forecast.pipeline import Course, StageHost, chain_of, choose, stage_hosts, times_of, update_seconds
 from orchestrator.forecast.pipeline.solve import solve
-from orchestrator.forecast.step import HostSpeed, Workload
-from orchestrator.planning.profiles import BlockTimes, Profile, kinds_of
-from orchestrator.planning.request import RunRequest
+from orchestrator.planning import BlockTimes, Profile, RunRequest, kinds_of
 from tests.support.plans import pair, plan
-from trainer.shared.config import parse_settings
-from trainer.shared.shares import Speed
+from trainer.shared import Speed, parse_settings
 
 CIFAR = ("resnet152", (3, 32, 32), 10)
 RESNET = chain_of(*CIFAR)

@@ -6,14 +6,20 @@ import dataclasses
 
 import pytest
 
-from orchestrator.forecast.advice import Scene, advise
-from orchestrator.forecast.imagined import imagine, parse_groups
-from orchestrator.forecast.layers import layers_of
-from orchestrator.forecast.links import GLOO, LinkCosts, Site
-from orchestrator.forecast.pipeline.choice import as_set, choose
-from orchestrator.forecast.step import HostSpeed, Workload
-from trainer.shared.config import parse_settings
-from trainer.shared.shares import Speed
+from orchestrator.forecast import (
+    GLOO,
+    HostSpeed,
+    LinkCosts,
+    Scene,
+    Site,
+    Workload,
+    advise,
+    imagine,
+    layers_of,
+    parse_groups,
+)
+from orchestrator.forecast.pipeline import as_set, choose
+from trainer.shared import Speed, parse_settings
 
 LAYERS = layers_of("resnet152", (3, 32, 32), 10)
 BATCH_256 = {"batch": "256", "strategy": "pipeline"}

@@ -6,16 +6,21 @@ import dataclasses
 
 import pytest
 
-from orchestrator.forecast.gpu_catalogue import estimate_speed
-from orchestrator.forecast.layers import gradient_bytes, layers_of
-from orchestrator.forecast.links import GLOO, LinkCosts, Site
-from orchestrator.forecast.pipeline.block_costs import Chain, ChainBlock, StageHost, chain_of
-from orchestrator.forecast.pipeline.choice import time_update
-from orchestrator.forecast.pipeline.clock import update_seconds
-from orchestrator.forecast.pipeline.course import Course, stages_setting
-from orchestrator.forecast.pipeline.solve import Space, solve
-from orchestrator.hosts.cards import find_card
-from trainer.shared.stages import check_stages, parse_stages
+from orchestrator.forecast import GLOO, LinkCosts, Site, estimate_speed, gradient_bytes, layers_of
+from orchestrator.forecast.pipeline import (
+    Chain,
+    ChainBlock,
+    Course,
+    Space,
+    StageHost,
+    chain_of,
+    stages_setting,
+    time_update,
+    update_seconds,
+)
+from orchestrator.forecast.pipeline.solve import solve
+from orchestrator.hosts import find_card
+from trainer.shared import check_stages, parse_stages
 
 CIFAR = ("resnet152", (3, 32, 32), 10)
 RESNET, LAYERS = chain_of(*CIFAR), layers_of(*CIFAR)

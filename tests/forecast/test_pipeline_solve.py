@@ -9,14 +9,23 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.forecast.links import GLOO, LinkCosts, Site
-from orchestrator.forecast.pipeline.block_costs import Chain, ChainBlock, StageHost
-from orchestrator.forecast.pipeline.bound import Family
-from orchestrator.forecast.pipeline.choice import Averages, joined_s, solve_all, solve_replicas
-from orchestrator.forecast.pipeline.clock import update_seconds
-from orchestrator.forecast.pipeline.course import Course
-from orchestrator.forecast.pipeline.solve import Space, orders_of, solve
-from orchestrator.planning.profiles import BlockTimes
+from orchestrator.forecast import GLOO, LinkCosts, Site
+from orchestrator.forecast.pipeline import (
+    Averages,
+    Chain,
+    ChainBlock,
+    Course,
+    Family,
+    Space,
+    StageHost,
+    joined_s,
+    orders_of,
+    solve_all,
+    solve_replicas,
+    update_seconds,
+)
+from orchestrator.forecast.pipeline.solve import solve
+from orchestrator.planning import BlockTimes
 
 COUNTS = (1, 2, 4)
 BATCH = 16

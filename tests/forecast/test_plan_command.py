@@ -9,20 +9,29 @@ from math import prod
 
 import pytest
 
-from orchestrator.forecast.advice import Scene, WhatIf
-from orchestrator.forecast.inputs import inputs_of
-from orchestrator.forecast.links import GLOO, LinkCosts, Site, network_from, read_network, runs_measuring
-from orchestrator.forecast.outlook import prediction_of
-from orchestrator.forecast.step import HostSpeed, Workload
-from orchestrator.planning.profiles import Profile, kinds_of
+from orchestrator.forecast import (
+    GLOO,
+    HostSpeed,
+    LinkCosts,
+    Scene,
+    Site,
+    WhatIf,
+    Workload,
+    inputs_of,
+    network_from,
+    prediction_of,
+    read_network,
+    runs_measuring,
+)
+from orchestrator.planning import Profile, kinds_of
+from orchestrator.results import Summary
 from orchestrator.results.analyse import analyse
-from orchestrator.results.summary import Summary
-from orchestrator.views.plan_rows import Outlook, _hosts
-from orchestrator.views.report import render_report
+from orchestrator.views import Outlook, render_report
+from orchestrator.views.plan_rows import _hosts
 from tests.support.plan_command import RESNET, dry_run, orch, planned, remember
 from tests.support.run_folders import two_hosts
-from trainer.measure.block_times import blocks_on_paper
-from trainer.shared.shares import Speed
+from trainer.measure import blocks_on_paper
+from trainer.shared import Speed
 
 
 def collectives(alpha_ms=2.0, gbps=2.2, noise_ms=0.0, **changes):

@@ -11,24 +11,36 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.forecast.advice import Kept, Scene, advise, choices, fewer, ways
-from orchestrator.forecast.inputs import fewest_steps
-from orchestrator.forecast.layers import Layer, gradient_bytes, layers_of
-from orchestrator.forecast.links import GLOO, GOODPUT, NCCL, LinkCosts, Site, measured
-from orchestrator.forecast.step import (
+from orchestrator.forecast import (
+    GLOO,
+    GOODPUT,
+    NCCL,
     PREDICTED,
     HostSpeed,
+    Kept,
+    Layer,
+    LinkCosts,
+    Scene,
+    Site,
     Way,
     Workload,
+    advise,
     alone_samples_per_s,
     batch_norms_s,
     buckets_of,
+    choices,
     compressed_bytes,
+    fewer,
+    fewest_steps,
+    gradient_bytes,
+    layers_of,
+    measured,
     predict,
+    ways,
 )
 from tests.support.simulate import simulate_step_ms
 from trainer.compute.models import build_model
-from trainer.shared.shares import Speed, equal_shares, fastest_shares
+from trainer.shared import Speed, equal_shares, fastest_shares
 
 RESNET = layers_of("resnet152", (3, 32, 32), 10)
 SMALL = tuple(Layer(((size, 40), (size,)), work) for size, work in ((400, 5.0), (900, 9.0), (90, 2.0), (2000, 1.0)))

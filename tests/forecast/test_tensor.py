@@ -10,17 +10,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.forecast.advice import Kept, Scene, advise, choices, ways
-from orchestrator.forecast.gpu_catalogue import activation_bytes
-from orchestrator.forecast.inputs import forecast_in
-from orchestrator.forecast.layers import Layer, gradient_bytes, layers_of
-from orchestrator.forecast.links import GLOO, NCCL, LinkCosts, Site
-from orchestrator.forecast.step import HostSpeed, Way, Workload, predict, sent_of
-from orchestrator.forecast.tensor_step import MOST_RANKS, meetings_of, memory_bytes, time_step, weight_bytes
+from orchestrator.forecast import (
+    GLOO,
+    NCCL,
+    HostSpeed,
+    Kept,
+    Layer,
+    LinkCosts,
+    Scene,
+    Site,
+    Way,
+    Workload,
+    activation_bytes,
+    advise,
+    choices,
+    forecast_in,
+    gradient_bytes,
+    layers_of,
+    meetings_of,
+    memory_bytes,
+    predict,
+    sent_of,
+    time_step,
+    ways,
+    weight_bytes,
+)
+from orchestrator.forecast.tensor_step import MOST_RANKS
 from tests.support.plan_command import dry_run, orch, planned
 from tests.support.simulate import simulate_step_ms
-from trainer.shared.shares import Speed, equal_shares
-from trainer.tensor.sliced_layers import survey
+from trainer.shared import Speed, equal_shares
+from trainer.tensor import survey
 
 RESNET = layers_of("resnet152", (3, 32, 32), 10)
 LENET = layers_of("lenet", (1, 28, 28), 10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from orchestrator.transport.sources import PACKAGE, needed, shipped_sources
+from orchestrator.transport import PACKAGE, needed, shipped_sources
 from tests.golden.conftest import IS_WRITTEN, KEPT, Golden, masked
 from tests.support.local_job import gang
 

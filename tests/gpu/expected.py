@@ -7,9 +7,8 @@ CPUs. A figure outside of its range is a finding, not an error.
 
 from __future__ import annotations
 
-from orchestrator.forecast.gpu_catalogue import estimate_speed
-from orchestrator.forecast.layers import gradient_bytes, layers_of
-from orchestrator.hosts.cards import find_card
+from orchestrator.forecast import estimate_speed, gradient_bytes, layers_of
+from orchestrator.hosts import find_card
 
 from .network import GBPS
 from .row import Range

@@ -31,9 +31,8 @@ def main(arguments: list[str]) -> int:
 def _traced(arguments: list[str], path: str) -> int:
     from torch.profiler import ProfilerActivity, profile, schedule
 
-    from trainer.ranks.rank_info import read_rank_info
-    from trainer.shared.config import parse_arguments
-    from trainer.shared.metrics import MetricsWriter
+    from trainer.ranks import read_rank_info
+    from trainer.shared import MetricsWriter, parse_arguments
     from trainer.train import train
 
     activities = [ProfilerActivity.CUDA]

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from trainer.compute.batch_norm_kernels import NOTHING
 from trainer.compute.graphs import WARM, replayable, why_not
 from trainer.compute.models import build_model
-from trainer.strategies.sync_batch_norm import SynchronisedBatchNorm
+from trainer.strategies import SynchronisedBatchNorm
 
 pytestmark = pytest.mark.computes
 SHAPES = {"lenet": (1, 28, 28), "resnet152": (3, 32, 32)}

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from trainer.data import resident
-from trainer.data.augment import AUGMENTATIONS
-from trainer.data.sample_stream import RankBatches, SampleStream
-from trainer.shared.experiments import DATA_SETS
+from trainer.data import AUGMENTATIONS, RankBatches, SampleStream, resident
+from trainer.shared import DATA_SETS
 
 
 def batches_of(ahead, device, augment):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.shared.strategy_table import AFTER_BACKWARD
+from trainer.shared import AFTER_BACKWARD
 
 from .here import is_stand_in
 from .network import shaped

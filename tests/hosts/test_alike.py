@@ -5,13 +5,9 @@ import errno
 import pytest
 
 from orchestrator.errors import AuthError, ConnectError, HostError, HostsError, StateError, UsageError
-from orchestrator.hosts.cluster import Problem
-from orchestrator.hosts.exec import host_set, together
+from orchestrator.hosts import Problem, host_set, together
 from orchestrator.text import place
-from orchestrator.transport import ssh_errors
-from orchestrator.transport.deadline import Deadline
-from orchestrator.transport.hostkeys import Peer
-from orchestrator.transport.route import Hop
+from orchestrator.transport import Deadline, Hop, Peer, ssh_errors
 from orchestrator.views import console, job_table
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ConnectError
-from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.inventory import Node
+from orchestrator.hosts import Connections, Node
 from orchestrator.paths import Home
-from orchestrator.transport.fanout import values
+from orchestrator.transport import values
 from tests.support.sshd import Sshd, needs_sshd, running_sshd
 
 pytestmark = needs_sshd

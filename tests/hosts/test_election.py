@@ -5,10 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import ConnectError, HostError, HostsError
-from orchestrator.hosts.election import elect
-from orchestrator.hosts.facts import Interface, Route
-from orchestrator.hosts.inventory import Node, Paced
-from orchestrator.hosts.inventory_file import load_inventory
+from orchestrator.hosts import Node, Paced, Route, elect, load_inventory
+from orchestrator.hosts.facts import Interface
 from tests.support.probed_hosts import facts, gpu
 
 INVENTORY = Path(__file__).parents[2] / "inventory"

@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ProbeError
-from orchestrator.hosts import exec
-from orchestrator.hosts.exec import MOST_BYTES, line_of
-from orchestrator.transport.ask import ConnectedHost, exchange
-from orchestrator.transport.shell import LocalTransport
+from orchestrator.hosts import MOST_BYTES, exec, line_of
+from orchestrator.transport import ConnectedHost, LocalTransport, exchange
 from tests.support.ssh_rack import ssh_rack
 from tests.support.sshd import needs_sshd, wait_for
 

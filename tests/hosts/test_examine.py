@@ -21,14 +21,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import ProbeError
-from orchestrator.hosts.answers import read_health
-from orchestrator.hosts.facts import Health
-from orchestrator.hosts.probe import examine, outlived
+from orchestrator.hosts import Health, examine, outlived, read_health
 from orchestrator.remote import cgroups, health, outlives, probe
 from orchestrator.remote import examine as program
 from orchestrator.remote import health as gpu_health
-from orchestrator.transport.ask import ConnectedHost
-from orchestrator.transport.shell import LocalTransport
+from orchestrator.transport import ConnectedHost, LocalTransport
 from tests.support.fuzz import strings
 from tests.support.quick_python import quick_python
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import ProbeError
-from orchestrator.hosts.answers import read_facts
-from orchestrator.hosts.facts import MAX_TEXT, NodeFacts
+from orchestrator.hosts import NodeFacts, read_facts
+from orchestrator.hosts.facts import MAX_TEXT
 from orchestrator.remote import probe
 from orchestrator.remote.gpu_facts import gpu_facts
 from tests.support.fuzz import strings

@@ -20,12 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import InventoryError, UsageError
-from orchestrator.hosts.forms import sources
-from orchestrator.hosts.forms.ansible import read_ansible
-from orchestrator.hosts.forms.hostfile import read_hostfile
-from orchestrator.hosts.forms.new_inventory import Wanted, inventory_text
-from orchestrator.hosts.inventory_file import parse_inventory
-from orchestrator.hosts.yamlfile import yaml_of
+from orchestrator.hosts import parse_inventory, yaml_of
+from orchestrator.hosts.forms import Wanted, inventory_text, read_ansible, read_hostfile, sources
 
 DATA = Path(__file__).parents[1] / "data" / "inventories"
 WANTED = Wanted("rack", "somewhere")

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from orchestrator.errors import InventoryError, UsageError
-from orchestrator.hosts import grammar
-from orchestrator.hosts.inventory import Entry, Inventory, Node, Paced, Slowdown
-from orchestrator.hosts.inventory_file import load_inventory, node_from_keys
+from orchestrator.hosts import Entry, Inventory, Node, Paced, Slowdown, grammar, load_inventory, node_from_keys
 from tests.support.plans import KEY
 
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from orchestrator.hosts import work_folders
-from orchestrator.hosts.work_folders import Who
+from orchestrator.hosts import Who, work_folders
 from orchestrator.record import Owner
 from orchestrator.remote import belongings as mending
 from orchestrator.remote import layout, processes

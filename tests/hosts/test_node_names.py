@@ -7,8 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from orchestrator.errors import UsageError
-from orchestrator.hosts.grammar import NAME
-from orchestrator.hosts.node_names import MOST_NAMES, names_in
+from orchestrator.hosts import MOST_NAMES, NAME, names_in
 
 GPUS = [f"gpu{number:02d}" for number in range(1, 17)]
 KNOWN = [*GPUS, "v100", "v100-b", "a2000"]

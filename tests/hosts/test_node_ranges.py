@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import InventoryError
-from orchestrator.hosts.grammar import MOST_HOSTS
-from orchestrator.hosts.inventory_file import load_inventory, node_from_keys, with_ranges
-from orchestrator.hosts.yamlfile import read_yaml
+from orchestrator.hosts import MOST_HOSTS, load_inventory, node_from_keys, read_yaml, with_ranges
 
 
 def load(path, *nodes, defaults=None):

@@ -2,14 +2,13 @@
 
 import pytest
 
-from orchestrator.doctor.start import needed_bytes
+from orchestrator.doctor import needed_bytes
 from orchestrator.errors import ConnectError
-from orchestrator.hosts.facts import Occupant
-from orchestrator.hosts.occupied import judge, warnings, without_jobs
-from orchestrator.planning.request import RunRequest
+from orchestrator.hosts import Occupant, judge, warnings, without_jobs
+from orchestrator.planning import RunRequest
 from tests.support.plans import pair, plan
 from tests.support.probed_hosts import GIB, OTHER, facts, gpu
-from trainer.shared.config import settings_from
+from trainer.shared import settings_from
 
 ALICE = "alice's python3 train.py (pid 4711, 12.0GiB)"
 USED = {"memory_used_bytes": 12 * GIB, "occupants": (OTHER,)}

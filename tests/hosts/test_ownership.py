@@ -21,11 +21,8 @@ import pytest
 
 from orchestrator.controller import Controller
 from orchestrator.errors import HostError, HostsError, UsageError
-from orchestrator.hosts import checks, work_folders
-from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.inventory import Inventory, Node
+from orchestrator.hosts import Connections, Inventory, Node, Who, checks, work_folders
 from orchestrator.hosts.probe import probe
-from orchestrator.hosts.work_folders import Who
 from orchestrator.jobs import launch
 from orchestrator.owner import read_owner
 from orchestrator.paths import Home
@@ -33,8 +30,7 @@ from orchestrator.provision import venvs
 from orchestrator.record import Owner
 from orchestrator.remote import claim, layout, processes
 from orchestrator.store import Store
-from orchestrator.transport.ask import ConnectedHost
-from orchestrator.transport.shell import LocalTransport
+from orchestrator.transport import ConnectedHost, LocalTransport
 from tests.support.local_job import gang
 
 WAITS = "import os, time\nopen('weights', 'w').write('w')\nprint('on', flush=True)\ntime.sleep(300)\n"

@@ -11,17 +11,13 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ConnectError, HostError, ProbeError
-from orchestrator.hosts import checks
+from orchestrator.hosts import Connections, Node, checks, read_facts
 from orchestrator.hosts import probe as probing
-from orchestrator.hosts.answers import read_facts
-from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.inventory import Node
 from orchestrator.hosts.probe import probe as probe_host
 from orchestrator.paths import Home
 from orchestrator.remote import commands, health, probe
-from orchestrator.transport.ask import ConnectedHost, ask
-from orchestrator.transport.fanout import for_each, values
-from orchestrator.transport.shell import LocalTransport
+from orchestrator.transport import ConnectedHost, LocalTransport, for_each, values
+from orchestrator.transport.ask import ask
 from tests.support.probed_hosts import node
 from tests.support.quick_python import quick_python
 from tests.support.sshd import needs_sshd, running_sshd, wait_for

@@ -3,10 +3,8 @@
 import pytest
 
 from orchestrator.errors import UsageError
-from orchestrator.hosts.cluster import Cluster
-from orchestrator.hosts.wheels import BUILDS, RELEASES, build_of, misfit, newest_for, numbers, supports
-from orchestrator.provision.service import gpu_hosts
-from orchestrator.provision.venvs import WantedVersions, choose
+from orchestrator.hosts import BUILDS, RELEASES, Cluster, build_of, misfit, newest_for, numbers, supports
+from orchestrator.provision import WantedVersions, choose, gpu_hosts
 from tests.support.probed_hosts import CPU_TORCH, CU117, CU132, facts, gpu, node, torch
 
 V100 = gpu("7.0", driver="580.95.05")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.errors import InventoryError
-from orchestrator.hosts.yamlfile import MAX_BYTES, MAX_DEPTH, MAX_VALUES, REFUSED, Document, read_yaml
+from orchestrator.hosts import MAX_BYTES, MAX_DEPTH, MAX_VALUES, REFUSED, Document, read_yaml
 
 
 @pytest.fixture

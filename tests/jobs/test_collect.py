@@ -12,10 +12,10 @@ import pytest
 
 from orchestrator.controller import Controller
 from orchestrator.errors import ConnectError, OrchError
-from orchestrator.hosts.connections import Connections
+from orchestrator.hosts import Connections
+from orchestrator.jobs import FilePiece, HeldError, claimed
 from orchestrator.jobs import collect as collecting
-from orchestrator.jobs.collect import HeldError, claimed, collect
-from orchestrator.jobs.frames import FilePiece
+from orchestrator.jobs.collect import collect
 from orchestrator.jobs.watch import watch
 from orchestrator.paths import Home, RunFolder
 from orchestrator.record import write_record

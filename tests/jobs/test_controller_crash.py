@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.controller import Controller
-from orchestrator.hosts.connections import Connections
+from orchestrator.hosts import Connections
 from orchestrator.paths import Home
 from orchestrator.remote import processes
 from orchestrator.store import Store

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import ConnectError, HostError, ProbeError
-from orchestrator.jobs.frames import HEAD_BYTES, MAX_LINE_BYTES, Agent, Beat, End, FilePiece, Held, read_frames
+from orchestrator.jobs import HEAD_BYTES, MAX_LINE_BYTES, Agent, Beat, End, FilePiece, Held, read_frames
 from orchestrator.remote import reader
 from orchestrator.remote.layout import WorkFolder
 

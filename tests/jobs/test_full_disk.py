@@ -14,10 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.hosts.connections import Connections
-from orchestrator.jobs.frames import FilePiece
-from orchestrator.jobs.live import Notice
-from orchestrator.jobs.running import RunningJob
+from orchestrator.hosts import Connections
+from orchestrator.jobs import FilePiece, Notice, RunningJob
 from orchestrator.jobs.watch import watch
 from orchestrator.paths import Home
 from orchestrator.remote import processes

@@ -16,11 +16,18 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from orchestrator.errors import ConnectError
-from orchestrator.jobs.frames import Agent, FilePiece
-from orchestrator.jobs.gauging import GaugedJob
-from orchestrator.jobs.job_store import JobRecord
-from orchestrator.jobs.live import HostRow
-from orchestrator.jobs.live_stats import FRESH_S, Gauge, HostNow, JobNow, held_up_by
+from orchestrator.jobs import (
+    FRESH_S,
+    Agent,
+    FilePiece,
+    Gauge,
+    GaugedJob,
+    HostNow,
+    HostRow,
+    JobNow,
+    JobRecord,
+    held_up_by,
+)
 from orchestrator.views import documents, top
 from tests.jobs.test_live import plan_of
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.paths import Home
-from orchestrator.planning.job_forms import run_line, spec_of
+from orchestrator.planning import run_line, spec_of
 from orchestrator.store import Store
 from tests.support.disks import small_disk
 from tests.support.local_cluster import Place

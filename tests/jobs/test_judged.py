@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.jobs.job_store import FirstFailure
-from orchestrator.jobs.retry_policy import judge
+from orchestrator.jobs import FirstFailure, judge
 from tests.support.job_states import known
 
 SILENT = "no word for 20 s: host down, frozen or cut off"

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.jobs.frames import FilePiece
-from orchestrator.jobs.lines import MAX_ROW_CHARS as MAX_LINE_CHARS
-from orchestrator.jobs.lines import Splitter
+from orchestrator.jobs import MAX_ROW_CHARS as MAX_LINE_CHARS
+from orchestrator.jobs import FilePiece, Splitter
 from orchestrator.text import clean, clean_lines, message, one_line
 
 

@@ -24,16 +24,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from orchestrator.jobs import follow
-from orchestrator.jobs.frames import Beat, FilePiece
-from orchestrator.jobs.lines import Bars, LogLine
-from orchestrator.jobs.live import KEPT_STEPS, HostRow, LiveView, Notice, RunProgress, Silence, Standstill
-from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
+from orchestrator.jobs import (
+    KEPT_STEPS,
+    Bars,
+    Beat,
+    FilePiece,
+    HostRow,
+    LiveView,
+    LogLine,
+    Notice,
+    RunProgress,
+    Silence,
+    Standstill,
+    follow,
+)
+from orchestrator.planning import CodeFolder, LaunchPlan, NodePlan
 from orchestrator.views import console, following
 from orchestrator.views import following as progress
 from tests.support import forks
 from tests.support.quick_python import quick_python
-from trainer.shared.metrics import LINE_LIMIT
+from trainer.shared import LINE_LIMIT
 
 ORCH = [sys.executable, "-m", "orchestrator.cli"]
 ROW = HostRow("a2000", 120, 938, 333.3, 0.3124, 0.41, 0.2)

@@ -19,12 +19,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestrator.hosts.cluster import Cluster
-from orchestrator.hosts.inventory_file import load_inventory
-from orchestrator.jobs.collect import claimed
-from orchestrator.jobs.frames import FilePiece
-from orchestrator.jobs.live import Notice
-from orchestrator.jobs.running import RunningJob
+from orchestrator.hosts import Cluster, load_inventory
+from orchestrator.jobs import FilePiece, Notice, RunningJob, claimed
 from orchestrator.jobs.watch import watch
 from orchestrator.paths import Home, RunFolder
 from orchestrator.store import Store

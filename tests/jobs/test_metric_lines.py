@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.jobs.metric_lines import count, duration, number, parse_event, text, whole_lines
-from trainer.shared.metrics import EVENT_FIELDS, LARGEST, LINE_LIMIT, STEP_COUNTS, STEP_TIMES
+from orchestrator.jobs import count, duration, number, parse_event, text, whole_lines
+from trainer.shared import EVENT_FIELDS, LARGEST, LINE_LIMIT, STEP_COUNTS, STEP_TIMES
 
 ORCHESTRATOR = Path(__file__).parents[2] / "orchestrator"
 READERS = [path for path in (ORCHESTRATOR / "results").glob("*.py") if path.stem != "gpu_use"]

@@ -13,22 +13,24 @@ import pytest
 
 from orchestrator.errors import HostError, OrchError, ProbeError
 from orchestrator.files import write_atomic
-from orchestrator.jobs import pull
-from orchestrator.jobs import pull as pulling
-from orchestrator.jobs.frames import Left, Whole, read_files, read_frames
-from orchestrator.jobs.pull import (
+from orchestrator.jobs import (
+    Left,
     Output,
     OutputListing,
     Pulled,
+    Whole,
     checkpoint_globs,
     is_here,
     list_outputs,
     matching,
+    pull,
+    read_files,
+    read_frames,
     without_copies,
 )
+from orchestrator.jobs import pull as pulling
 from orchestrator.paths import RunFolder
-from orchestrator.transport.ask import ConnectedHost
-from orchestrator.transport.sources import shipped_sources
+from orchestrator.transport import ConnectedHost, shipped_sources
 from tests.support.broken_link import Breaking
 from tests.support.job_states import PLAN
 from tests.support.local_job import gang
@@ -60,7 +62,7 @@ def wrote(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wrote")
     prepared = folder / "code"
     with gang(folder, WRITES, ranks=(1, 1)) as job:
-        from orchestrator.planning.bundle import pack_folder
+        from orchestrator.planning import pack_folder
 
         (prepared / "settings.yaml").write_text("as: shipped\n")
         (prepared / "untouched.yaml").write_text("as: shipped\n")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.jobs.job_queue import HostAnswer, Rival, place_of, queue_of, read_answer
+from orchestrator.jobs import HostAnswer, Rival, place_of, queue_of, read_answer
 
 
 def said(**rows):

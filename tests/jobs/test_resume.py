@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 
 from orchestrator.errors import ProbeError, UsageError
-from orchestrator.jobs.retry_policy import last_checkpoint, settings_of
-from orchestrator.planning.job_spec import JobSpec
-from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
-from orchestrator.planning.request import parse_job, request_of
+from orchestrator.jobs import last_checkpoint, settings_of
+from orchestrator.planning import CodeFolder, JobSpec, LaunchPlan, parse_job, request_of
 from tests.support import forks
 from tests.support.quick_python import quick_python
 from tests.support.trainer_ranks import started

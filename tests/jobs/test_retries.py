@@ -15,15 +15,11 @@ import pytest
 
 from orchestrator.controller import opened
 from orchestrator.errors import ConnectError, HostError, OrchError, RefusedError, TooFewError
-from orchestrator.jobs import launch
-from orchestrator.jobs.job_store import FirstFailure
+from orchestrator.jobs import FirstFailure, launch
 from orchestrator.paths import Home
-from orchestrator.planning.job_spec import HostRange, JobSpec
-from orchestrator.planning.launch_plan import Attempt, Earlier, LaunchPlan
-from orchestrator.planning.request import ParsedJob, RunRequest, parse_job
+from orchestrator.planning import Attempt, Earlier, HostRange, JobSpec, LaunchPlan, ParsedJob, RunRequest, parse_job
 from orchestrator.remote import coordinator, membership
-from orchestrator.starting import retries
-from orchestrator.starting.retries import Asked, Retries
+from orchestrator.starting import Asked, Retries, retries
 from tests.support.forks import Forked
 from tests.support.job_states import PLAN, alive, known, over
 from tests.support.local_job import Gang, gang

@@ -9,8 +9,9 @@ import pytest
 
 from orchestrator.controller import Controller
 from orchestrator.errors import ConnectError, HostsError
-from orchestrator.hosts.connections import Connections
-from orchestrator.jobs.launch import _place, launch, node_request
+from orchestrator.hosts import Connections
+from orchestrator.jobs import node_request
+from orchestrator.jobs.launch import _place, launch
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from orchestrator.transport import ask

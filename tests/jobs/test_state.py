@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import ConnectError
-from orchestrator.jobs import state
-from orchestrator.jobs.job_store import FirstFailure, JobRecord
-from orchestrator.jobs.launch import node_request
+from orchestrator.jobs import FirstFailure, JobRecord, node_request, state
 from tests.support.job_states import GONE, HOSTILE, PLAN, STATES, alive, known, over
 
 

@@ -20,10 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.jobs.collected_copies import last_of, tails
-from orchestrator.jobs.frames import FilePiece, parse_frame, rank_of_log
-from orchestrator.jobs.lines import LogLine, Splitter
-from orchestrator.jobs.live import Notice
+from orchestrator.jobs import FilePiece, LogLine, Notice, Splitter, last_of, parse_frame, rank_of_log, tails
 from orchestrator.jobs.watch import watch
 from orchestrator.remote.line_times import LineTimes
 from orchestrator.remote.output_writer import OutputWriter

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.jobs.job_store import NotFinite
-from orchestrator.jobs.state import first_not_finite
+from orchestrator.jobs import NotFinite, first_not_finite
 from tests.support.job_states import PLAN
 from tests.support.local_cluster import Place
-from trainer.shared.metrics import NOT_FINITE
+from trainer.shared import NOT_FINITE
 
 SCRIPT = """
 import math, os, sys

@@ -5,13 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.jobs.frames import FilePiece
-from orchestrator.jobs.live import LiveView
-from orchestrator.jobs.metric_lines import wait_and_sync
-from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.results.events import MetricsFile
+from orchestrator.jobs import FilePiece, LiveView, wait_and_sync
+from orchestrator.planning import LaunchPlan
+from orchestrator.results import MetricsFile, read_events
 from orchestrator.results.measure import measure
-from orchestrator.results.tables import read_events
 from tests.support.run_folders import Host, step, write_run
 
 STEP_MS = 100.0

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import HostError
-from orchestrator.jobs.diagnosis import diagnose
-from orchestrator.jobs.job_store import Verdict
-from orchestrator.jobs.looks import HostLook
+from orchestrator.jobs import HostLook, Verdict, diagnose
 from orchestrator.jobs.running import looks
 from orchestrator.remote.layout import JobFolder
 from orchestrator.remote.why import see

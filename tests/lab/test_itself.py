@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import UsageError
-from orchestrator.hosts.inventory import Inventory
-from orchestrator.hosts.inventory_file import load_inventory
+from orchestrator.hosts import Inventory, load_inventory
 from tests.support.lab import PROGRAM, STATE, Lab, lab
 
 sys.path.append(str(PROGRAM.parent))

@@ -4,14 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.hosts.election import elect
-from orchestrator.planning.build import Draft, trainer_arguments
-from orchestrator.planning.nccl import choose_carrier
-from orchestrator.planning.placement import place
-from orchestrator.planning.profiles import split_batch_of
+from orchestrator.hosts import elect
+from orchestrator.planning import Draft, choose_carrier, place, split_batch_of, trainer_arguments
 from tests.support.plans import CODE, by_hand, pair
-from trainer.shared.config import settings_from
-from trainer.shared.setting_fields import SettingsError
+from trainer.shared import SettingsError, settings_from
 
 
 def draft(**chosen):

@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import UsageError
-from orchestrator.hosts.facts import Interface, Route
-from orchestrator.hosts.inventory import Node, Paced
-from orchestrator.planning.launch_plan import Attempt, LaunchPlan
-from orchestrator.planning.profiles import kinds_of
+from orchestrator.hosts import Node, Paced, Route
+from orchestrator.hosts.facts import Interface
+from orchestrator.planning import Attempt, LaunchPlan, kinds_of
 from orchestrator.views import dry_run
 from tests.support.plans import RESNET, a2000_v100, by_hand, host, node, pair, plan
 from tests.support.probed_hosts import facts, gpu

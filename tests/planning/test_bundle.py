@@ -9,8 +9,7 @@ import tarfile
 import pytest
 
 from orchestrator.errors import UsageError
-from orchestrator.planning import bundle
-from orchestrator.planning.bundle import pack_folder
+from orchestrator.planning import bundle, pack_folder
 from orchestrator.remote.layout import WorkFolder
 from orchestrator.remote.prepare import Refused, store_code
 from tests.support.files import fill

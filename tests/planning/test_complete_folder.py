@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.planning.bundle import names_in, pack_folder, unsent_words
-from orchestrator.planning.launch_plan import CodeFolder
+from orchestrator.planning import CodeFolder, names_in, pack_folder, unsent_words
 from tests.support.files import fill
 from tests.support.local_cluster import Place
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.planning import bundle
-from orchestrator.planning.bundle import commit_of, pack_folder
+from orchestrator.planning import bundle, commit_of, pack_folder
 
 WHO = {"GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "a@b"}
 

@@ -9,16 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import ConnectError, HostError, TooFewError, UsageError
-from orchestrator.planning.host_choice import (
+from orchestrator.planning import (
+    HostRange,
     Worth,
     check_range,
     choice_notes,
     choice_of,
+    parse_hosts,
     ranked,
+    run_line,
+    spec_of,
     those_there,
 )
-from orchestrator.planning.job_forms import run_line, spec_of
-from orchestrator.planning.job_spec import HostRange, parse_hosts
 from tests.support.plans import a2000_v100
 
 NAMES = [f"gpu{number:02d}" for number in range(1, 9)]

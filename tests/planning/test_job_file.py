@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import InventoryError, UsageError
-from orchestrator.planning.job_forms import job_text, read_job, spec_of, write_job
-from orchestrator.planning.job_spec import JobSpec
-from orchestrator.planning.launch_plan import LOCAL_RANK, CodeFolder
+from orchestrator.planning import LOCAL_RANK, CodeFolder, JobSpec, job_text, read_job, spec_of, write_job
 from tests.support.plans import a2000_v100
 
 WRONG = """\
@@ -103,7 +101,7 @@ def test_what_is_written_is_read_back_the_same(tmp_path: Path) -> None:
         grace_s=5.0,
     )
     (tmp_path / "job.yaml").write_text(job_text(job))
-    from orchestrator.hosts.yamlfile import read_yaml
+    from orchestrator.hosts import read_yaml
 
     document = read_yaml(tmp_path / "job.yaml", verbatim=["settings", "env", "args"])
     assert document.mistakes == () and JobSpec.model_validate(document.values) == job

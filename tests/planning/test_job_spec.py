@@ -19,8 +19,8 @@ from orchestrator.cli import main
 from orchestrator.cli.run import run
 from orchestrator.cli.spec_words import spec_of
 from orchestrator.errors import UsageError
-from orchestrator.planning.job_forms import job_text, read_job
-from orchestrator.planning.job_spec import OPTIONS, PYTHON, JobSpec, checked, key_of, words
+from orchestrator.planning import OPTIONS, JobSpec, checked, job_text, key_of, read_job, words
+from orchestrator.planning.job_spec import PYTHON
 
 WORD = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=8)
 NAME = st.from_regex(r"[a-z][a-z0-9]{0,7}", fullmatch=True)

@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from orchestrator.errors import UsageError
-from orchestrator.planning.launchers import Program, read_program
+from orchestrator.planning import Program, read_program
 
 UNDERSTOOD = {
     "train.py --batch 96 --lr 0.1": Program("train.py", ("--batch", "96", "--lr", "0.1")),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from orchestrator.planning.profiles import BlockTimes, Measurement, Profile
-from orchestrator.views.host_tables import blocks_words
+from orchestrator.planning import BlockTimes, Measurement, Profile
+from orchestrator.views import blocks_words
 
 WHOLE = {"samples": [2, 4], "step_ms": [1, 2], "fixed_ms": 0.5, "sample_ms": 1, "largest": 4, "forward_ms": 1}
 WHOLE |= {"optim_ms": 1}

@@ -5,14 +5,10 @@ import pytest
 from orchestrator.cli.clusters import show_up
 from orchestrator.clusters import Up, unlike
 from orchestrator.errors import UnlikeError
-from orchestrator.forecast.inputs import inputs_of
-from orchestrator.hosts import checks
-from orchestrator.hosts.cluster import Cluster, Problem
-from orchestrator.hosts.facts import RdmaPort
-from orchestrator.planning.nccl import GpuHost, unlike_versions
-from orchestrator.planning.request import RunRequest, request_of
-from orchestrator.views import dry_run
-from orchestrator.views.plan_rows import outlook_of
+from orchestrator.forecast import inputs_of
+from orchestrator.hosts import Cluster, Problem, RdmaPort, checks
+from orchestrator.planning import GpuHost, RunRequest, request_of, unlike_versions
+from orchestrator.views import dry_run, outlook_of
 from tests.support.plans import RESNET, SCRIPT, by_hand, host, node, pair, plan
 from tests.support.probed_hosts import facts as facts_of
 from tests.support.probed_hosts import torch as torch_of

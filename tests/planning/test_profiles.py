@@ -12,20 +12,28 @@ from click.testing import CliRunner
 from orchestrator.cli import main
 from orchestrator.controller import Controller
 from orchestrator.errors import UsageError
-from orchestrator.hosts.connections import Connections
-from orchestrator.jobs.retry_policy import settings_of
-from orchestrator.measuring.profiling import Profiling
+from orchestrator.hosts import Connections
+from orchestrator.jobs import settings_of
+from orchestrator.measuring import Profiling
 from orchestrator.paths import Home, RunFolder
-from orchestrator.planning.job_forms import run_line
-from orchestrator.planning.job_spec import JobSpec
-from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
-from orchestrator.planning.profiles import BlockTimes, Kind, Profile, kinds_of, tf32_of
-from orchestrator.planning.request import parse_job
+from orchestrator.planning import (
+    BlockTimes,
+    CodeFolder,
+    JobSpec,
+    Kind,
+    LaunchPlan,
+    NodePlan,
+    Profile,
+    kinds_of,
+    parse_job,
+    run_line,
+    tf32_of,
+)
 from orchestrator.results.analyse import analyse
 from orchestrator.store import Store
 from tests.support.local_cluster import bring_up
 from tests.support.quick_python import quick_python
-from trainer.shared.shares import fastest_shares, format_speeds, parse_speeds
+from trainer.shared import fastest_shares, format_speeds, parse_speeds
 
 # Slow enough that a busy machine keeps them: a step of two samples takes 43 ms or more. And far enough from each other
 # that two sizes of a second tell them apart.
@@ -512,7 +520,7 @@ def test_efficiency_is_measured_against_profiles_where_every_host_has_one(tmp_pa
 
 
 def test_the_report_draws_how_shares_followed_and_takes_nothing_on_trust(tmp_path):
-    from orchestrator.views.report import render_report
+    from orchestrator.views import render_report
 
     good = {"event": "rebalance", "step": 7, "shares": [45, 19], "before": [32, 32], "spread": 0.83}
     bad = [{**good, "shares": [1]}, {**good, "shares": [-1, 65]}, {**good, "spread": "<b>"}, {**good, "step": -1}]

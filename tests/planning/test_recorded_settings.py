@@ -6,7 +6,7 @@ import typing
 
 import pytest
 
-from orchestrator.planning.launch_plan import RecordedSettings, read_settings
+from orchestrator.planning import RecordedSettings, read_settings
 from trainer.shared.settings import Settings
 
 

@@ -11,12 +11,9 @@ import tarfile
 import pytest
 
 from orchestrator.errors import UsageError
-from orchestrator.planning import bundle, secret_files
+from orchestrator.planning import JobSpec, bundle, pack_folder, parse_job, secret_files
 from orchestrator.planning import bundle as git_asked
-from orchestrator.planning.bundle import pack_folder
-from orchestrator.planning.job_spec import JobSpec
-from orchestrator.planning.request import parse_job
-from orchestrator.provision.push import read_manifest
+from orchestrator.provision import read_manifest
 from tests.support.files import fill
 
 KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n"

@@ -18,10 +18,9 @@ import yaml
 
 from orchestrator.cli import main
 from orchestrator.errors import UsageError
-from orchestrator.hosts.cluster import masked_env
-from orchestrator.jobs.launch import agents, cancel, node_request
-from orchestrator.planning.job_spec import JobSpec
-from orchestrator.planning.request import parse_job
+from orchestrator.hosts import masked_env
+from orchestrator.jobs import agents, cancel, node_request
+from orchestrator.planning import JobSpec, parse_job
 from orchestrator.transport import shell, ssh
 from orchestrator.transport.ask import ask
 from tests.support.command_lines import command_lines_of_all_processes

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.planning.request import started_by
+from orchestrator.planning import started_by
 from tests.support.plans import RESNET, host, node, plan
 
 TRAINER = ("-m", "trainer", "--exp=mnist_lenet")

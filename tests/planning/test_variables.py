@@ -6,10 +6,8 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.errors import UsageError
-from orchestrator.hosts.inventory import Node
-from orchestrator.planning.job_forms import run_line
-from orchestrator.planning.launch_plan import CodeFolder
-from orchestrator.planning.variables import read_variables, refuse_secret_words
+from orchestrator.hosts import Node
+from orchestrator.planning import CodeFolder, read_variables, refuse_secret_words, run_line
 from orchestrator.views import dry_run
 from tests.support.plans import RESNET, host, plan
 

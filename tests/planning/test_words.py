@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli import main
-from orchestrator.hosts.cluster import Cluster
-from orchestrator.hosts.inventory import Node
+from orchestrator.hosts import Cluster, Node
 from orchestrator.paths import Home
-from orchestrator.planning.bundle import IMPORTS_TRAINER, names_in, pack_folder
+from orchestrator.planning import IMPORTS_TRAINER, names_in, pack_folder
 from orchestrator.store import Store
 from tests.support.probed_hosts import facts
 

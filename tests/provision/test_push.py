@@ -14,15 +14,13 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.errors import ConnectError, HostError, ProbeError, UsageError
+from orchestrator.provision import DATA_FOLDER, Pushed, data_folder, read_manifest
 from orchestrator.provision import push as datapush
-from orchestrator.provision.push import Pushed, read_manifest
-from orchestrator.provision.service import DATA_FOLDER, data_folder
-from orchestrator.transport.ask import ConnectedHost
-from orchestrator.transport.shell import LocalTransport
+from orchestrator.transport import ConnectedHost, LocalTransport
 from tests.support.lab import lab
 from tests.support.terminal import Person
 from tests.support.wire import marker_of
-from trainer.shared.config import parse_settings
+from trainer.shared import parse_settings
 
 RAW = "MNIST/raw"
 INVENTORY = """

@@ -3,7 +3,7 @@
 import pytest
 
 from orchestrator.errors import UsageError
-from orchestrator.provision.venvs import Requirements, read_requirements
+from orchestrator.provision import Requirements, read_requirements
 
 
 def write(folder, text, name="requirements.txt"):

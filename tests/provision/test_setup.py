@@ -18,14 +18,11 @@ import pytest
 
 from orchestrator.cli.hosts import _setup_question
 from orchestrator.errors import HostError, UsageError
-from orchestrator.hosts.cluster import Cluster, Venv
-from orchestrator.hosts.wheels import RELEASES
-from orchestrator.provision import venvs
-from orchestrator.provision.venvs import Made, Requirements, WantedVersions, choose
+from orchestrator.hosts import RELEASES, Cluster, Venv
+from orchestrator.provision import Made, Requirements, WantedVersions, choose, venvs
 from orchestrator.record import Owner
 from orchestrator.remote import environment
-from orchestrator.transport.ask import ConnectedHost
-from orchestrator.transport.shell import LocalTransport
+from orchestrator.transport import ConnectedHost, LocalTransport
 from tests.support.lab import lab
 from tests.support.quick_python import quick_python, with_quick_venv
 from tests.support.terminal import Person
@@ -342,7 +339,7 @@ def test_leaving_ends_pip(bare, tmp_path):
 
 
 def test_a_clusters_nodes_run_the_environment_and_get_their_own_python_back():
-    from orchestrator.hosts.inventory import Node
+    from orchestrator.hosts import Node
 
     nodes = tuple(Node(name=name, host=name, python="/usr/bin/python3") for name in ("a", "b"))
     venv = Venv(

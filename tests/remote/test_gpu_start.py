@@ -13,11 +13,7 @@ from click.testing import CliRunner
 from orchestrator.cli import main
 from orchestrator.controller import Controller
 from orchestrator.errors import HostsError
-from orchestrator.hosts.answers import read_facts
-from orchestrator.hosts.cluster import Cluster
-from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.facts import Occupant
-from orchestrator.hosts.inventory import Node
+from orchestrator.hosts import Cluster, Connections, Node, Occupant, read_facts
 from orchestrator.jobs import job_queue
 from orchestrator.paths import Home
 from orchestrator.remote import occupants, probe

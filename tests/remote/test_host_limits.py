@@ -12,13 +12,11 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import HostsError
-from orchestrator.hosts import work_folders
+from orchestrator.hosts import Who, work_folders
 from orchestrator.hosts.probe import probe
-from orchestrator.hosts.work_folders import Who
 from orchestrator.record import Owner
 from orchestrator.remote import answer, memory, processes
-from orchestrator.transport.ask import ConnectedHost
-from orchestrator.transport.shell import LocalTransport
+from orchestrator.transport import ConnectedHost, LocalTransport
 from tests.support.disks import small_disk
 from tests.support.local_job import LAUNCHER, gang, launcher_arguments
 

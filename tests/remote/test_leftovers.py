@@ -15,10 +15,9 @@ import pytest
 
 from orchestrator.remote import belongings, processes
 from orchestrator.remote.layout import WorkFolder, write_json
+from orchestrator.transport import ConnectedHost, LocalTransport, shell
 from orchestrator.transport import ask as call
-from orchestrator.transport import shell
-from orchestrator.transport.ask import ConnectedHost, ask
-from orchestrator.transport.shell import LocalTransport
+from orchestrator.transport.ask import ask
 
 WHOLE = {"limit_bytes": None, "times": False}
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from orchestrator.remote.logs import LINE_CHARS, TAIL_BYTES, advice, is_secondary, log_tail, telling_line
-from trainer.ranks.process_group import BY_ANOTHER
+from trainer.ranks import BY_ANOTHER
 
 NCCL = [
     "[rank0]: Traceback (most recent call last):",

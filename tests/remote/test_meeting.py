@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.jobs.job_store import JobRecord
-from orchestrator.jobs.stall import News, alone_words, joined
-from orchestrator.jobs.state import combine
-from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.jobs import JobRecord, News, alone_words, combine, joined
+from orchestrator.planning import LaunchPlan
 from orchestrator.remote.meeting import Meeting, connections
 from orchestrator.results.analyse import analyse
 from orchestrator.transport import ask

@@ -17,8 +17,7 @@ import pytest
 from orchestrator.remote import mesh
 from orchestrator.remote import mesh as way
 from orchestrator.remote.mesh import Mesh
-from orchestrator.transport.ask import ConnectedHost, exchange
-from orchestrator.transport.shell import LocalTransport
+from orchestrator.transport import ConnectedHost, LocalTransport, exchange
 from tests.remote.test_peers import full, nobody, small_only
 
 TOKEN = b"t" * 32

@@ -14,8 +14,7 @@ from itertools import permutations
 import pytest
 
 from orchestrator.errors import HostsError
-from orchestrator.jobs import launch
-from orchestrator.jobs.frames import FilePiece
+from orchestrator.jobs import FilePiece, launch
 from orchestrator.jobs.watch import watch
 from orchestrator.remote import processes
 from tests.support.local_job import LAUNCHER, gang, launcher_arguments, left

@@ -12,15 +12,11 @@ import pytest
 
 from orchestrator.controller import Controller
 from orchestrator.errors import ConnectError, OrchError, RefusedError, TooFewError
-from orchestrator.hosts.cluster import Cluster
-from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.inventory import Node
-from orchestrator.jobs import job_queue
-from orchestrator.jobs.running import RunningJob
+from orchestrator.hosts import Cluster, Connections, Node
+from orchestrator.jobs import RunningJob, job_queue
 from orchestrator.paths import Home
-from orchestrator.planning.job_spec import HostRange, JobSpec
-from orchestrator.planning.request import parse_job
-from orchestrator.starting.retries import Asked
+from orchestrator.planning import HostRange, JobSpec, parse_job
+from orchestrator.starting import Asked
 from orchestrator.store import Store
 from orchestrator.transport import ask
 from orchestrator.ui import pages

@@ -17,7 +17,7 @@ from orchestrator.remote.script_start import WATCH
 from tests.support.local_job import gang
 from tests.support.quick_python import quick_python
 from tests.support.watching import Measured, by_hand, events_in, unchanged
-from trainer.shared.metrics import EVENT_FIELDS
+from trainer.shared import EVENT_FIELDS
 
 TRIES = 3
 """Where the machine does other things, a rank stands still between two clocks that should read the same."""

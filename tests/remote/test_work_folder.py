@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.hosts.inventory_file import load_inventory
-from orchestrator.hosts.occupied import local_commands
+from orchestrator.hosts import load_inventory, local_commands
 from orchestrator.remote import claim
 from orchestrator.remote.answer import Refused
 from orchestrator.remote.layout import WorkFolder

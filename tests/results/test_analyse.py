@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import OrchError
 from orchestrator.paths import RunFolder
+from orchestrator.results import Summary
 from orchestrator.results.analyse import analyse
-from orchestrator.results.summary import Summary
-from orchestrator.views.report import render_report
+from orchestrator.views import render_report
 from tests.support.run_folders import Host, end, lines, start, step, two_hosts, write_run
 
 ONE = [Host("v100", 1, "Tesla V100-16GB")]

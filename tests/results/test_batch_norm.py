@@ -6,11 +6,11 @@ import pytest
 from torch import nn
 
 from orchestrator.results.analyse import analyse
-from orchestrator.views.report import fidelity_words, render_report
+from orchestrator.views import fidelity_words, render_report
 from tests.support.run_folders import Host, end, start, step, write_run
 from trainer.compute.microbatches import MicroBatches
-from trainer.setup.rank_network import batch_norm_groups
-from trainer.shared.config import parse_settings
+from trainer.setup import batch_norm_groups
+from trainer.shared import parse_settings
 
 NORMED, PLAIN = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), nn.Sequential(nn.Linear(4, 4))
 ACCUMULATES = "the update of one process that adds up the gradients of these groups; sync_bn=true sees the whole batch"

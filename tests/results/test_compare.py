@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import OrchError
+from orchestrator.results import Curves, EvaluationPoint, Moment, common_accuracy, seconds_to
 from orchestrator.results.analyse import analyse
-from orchestrator.results.compare import common_accuracy, compare, seconds_to
-from orchestrator.results.curves import Curves, EvaluationPoint, Moment
-from orchestrator.views.run_comparison import render_comparison
+from orchestrator.results.compare import compare
+from orchestrator.views import render_comparison
 from tests.support.run_folders import steady_run
 
 

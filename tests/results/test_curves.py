@@ -10,13 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.results import POINTS, Curves, Epoch, EvaluationPoint, LossPoint, Moment, SpeedCourse, Summary, placed
 from orchestrator.results.analyse import analyse
-from orchestrator.results.curves import POINTS, Curves, Epoch, EvaluationPoint, LossPoint, Moment, SpeedCourse, placed
-from orchestrator.results.summary import Summary
-from orchestrator.views import host_tables
-from orchestrator.views.charts import INK, PALETTE, ChartLine, LineChart, line_figure, svg
-from orchestrator.views.report import render_report
-from orchestrator.views.run_charts import by_clock
+from orchestrator.views import (
+    INK,
+    PALETTE,
+    ChartLine,
+    LineChart,
+    by_clock,
+    host_tables,
+    line_figure,
+    render_report,
+    svg,
+)
 from tests.support.run_folders import Host, end, start, step, write_run
 
 

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.files import write_json
-from orchestrator.jobs import launch
+from orchestrator.jobs import FilePiece, launch
 from orchestrator.jobs.collect import collect
-from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.watch import watch
 from orchestrator.paths import RunFolder
 from orchestrator.record import write_record

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from orchestrator.results.curves import LEAST_STEPS, Steps, interval, ratio
+from orchestrator.results import LEAST_STEPS, Steps, interval, ratio
 
 
 def simulated(seed: int, count: int, alike: float, mean_ms: float = 100.0) -> Steps:

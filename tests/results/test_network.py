@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.forecast.links import network_from
+from orchestrator.forecast import network_from
 from orchestrator.paths import RunFolder
+from orchestrator.results import Summary
 from orchestrator.results.analyse import analyse
-from orchestrator.results.summary import Summary
-from orchestrator.views import host_tables
-from orchestrator.views.report import headline, write_report
+from orchestrator.views import host_tables, write_report
+from orchestrator.views.report import headline
 from tests.support.pages import PNG, Page, assert_self_contained
 from tests.support.run_folders import Host, end, start, write_run
 

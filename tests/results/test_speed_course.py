@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
+from orchestrator.results import SPEED_POINTS as POINTS
+from orchestrator.results import Summary
 from orchestrator.results.analyse import analyse
-from orchestrator.results.curves import SPEED_POINTS as POINTS
-from orchestrator.results.summary import Summary
-from orchestrator.views.report import render_report
-from orchestrator.views.run_charts import speed_chart
+from orchestrator.views import render_report, speed_chart
 from tests.support.run_folders import Host, end, start, step, write_run
 
 

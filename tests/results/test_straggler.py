@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from orchestrator.results import Bound, Summary
 from orchestrator.results.analyse import analyse
-from orchestrator.results.summary import Bound, Summary
 from tests.support.run_folders import SETTINGS, Host, step, write_run
 
 TWO = [Host("a2000", 1, "RTX A2000"), Host("v100", 1, "Tesla V100-16GB")]

@@ -5,13 +5,13 @@ import random
 
 import pytest
 
-from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.planning import LaunchPlan
+from orchestrator.results import align, load_timeline, read_places
 from orchestrator.results.analyse import analyse
-from orchestrator.results.timeline import align, load_timeline, read_places, timeline
-from orchestrator.views.host_tables import print_summary
-from orchestrator.views.report import write_report
+from orchestrator.results.timeline import timeline
+from orchestrator.views import print_summary, write_report
 from tests.support.run_folders import Host, end, start, step, write_run
-from trainer.shared.metrics import LARGEST, MOST_TASKS
+from trainer.shared import LARGEST, MOST_TASKS
 
 SETTINGS = {"strategy": "pipeline", "batch": 64, "warmup_steps": 0, "stages": ""}
 USED = {"stages": "v100:0-36,a2000:37-51", "warmup_steps": 0}

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.paths import RunFolder
+from orchestrator.results import Summary
 from orchestrator.results.analyse import analyse
-from orchestrator.results.summary import Summary
-from orchestrator.views.report import render_report
+from orchestrator.views import render_report
 from tests.support.run_folders import SETTINGS, Host, end, start, step, write_run
 
 TWO = [Host("a"), Host("b")]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.studies.ledger import choose_nodes
-from orchestrator.studies.study import StudyRow, load_study
+from orchestrator.studies import StudyRow, choose_nodes, load_study
 from tests.support.plans import study_node as node
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.errors import InventoryError
-from orchestrator.results.curves import Epoch
-from orchestrator.studies import study_names
-from orchestrator.studies.ledger import Done, Outcome, RowRun, Spread, speed_up
-from orchestrator.studies.study import load_study, read_study
+from orchestrator.results import Epoch
+from orchestrator.studies import Done, Outcome, RowRun, Spread, load_study, read_study, speed_up, study_names
 from orchestrator.views import documents, study_table
 
 MNIST, METHOD = load_study("mnist_backends"), load_study("mnist_methods")

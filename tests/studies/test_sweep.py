@@ -11,12 +11,11 @@ import pytest
 
 from orchestrator.controller import Controller
 from orchestrator.errors import HostError, HostsError, OrchError, UsageError
-from orchestrator.hosts.connections import Connections
-from orchestrator.measuring.sweep import Sweep
+from orchestrator.hosts import Connections
+from orchestrator.measuring import Sweep
 from orchestrator.paths import Home
 from orchestrator.store import Store
-from orchestrator.studies import ledger
-from orchestrator.studies.study import Study, StudyRow
+from orchestrator.studies import Study, StudyRow, ledger
 from orchestrator.views import documents, study_table
 from tests.support.local_cluster import bring_up
 from tests.support.plans import study_node

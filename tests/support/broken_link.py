@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from orchestrator.errors import ConnectError
-from orchestrator.transport.ask import ConnectedHost
+from orchestrator.transport import ConnectedHost
 
 
 class Breaking:

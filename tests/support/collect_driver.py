@@ -14,12 +14,11 @@ import signal
 import sys
 from pathlib import Path
 
-from orchestrator.jobs.collect import claimed, collect
-from orchestrator.jobs.frames import names_of
+from orchestrator.jobs import claimed, names_of
+from orchestrator.jobs.collect import collect
 from orchestrator.paths import RunFolder
-from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.transport.ask import ConnectedHost
-from orchestrator.transport.shell import LocalTransport
+from orchestrator.planning import LaunchPlan
+from orchestrator.transport import ConnectedHost, LocalTransport
 
 WRITING = os.O_WRONLY | os.O_RDWR
 

@@ -16,10 +16,9 @@ import threading
 from pathlib import Path
 
 from orchestrator.controller import Controller
-from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.inventory_file import load_inventory
+from orchestrator.hosts import Connections, load_inventory
 from orchestrator.paths import Home
-from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.planning import LaunchPlan
 from orchestrator.store import Store
 from orchestrator.transport import ask
 

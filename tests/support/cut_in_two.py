@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from trainer.compute.arithmetic import Full
 from trainer.compute.models import build_model, stages_of
-from trainer.pipeline.stage import StageWork, part_of
-from trainer.shared.stages import Stage, parse_stages
-from trainer.strategies.base import local_loss, weighted
+from trainer.pipeline import StageWork, part_of
+from trainer.shared import Stage, parse_stages
+from trainer.strategies import local_loss, weighted
 
 SHAPES = {"lenet": ((1, 28, 28), "a:0,b:1"), "resnet152": ((3, 32, 32), "a:0-20,b:21-51")}
 PARTS, SAMPLES = 3, 4

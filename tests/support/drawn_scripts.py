@@ -18,9 +18,8 @@ from torch.utils.data import default_collate
 
 from tests.support.sums import NEWEST_FSDP
 from trainer.compute.microbatches import MicroBatches
-from trainer.data.sample_stream import SampleStream
-from trainer.shared.shares import scale_shares, split_batch
-from trainer.shared.stages import PER_STAGE
+from trainer.data import SampleStream
+from trainer.shared import PER_STAGE, scale_shares, split_batch
 
 TESTS = 7
 """Samples of an evaluation."""

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from orchestrator.doctor.observations import Collective, Host, Mesh, Observations, Pair
-from orchestrator.hosts.facts import Disk, GpuHealth, Health, Interface, Limit, NetworkCard, RdmaPort, Route
+from orchestrator.doctor import Collective, Host, Mesh, Observations, Pair
+from orchestrator.hosts import Disk, GpuHealth, Health, Limit, NetworkCard, RdmaPort, Route
+from orchestrator.hosts.facts import Interface
 from tests.support.probed_hosts import facts, gpu, node, torch
 
 NAMES = ("a2000", "v100", "a16")

@@ -29,21 +29,11 @@ from typing import Any
 
 from rich.console import Console
 
-from orchestrator.doctor.observations import Host, Observations
-from orchestrator.doctor.table import checks_at, judge
+from orchestrator.doctor import Host, Observations, checks_at, judge
 from orchestrator.errors import InventoryError, OrchError
-from orchestrator.hosts import checks
-from orchestrator.hosts.answers import read_facts
-from orchestrator.hosts.facts import Health, NodeFacts
-from orchestrator.hosts.inventory import Inventory, Node
-from orchestrator.hosts.inventory_file import parse_inventory
-from orchestrator.hosts.yamlfile import read_yaml
-from orchestrator.jobs.frames import Agent, FilePiece, read_frames
-from orchestrator.jobs.job_store import JobRecord
-from orchestrator.jobs.lines import Splitter
-from orchestrator.jobs.live import LiveView, Notice
-from orchestrator.jobs.state import combine
-from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
+from orchestrator.hosts import Health, Inventory, Node, NodeFacts, checks, parse_inventory, read_facts, read_yaml
+from orchestrator.jobs import Agent, FilePiece, JobRecord, LiveView, Notice, Splitter, combine, read_frames
+from orchestrator.planning import CodeFolder, LaunchPlan, NodePlan
 from orchestrator.remote import probe as remote_probe
 from orchestrator.remote.gpu_facts import gpu_facts
 from orchestrator.remote.occupants import occupants

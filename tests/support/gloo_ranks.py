@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 
 from tests.support.calm_gloo import calm_gloo
-from trainer.ranks.rank_info import RankInfo
+from trainer.ranks import RankInfo
 from trainer.session import session
 from trainer.setup import assemble
-from trainer.shared.config import parse_settings
-from trainer.shared.metrics import MetricsWriter
+from trainer.shared import MetricsWriter, parse_settings
 
 RANKS = 4
 START_S = 200

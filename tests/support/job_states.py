@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from orchestrator.jobs.job_store import JobRecord
-from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
+from orchestrator.jobs import JobRecord
+from orchestrator.planning import LaunchPlan, NodePlan
 from tests.support.plans import CODE
 
 STATES = ("starting", "running", "succeeded", "failed", "cancelled", "lost")

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.controller import Controller
-from orchestrator.hosts.inventory_file import load_inventory
-from orchestrator.hosts.occupied import allow, not_allowed
+from orchestrator.hosts import allow, load_inventory, not_allowed
 from tests.support import forks
 from tests.support.quick_python import quick_python
 

@@ -13,20 +13,15 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
-from orchestrator.hosts.cluster import Cluster
-from orchestrator.hosts.inventory import Node
+from orchestrator.hosts import Cluster, Node
+from orchestrator.jobs import JobRecord, combine
 from orchestrator.jobs import launch as control
-from orchestrator.jobs.job_store import JobRecord
 from orchestrator.jobs.launch import launch
-from orchestrator.jobs.state import combine
-from orchestrator.planning.build import torchrun_arguments
-from orchestrator.planning.bundle import pack_folder
-from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
+from orchestrator.planning import LaunchPlan, NodePlan, pack_folder, torchrun_arguments
 from orchestrator.remote import processes, reader
 from orchestrator.remote.agent import agent_state
 from orchestrator.remote.layout import JobFolder
-from orchestrator.transport.ask import ConnectedHost
-from orchestrator.transport.shell import LocalTransport
+from orchestrator.transport import ConnectedHost, LocalTransport
 from tests.support.quick_python import quick_python
 
 LAUNCHER = Path(__file__).with_name("fake_torchrun.py")

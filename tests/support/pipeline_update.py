@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from trainer.pipeline.pipeline_strategy import Pipeline
+from trainer.pipeline import Pipeline
 from trainer.strategies import Exchange
 
 

@@ -7,10 +7,9 @@ import json
 from click.testing import CliRunner
 
 from orchestrator.cli import main
-from orchestrator.hosts.cluster import Cluster
-from orchestrator.hosts.inventory_file import load_inventory
+from orchestrator.hosts import Cluster, load_inventory
 from orchestrator.paths import Home
-from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.planning import LaunchPlan
 from orchestrator.store import Store
 from tests.support.plans import INVENTORY, host
 

@@ -3,18 +3,21 @@
 from dataclasses import replace
 from pathlib import Path
 
-from orchestrator.hosts.election import elect
-from orchestrator.hosts.facts import Interface, Route
-from orchestrator.hosts.inventory import Node
-from orchestrator.hosts.inventory_file import load_inventory
-from orchestrator.planning.build import Draft, build_plan
-from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
-from orchestrator.planning.nccl import choose_carrier
-from orchestrator.planning.placement import place
-from orchestrator.planning.profiles import split_equally
-from orchestrator.planning.request import RunRequest
+from orchestrator.hosts import Node, Route, elect, load_inventory
+from orchestrator.hosts.facts import Interface
+from orchestrator.planning import (
+    CodeFolder,
+    Draft,
+    LaunchPlan,
+    NodePlan,
+    RunRequest,
+    build_plan,
+    choose_carrier,
+    place,
+    split_equally,
+)
 from tests.support.probed_hosts import facts, gpu
-from trainer.shared.config import parse_settings
+from trainer.shared import parse_settings
 
 INVENTORY = Path(__file__).parents[2] / "inventory"
 CODE = CodeFolder(sha256="c0de" * 16, source="/home/me/orch/trainer", files=17, size_bytes=91_000)

@@ -1,7 +1,7 @@
 """Hosts as they were probed: a V100's inventory entry and facts, each changed by keywords."""
 
-from orchestrator.hosts.facts import Gpu, Interface, NodeFacts, Occupant, Route, TorchFacts
-from orchestrator.hosts.inventory import Node, Paced
+from orchestrator.hosts import Gpu, Node, NodeFacts, Occupant, Paced, Route, TorchFacts
+from orchestrator.hosts.facts import Interface
 
 GIB = 1 << 30
 CU117 = ("sm_37", "sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86")

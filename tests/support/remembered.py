@@ -1,8 +1,7 @@
 """A cluster and a job as they are remembered."""
 
-from orchestrator.hosts.cluster import Cluster
-from orchestrator.hosts.inventory import Node
-from orchestrator.jobs.job_store import JobRecord
+from orchestrator.hosts import Cluster, Node
+from orchestrator.jobs import JobRecord
 
 
 def cluster(name="lab", **changes):

@@ -18,27 +18,28 @@ from functools import partial
 from math import prod
 
 import trainer.shared.gpu_work as gpu_work
-from orchestrator.forecast.layers import FLOAT_BYTES, gradient_bytes
-from orchestrator.forecast.links import LinkCosts
-from orchestrator.forecast.step import (
+from orchestrator.forecast import (
+    FLOAT_BYTES,
     Bucket,
     HostSpeed,
+    LinkCosts,
     Way,
     Workload,
     averaging,
     buckets_of,
+    cast_s,
     compress_s,
     copies_s,
     fitted_mib,
+    gradient_bytes,
+    meetings_of,
     parts_of,
     release_ms,
     sent_of,
-    speeds_of,
     wire_bytes,
 )
-from orchestrator.forecast.tensor_step import cast_s, meetings_of
-from trainer.shared.shares import Speed
-from trainer.shared.strategy_table import STRATEGIES
+from orchestrator.forecast.step import speeds_of
+from trainer.shared import STRATEGIES, Speed
 
 Message = tuple[int, int, float]
 """From a rank, to a rank, bytes."""

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from orchestrator.files import write_atomic
-from orchestrator.transport.hostkeys import HostKeys
+from orchestrator.transport import HostKeys
 from orchestrator.transport.ssh import Target
 from tests.support.free_port import free_port
 

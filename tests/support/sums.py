@@ -15,11 +15,9 @@ from torch import nn
 
 from tests.support.gloo_ranks import Gang, group_of
 from trainer.compute.timer import CpuTimer
-from trainer.data.sample_stream import SampleStream
-from trainer.shared.config import parse_settings
-from trainer.shared.strategy_table import AFTER_BACKWARD
-from trainer.strategies import after_backward, build_strategy, fsdp, horovod, local_loss, single
-from trainer.strategies.base import without_effect
+from trainer.data import SampleStream
+from trainer.shared import AFTER_BACKWARD, parse_settings
+from trainer.strategies import after_backward, build_strategy, fsdp, horovod, local_loss, single, without_effect
 
 NEWEST_FSDP = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 HAS_HOROVOD = importlib.util.find_spec("horovod") is not None

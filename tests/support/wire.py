@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from orchestrator.transport.ask import ConnectedHost
+from orchestrator.transport import ConnectedHost
 
 
 def marker_of(request: bytes) -> bytes:

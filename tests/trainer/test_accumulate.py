@@ -12,8 +12,7 @@ from torch import nn
 from tests.support.gloo_ranks import group_of
 from tests.support.sums import UNAVAILABLE
 from trainer.compute.timer import CpuTimer
-from trainer.shared.config import parse_settings
-from trainer.shared.strategy_table import STRATEGIES
+from trainer.shared import STRATEGIES, parse_settings
 from trainer.strategies import build_strategy, local_loss
 
 FOR_RANKS = [

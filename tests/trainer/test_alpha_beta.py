@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.shared.alpha_beta import BUS_FACTORS, algorithm_gbps, bus_factor, fit
+from trainer.shared import BUS_FACTORS, algorithm_gbps, bus_factor, fit
 
 SIZES = [2.0**power for power in range(10, 29, 2)]
 NOISE = st.lists(st.floats(-0.05, 0.05), min_size=len(SIZES), max_size=len(SIZES))

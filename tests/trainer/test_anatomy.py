@@ -10,10 +10,10 @@ pytest.importorskip("torch")
 pytest.importorskip("torchvision")
 import torch
 
-from orchestrator.forecast.pipeline.block_costs import chain_of
+from orchestrator.forecast.pipeline import chain_of
 from trainer.compute.models import build_model
-from trainer.paced.standin import Anatomy, dissect
-from trainer.pipeline.chain import survey
+from trainer.paced import Anatomy, dissect
+from trainer.pipeline import survey
 
 NETWORKS = {"lenet": (1, 28, 28), "resnet152": (3, 32, 32)}
 

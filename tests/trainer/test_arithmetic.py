@@ -22,11 +22,8 @@ from trainer.compute.arithmetic import (
     use_arithmetic,
 )
 from trainer.compute.timer import CpuTimer
-from trainer.setup.weights import build_optimizer
-from trainer.shared.config import parse_settings
-from trainer.shared.errors import TrainError
-from trainer.shared.setting_fields import SettingsError
-from trainer.shared.strategy_table import STRATEGIES
+from trainer.setup import build_optimizer
+from trainer.shared import STRATEGIES, SettingsError, TrainError, parse_settings
 from trainer.strategies import build_strategy, local_loss
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")

@@ -17,8 +17,8 @@ from torch import Tensor
 from torchvision.transforms import functional
 
 from tests.support.trainer_ranks import real_mnist
-from trainer.data.augment import AUGMENTATIONS, MAX_DEGREES, MAX_SCALE, Augmentation, random_words
-from trainer.data.resident import fixed_point, gather
+from trainer.data import AUGMENTATIONS, Augmentation, fixed_point, gather, random_words
+from trainer.data.augment import MAX_DEGREES, MAX_SCALE
 
 AFFINE, CROP_FLIP = AUGMENTATIONS["affine"], AUGMENTATIONS["crop_flip"]
 assert AFFINE

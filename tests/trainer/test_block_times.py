@@ -9,11 +9,9 @@ from torchvision.models.resnet import BasicBlock, ResNet
 from trainer.compute.arithmetic import Full
 from trainer.compute.models import stages_of
 from trainer.compute.timer import CpuTimer
-from trainer.measure.block_times import Lap, micro_batches, stretches, time_blocks
-from trainer.measure.passes import Passes
-from trainer.measure.updates import NoMemory, Subject
-from trainer.pipeline.chain import Block
-from trainer.shared.experiments import DATA_SETS
+from trainer.measure import Lap, NoMemory, Passes, Subject, micro_batches, stretches, time_blocks
+from trainer.pipeline import Block
+from trainer.shared import DATA_SETS
 from trainer.strategies import local_loss
 
 NOISE_MS = 0.01

@@ -32,9 +32,18 @@ from PIL import Image
 from tests.support import forks
 from tests.support.checkpoint_driver import run_rank
 from tests.support.quick_python import quick_python
-from trainer.checkpoints.file import Checkpoint, keeper_of, name_of, newest, open_folder, parse, read_file, write_file
-from trainer.checkpoints.kept_state import for_other_ranks
-from trainer.shared.errors import TrainError
+from trainer.checkpoints import (
+    Checkpoint,
+    for_other_ranks,
+    keeper_of,
+    name_of,
+    newest,
+    open_folder,
+    parse,
+    read_file,
+    write_file,
+)
+from trainer.shared import TrainError
 
 SMALL = ["--exp", "mnist_lenet", "--data", "synthetic", "--device", "cpu", "--num_workers", "0"]
 SMALL += ["--samples", "203", "--batch", "32", "--epochs", "3", "--augment", "affine"]  # 7 updates an epoch, 21 in all

@@ -19,16 +19,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from trainer.measure import collectives
-from trainer.measure.collectives import PATTERN, iterations_for, repeats
-from trainer.ranks.rank_info import RankInfo, read_rank_info
-from trainer.shared.alpha_beta import BUS_FACTORS, bus_factor
-from trainer.shared.config import parse_settings
-from trainer.shared.errors import TrainError
-from trainer.shared.metrics import EVENT_FIELDS, MetricsWriter
-from trainer.shared.pace import Pace
-from trainer.shared.setting_fields import SettingsError
-from trainer.shared.settings import CollectiveSettings
+from trainer.measure import PATTERN, collectives, iterations_for, repeats
+from trainer.ranks import RankInfo, read_rank_info
+from trainer.shared import (
+    BUS_FACTORS,
+    EVENT_FIELDS,
+    CollectiveSettings,
+    MetricsWriter,
+    Pace,
+    SettingsError,
+    TrainError,
+    bus_factor,
+    parse_settings,
+)
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ["--standalone", "--nproc-per-node", "2", "-m", "trainer"]

@@ -9,10 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from trainer.ranks.rank_info import read_rank_info
-from trainer.shared.config import EXPERIMENTS, fields_of, help_text, parse_arguments, parse_settings
-from trainer.shared.errors import TrainError
-from trainer.shared.setting_fields import SettingsError, declared
+from trainer.ranks import read_rank_info
+from trainer.shared import (
+    EXPERIMENTS,
+    SettingsError,
+    TrainError,
+    declared,
+    fields_of,
+    help_text,
+    parse_arguments,
+    parse_settings,
+)
 
 ROOT = Path(__file__).parents[2]
 

@@ -25,14 +25,9 @@ from torchvision.datasets import CIFAR10
 from torchvision.transforms.functional import pil_to_tensor
 
 from trainer.compute.models import build_model, gradient_bytes, has_batch_norm, trainable
-from trainer.data import fetch, loading, resident
-from trainer.data.sample_stream import RankBatches, SampleStream
-from trainer.data.sets import find_facts, open_data, whole
-from trainer.ranks.process_group import join
-from trainer.ranks.rank_info import read_rank_info
-from trainer.shared.config import parse_settings
-from trainer.shared.errors import TrainError
-from trainer.shared.experiments import DATA_SETS, DataSet
+from trainer.data import RankBatches, SampleStream, fetch, find_facts, loading, open_data, resident, whole
+from trainer.ranks import join, read_rank_info
+from trainer.shared import DATA_SETS, DataSet, TrainError, parse_settings
 from trainer.shared.settings import Settings
 
 CPU = torch.device("cpu")

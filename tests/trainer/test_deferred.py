@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.pipeline.deferred import Later, split_backward
+from trainer.pipeline import Later, split_backward
 
 FORMATS = {"plain": torch.contiguous_format, "channels last": torch.channels_last}
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.shared.shares import Speed, fastest_shares
+from trainer.shared import Speed, fastest_shares
 
 SPEEDS = st.builds(
     Speed,

@@ -30,12 +30,16 @@ from tests.support.sums import (
     worst,
 )
 from trainer.compute.timer import CpuTimer
-from trainer.shared.config import parse_settings
-from trainer.shared.errors import TrainError
-from trainer.shared.setting_fields import SettingsError
-from trainer.strategies import averaging, build_strategy, local_loss
-from trainer.strategies.averaging import ParameterAverage, PowerSgd
-from trainer.strategies.gradient_sum import GradientSum, fitted_bucket_bytes
+from trainer.shared import SettingsError, TrainError, parse_settings
+from trainer.strategies import (
+    GradientSum,
+    ParameterAverage,
+    PowerSgd,
+    averaging,
+    build_strategy,
+    fitted_bucket_bytes,
+    local_loss,
+)
 
 SHAPES = ((6, 8), (5,), (6, 2, 4), (40, 30), (30, 10, 4))
 HALF = 2**-8

@@ -13,13 +13,9 @@ import torch
 from torchvision.transforms import functional
 
 from tests.support.trainer_ranks import of_event, trained
-from trainer.data import loading
-from trainer.data.sample_stream import RankBatches, SampleStream
-from trainer.data.sets import find_facts, list_folder, open_data, whole
-from trainer.ranks.process_group import join
-from trainer.ranks.rank_info import read_rank_info
-from trainer.shared.config import parse_settings
-from trainer.shared.errors import TrainError
+from trainer.data import RankBatches, SampleStream, find_facts, list_folder, loading, open_data, whole
+from trainer.ranks import join, read_rank_info
+from trainer.shared import TrainError, parse_settings
 from trainer.shared.settings import Settings
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.support.gloo_ranks import Gang, group_of
 from trainer.compute import batch_norm_kernels
-from trainer.strategies.sync_batch_norm import SynchronisedBatchNorm
+from trainer.strategies import SynchronisedBatchNorm
 
 SHARES = (0, 3, 0, 5)
 CHANNELS, EPS = 2, 1e-5

@@ -40,12 +40,10 @@ from tests.support.drawn_scripts import (
     parts_of,
 )
 from tests.support.gloo_ranks import Gang, Leaves, Raised, script_met
-from trainer.ranks.rank_info import RankInfo
-from trainer.session.session import Session
-from trainer.setup import assemble
-from trainer.setup.training_task import CustomScript
-from trainer.shared.errors import TrainError
-from trainer.shared.setting_fields import SettingsError
+from trainer.ranks import RankInfo
+from trainer.session import Session
+from trainer.setup import CustomScript, assemble
+from trainer.shared import SettingsError, TrainError
 
 MANY = bool(os.environ.get("THOROUGH") or os.environ.get("ORCH_LONG"))
 SEED = int(os.environ.get("GENERATED_SEED", "1"))

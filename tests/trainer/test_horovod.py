@@ -18,13 +18,11 @@ from tests.support.gloo_ranks import Gang, group_of
 from tests.support.sums import EXAMPLE, HAS_HOROVOD, Case, data_of, network, settings_for, worst
 from tests.support.trainer_ranks import of_event, started, trained
 from trainer.compute.timer import CpuTimer
-from trainer.ranks.process_group import leave, served
-from trainer.setup.tensor_setup import refuse_arithmetic
-from trainer.shared.config import parse_settings
-from trainer.shared.errors import TrainError
-from trainer.shared.setting_fields import SettingsError
-from trainer.strategies import build_strategy, local_loss
-from trainer.strategies.horovod import package, variables
+from trainer.ranks import served
+from trainer.ranks.process_group import leave
+from trainer.setup import refuse_arithmetic
+from trainer.shared import SettingsError, TrainError, parse_settings
+from trainer.strategies import build_strategy, local_loss, package, variables
 
 CPU = torch.device("cpu")
 LENET = ["--exp=mnist_lenet", "--data=synthetic", "--device=cpu", "--samples=128", "--steps=4", "--augment=none"]

@@ -13,17 +13,11 @@ from tests.support.trainer_ranks import of_event, started, trained
 from tests.trainer.test_standin import TestsOwnClock
 from trainer.compute.arithmetic import Full
 from trainer.compute.models import build_model
-from trainer.paced.standin import Learner, LearnerExecutor, LearnerOptimizer, LearningPart, dissect
-from trainer.paced.stopwatch import StageClock, Stopwatch
-from trainer.pipeline.chain import survey
-from trainer.pipeline.paced_stages import LearningStage
-from trainer.pipeline.stage import part_of
-from trainer.pipeline.stage_layout import Layout
-from trainer.setup.pipeline import chain_like, learning_cut
-from trainer.shared.errors import TrainError
-from trainer.shared.gpu_work import Work
-from trainer.shared.pace import BACKWARD, FORWARD, OPTIMISER, Pace, read_pace
-from trainer.shared.stages import Stage, parse_stages
+from trainer.paced import Learner, LearnerExecutor, LearnerOptimizer, LearningPart, StageClock, Stopwatch, dissect
+from trainer.pipeline import Layout, LearningStage, part_of, survey
+from trainer.setup import chain_like, learning_cut
+from trainer.shared import Pace, Stage, TrainError, Work, parse_stages, read_pace
+from trainer.shared.pace import BACKWARD, FORWARD, OPTIMISER
 
 SHAPE = (1, 28, 28)
 WAYS = {

@@ -13,12 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.sample_stream import SampleStream
-from trainer.shared.config import parse_settings
-from trainer.shared.learning_rate import LR_SCHEDULES, Schedule, parse_lr_steps
-from trainer.shared.setting_fields import SettingsError
-from trainer.training.progress import Progress
-from trainer.training.rates import Rates, middle_of_update, rates_of, samples_before
+from trainer.data import SampleStream
+from trainer.shared import LR_SCHEDULES, Schedule, SettingsError, parse_lr_steps, parse_settings
+from trainer.training import Progress, Rates, middle_of_update, rates_of, samples_before
 
 schedules = st.builds(
     Schedule,

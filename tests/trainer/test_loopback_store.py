@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 import torch.distributed as dist
 
 from tests.support.free_port import free_port
-from trainer.ranks.process_group import MOST_BYTES, LoopbackStore, served
+from trainer.ranks import MOST_BYTES, LoopbackStore, served
 
 EVERY_BYTE = bytes(range(256))
 

@@ -14,18 +14,15 @@ pytest.importorskip("torchvision")
 import torch
 import torchvision
 
-from orchestrator.forecast.layers import blocks_of
+from orchestrator.forecast import blocks_of
 from tests.support.trainer_ranks import of_event, started, trained
-from trainer.checkpoints.file import read_file
+from trainer.checkpoints import read_file
 from trainer.compute.models import build_model, has_batch_norm, skeleton_of, stages_of
-from trainer.measure.block_times import blocks_on_paper
-from trainer.paced.standin import dissect
-from trainer.pipeline.chain import survey
-from trainer.setup.weights import fitting
-from trainer.shared.config import parse_settings
-from trainer.shared.errors import TrainError
-from trainer.shared.experiments import MODEL_CHANNELS
-from trainer.shared.setting_fields import SettingsError
+from trainer.measure import blocks_on_paper
+from trainer.paced import dissect
+from trainer.pipeline import survey
+from trainer.setup import fitting
+from trainer.shared import MODEL_CHANNELS, SettingsError, TrainError, parse_settings
 
 CIFAR = (3, 32, 32)
 FAMILIES = ("convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "mnasnet0_5", "mobilenet_v3_small")

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from tests.support.trainer_ranks import ROOT, environment, of_event, records
-from trainer.checkpoints.file import name_of
-from trainer.shared.metrics import NOT_FINITE
+from trainer.checkpoints import name_of
+from trainer.shared import NOT_FINITE
 
 SCRIPT = """
 import math, sys

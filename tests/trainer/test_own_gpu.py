@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from trainer.ranks.devices import VISIBLE, own_gpu_first
+from trainer.ranks import VISIBLE, own_gpu_first
 
 
 @pytest.mark.parametrize(

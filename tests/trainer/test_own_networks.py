@@ -19,12 +19,11 @@ from torch.utils.data import default_collate
 from tests.support.gloo_ranks import RANKS, Gang, script_met
 from tests.support.sums import NEWEST_FSDP
 from trainer.compute.models import evaluated
-from trainer.data.sample_stream import SampleStream
-from trainer.ranks.rank_info import RankInfo
-from trainer.session.session import Session
-from trainer.setup import assemble
-from trainer.setup.training_task import CustomScript
-from trainer.shared.errors import TrainError
+from trainer.data import SampleStream
+from trainer.ranks import RankInfo
+from trainer.session import Session
+from trainer.setup import CustomScript, assemble
+from trainer.shared import TrainError
 from trainer.training.shared_network import shared_network
 
 SAMPLES, BATCH, EPOCHS, LR = 29, 10, 2, 0.05

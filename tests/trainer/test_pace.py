@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.ranks.rank_info import read_rank_info
-from trainer.shared.errors import TrainError
-from trainer.shared.pace import BACKWARD, FORWARD, OPTIMISER, Pace, read_pace
+from trainer.ranks import read_rank_info
+from trainer.shared import Pace, TrainError, read_pace
+from trainer.shared.pace import BACKWARD, FORWARD, OPTIMISER
 
 ROOT = Path(__file__).parents[2]
 

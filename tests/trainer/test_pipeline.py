@@ -21,12 +21,9 @@ from trainer.checkpoints import kept_state
 from trainer.compute.arithmetic import Full
 from trainer.compute.models import stages_of
 from trainer.compute.timer import NO_DELAY, CpuTimer
-from trainer.pipeline.chain import Cuts
-from trainer.pipeline.pipeline_strategy import Pipeline
-from trainer.pipeline.stage import StageWork, part_of
-from trainer.pipeline.stage_layout import Layout
-from trainer.shared.stages import Stage, parse_stages
-from trainer.strategies.gradient_sum import GradientSum
+from trainer.pipeline import Cuts, Layout, Pipeline, StageWork, part_of
+from trainer.shared import Stage, parse_stages
+from trainer.strategies import GradientSum
 
 CLASSES = 3
 

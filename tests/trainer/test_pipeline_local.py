@@ -18,15 +18,9 @@ from tests.trainer.test_pipeline import BLOCKS, network, optimiser, samples, sha
 from trainer.compute.arithmetic import Full
 from trainer.compute.batch_norm_kernels import estimate_running_statistics
 from trainer.compute.timer import NO_DELAY, CpuTimer
-from trainer.pipeline.chain import Cuts
-from trainer.pipeline.pipeline_strategy import Pipeline
-from trainer.pipeline.stage import StageWork, part_of
-from trainer.pipeline.stage_layout import Layout
-from trainer.shared.config import parse_settings
-from trainer.shared.setting_fields import SettingsError
-from trainer.shared.stages import parse_stages
-from trainer.strategies.averaging import ParameterAverage
-from trainer.strategies.gradient_sum import GradientSum
+from trainer.pipeline import Cuts, Layout, Pipeline, StageWork, part_of
+from trainer.shared import SettingsError, parse_settings, parse_stages
+from trainer.strategies import GradientSum, ParameterAverage
 
 UPDATES = 7
 

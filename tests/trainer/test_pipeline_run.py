@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from orchestrator.results import load_timeline
 from orchestrator.results.analyse import analyse
-from orchestrator.results.timeline import load_timeline
 from tests.support.run_folders import Host, write_run
 from tests.support.trainer_ranks import of_event, started, trained
-from trainer.checkpoints.file import read_file
-from trainer.shared.config import parse_settings
-from trainer.shared.setting_fields import SettingsError
+from trainer.checkpoints import read_file
+from trainer.shared import SettingsError, parse_settings
 
 SHORT = ["--exp", "mnist_lenet", "--data", "synthetic", "--device", "cpu", "--samples", "176", "--batch", "32"]
 SHORT += ["--epochs", "1", "--checkpoint_every", "3", "--augment", "none"]  # 6 updates, the last one of 16

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from trainer.strategies.averaging import Stack, orthonormal
+from trainer.strategies import Stack, orthonormal
 
 DIRECTIONS = torch.randn(40, 4, generator=torch.Generator().manual_seed(7), dtype=torch.float64) / 40**0.5
 

@@ -12,15 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from orchestrator.planning.profiles import Measurement
+from orchestrator.planning import Measurement
 from tests.support.trainer_ranks import ROOT, trained
 from trainer.compute.arithmetic import Full
 from trainer.compute.timer import CpuTimer
-from trainer.measure.ladder import Ladder, again, climb, made, record_of
-from trainer.measure.profile_run import at_rest
-from trainer.measure.updates import NoMemory, Subject, Times
-from trainer.shared.errors import TrainError
-from trainer.shared.experiments import DATA_SETS
+from trainer.measure import Ladder, NoMemory, Subject, Times, again, at_rest, climb, made, record_of
+from trainer.shared import DATA_SETS, TrainError
 
 
 class Rank:

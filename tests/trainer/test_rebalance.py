@@ -18,19 +18,22 @@ import torch.distributed as dist
 
 from tests.support.gloo_ranks import RANKS
 from tests.support.trainer_ranks import trained
-from trainer.checkpoints.file import read_file
+from trainer.checkpoints import read_file
 from trainer.compute.microbatches import MicroBatches
 from trainer.compute.models import build_model
-from trainer.data.sample_stream import NO_PROBES, Probes, RankBatches, SampleStream
-from trainer.ranks.rank_info import read_rank_info
-from trainer.rebalance.balance import Balance
-from trainer.rebalance.estimate import FRESH
-from trainer.rebalance.rebalancer import MOST_APART, Rebalancer
-from trainer.setup.rank_network import needs_pairs
-from trainer.setup.training_task import Experiment
-from trainer.shared.config import parse_arguments, parse_settings
-from trainer.shared.metrics import MetricsWriter
-from trainer.shared.shares import Speed, equal_shares, fastest_shares, with_samples
+from trainer.data import NO_PROBES, Probes, RankBatches, SampleStream
+from trainer.ranks import read_rank_info
+from trainer.rebalance import FRESH, MOST_APART, Balance, Rebalancer
+from trainer.setup import Experiment, needs_pairs
+from trainer.shared import (
+    MetricsWriter,
+    Speed,
+    equal_shares,
+    fastest_shares,
+    parse_arguments,
+    parse_settings,
+    with_samples,
+)
 from trainer.train import train
 
 A2000, V100 = Speed(4.0, 3.003), Speed(3.0, 1.2)

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from tests.support.sshd import wait_for
+from trainer.shared import EVENT_FIELDS, LINE_LIMIT, MOST_TASKS, TASKS, MetricsWriter, TrainError
 from trainer.shared import metrics as records
-from trainer.shared.errors import TrainError
-from trainer.shared.metrics import EVENT_FIELDS, LINE_LIMIT, MOST_TASKS, TASKS, MetricsWriter
 
 STEP: dict[str, Any] = dict.fromkeys(EVENT_FIELDS["step"], 1)
 

@@ -14,18 +14,14 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from orchestrator.planning.profiles import Measurement
+from orchestrator.planning import Measurement
 from tests.support.gloo_ranks import RANKS, group_of
 from trainer.compute.models import work_of
-from trainer.measure.block_times import Visited
-from trainer.ranks.rank_info import RankInfo
-from trainer.session import join
-from trainer.session.join import Ranks, Rehearsal, fits
+from trainer.measure import Visited
+from trainer.ranks import RankInfo
+from trainer.session import Ranks, Rehearsal, fits, join
 from trainer.setup import assemble
-from trainer.shared.config import parse_settings
-from trainer.shared.errors import TrainError
-from trainer.shared.metrics import MetricsWriter
-from trainer.shared.pace import Pace
+from trainer.shared import MetricsWriter, Pace, TrainError, parse_settings
 
 
 class Numbers:

@@ -12,10 +12,8 @@ pytest.importorskip("torch")
 pytest.importorskip("torchvision")
 import torch
 
-from trainer.data import resident
-from trainer.data.augment import AUGMENTATIONS
-from trainer.data.sample_stream import RankBatches, SampleStream
-from trainer.shared.experiments import DATA_SETS
+from trainer.data import AUGMENTATIONS, RankBatches, SampleStream, resident
+from trainer.shared import DATA_SETS
 
 WAYS = [resident.in_turn, resident.in_thread]
 

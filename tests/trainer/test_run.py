@@ -25,13 +25,10 @@ from tests.support import forks
 from tests.support.trainer_ranks import ROOT, environment, of_event, real_mnist, records, started, trained
 from trainer.compute.microbatches import MicroBatches
 from trainer.compute.models import build_model
-from trainer.data.loading import loader_processes
-from trainer.data.sample_stream import SampleStream
-from trainer.ranks.rank_info import read_rank_info
-from trainer.setup.rank_network import check_batch_norm, check_pairs
-from trainer.shared.config import parse_settings
-from trainer.shared.errors import TrainError
-from trainer.shared.metrics import EVENT_FIELDS
+from trainer.data import SampleStream, loader_processes
+from trainer.ranks import read_rank_info
+from trainer.setup import check_batch_norm, check_pairs
+from trainer.shared import EVENT_FIELDS, TrainError, parse_settings
 from trainer.train import train_epoch
 
 SYNTHETIC = ["--exp", "mnist_lenet", "--data", "synthetic", "--device", "cpu"]

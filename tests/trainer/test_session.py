@@ -21,17 +21,13 @@ from torch.utils.data import default_collate
 import trainer
 from tests.support.gloo_ranks import RANKS, script_met
 from tests.support.sums import NEWEST_FSDP
-from trainer.data.augment import moved, pieces, tensors_of
-from trainer.data.sample_stream import SampleStream
-from trainer.ranks.rank_info import RankInfo
-from trainer.session.join import ASKED, Ranks, asked_for, join
-from trainer.session.session import Session
-from trainer.setup import assemble
-from trainer.setup.training_task import CustomScript
-from trainer.shared.config import parse_settings
-from trainer.shared.errors import TrainError
-from trainer.shared.setting_fields import SettingsError
-from trainer.training.loss_sum import is_mean
+from trainer.data import SampleStream, moved, pieces, tensors_of
+from trainer.ranks import RankInfo
+from trainer.session import ASKED, Ranks, Session, asked_for
+from trainer.session.join import join
+from trainer.setup import CustomScript, assemble
+from trainer.shared import SettingsError, TrainError, parse_settings
+from trainer.training import is_mean
 
 SAMPLES, TESTS, BATCH, EPOCHS = 88, 37, 16, 2
 """The last batch of an epoch is a short one: 12 updates."""

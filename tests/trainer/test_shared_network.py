@@ -20,18 +20,15 @@ from torch import nn
 from tests.support.checkpoint_driver import small_network
 from tests.support.gloo_ranks import RANKS, Gang, group_of
 from trainer import train as training
-from trainer.checkpoints.file import read_file
+from trainer.checkpoints import read_file
 from trainer.compute.batch_norm_kernels import estimate_running_statistics
 from trainer.compute.models import running_statistics
-from trainer.ranks.rank_info import RankInfo
+from trainer.ranks import RankInfo
 from trainer.session import session
 from trainer.setup import assemble, training_task
-from trainer.shared import experiments
-from trainer.shared.config import parse_settings
-from trainer.shared.metrics import MetricsWriter
+from trainer.shared import MetricsWriter, experiments, parse_settings
+from trainer.training import Evaluation, Progress
 from trainer.training import shared_network as shared
-from trainer.training.ema import Evaluation
-from trainer.training.progress import Progress
 from trainer.training.run import Run
 from trainer.training.shared_network import shared_network
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.shared.shares import equal_shares, scale_shares, without_singles
+from trainer.shared import equal_shares, scale_shares, without_singles
 
 pytest.importorskip("torch")
-from trainer.data.sample_stream import RankBatches, SampleStream, derive_seed
+from trainer.data import RankBatches, SampleStream, derive_seed
 
 shares_lists = st.lists(st.integers(0, 200), min_size=1, max_size=9).filter(sum)
 

@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.shared.config import parse_settings
-from trainer.shared.pace import PLACES, Slow, parse_slow
-from trainer.shared.setting_fields import SettingsError
+from trainer.shared import PLACES, SettingsError, Slow, parse_settings, parse_slow
 
 
 def test_an_empty_text_is_no_bottleneck() -> None:

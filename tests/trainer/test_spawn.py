@@ -21,7 +21,7 @@ pytest.importorskip("torchvision")
 from tests.support import forks
 from tests.support.quick_python import quick_python
 from trainer.__main__ import starting
-from trainer.shared.setting_fields import SettingsError
+from trainer.shared import SettingsError
 
 ROOT = Path(__file__).parents[2]
 SYNTHETIC = ["--exp", "mnist_lenet", "--data", "synthetic", "--device", "cpu", "--num_workers", "0"]

@@ -8,13 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.compute.models import build_model
-from trainer.paced.standin import dissect
-from trainer.paced.stopwatch import StageClock
-from trainer.pipeline.chain import balanced, survey
-from trainer.pipeline.stage import part_of
-from trainer.pipeline.stage_layout import Layout
-from trainer.shared.pace import Pace
-from trainer.shared.stages import (
+from trainer.paced import StageClock, dissect
+from trainer.pipeline import Layout, balanced, part_of, survey
+from trainer.shared import (
+    Pace,
     Stage,
     StageSchedule,
     Task,

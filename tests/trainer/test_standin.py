@@ -19,18 +19,12 @@ import torch.multiprocessing as mp
 
 from trainer.compute.models import build_model
 from trainer.compute.timer import CpuTimer
-from trainer.data.loading import BlankBatches
-from trainer.data.sample_stream import RankBatches, SampleStream
-from trainer.paced.standin import Anatomy, StandIn, StandInExecutor, StandInOptimizer, dissect, memory_needed
-from trainer.paced.stopwatch import Stopwatch
-from trainer.ranks.process_group import join, leave
-from trainer.ranks.rank_info import RankInfo
-from trainer.shared import gpu_work
-from trainer.shared.config import parse_settings
-from trainer.shared.errors import TrainError
-from trainer.shared.gpu_work import Work
-from trainer.shared.metrics import MetricsWriter
-from trainer.shared.pace import BACKWARD, FORWARD, OPTIMISER, Pace
+from trainer.data import BlankBatches, RankBatches, SampleStream
+from trainer.paced import Anatomy, StandIn, StandInExecutor, StandInOptimizer, Stopwatch, dissect, memory_needed
+from trainer.ranks import RankInfo, join
+from trainer.ranks.process_group import leave
+from trainer.shared import MetricsWriter, Pace, TrainError, Work, gpu_work, parse_settings
+from trainer.shared.pace import BACKWARD, FORWARD, OPTIMISER
 from trainer.strategies import build_strategy, local_loss
 
 SHAPE = (1, 28, 28)

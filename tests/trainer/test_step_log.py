@@ -12,14 +12,10 @@ pytest.importorskip("torch")
 import torch
 
 from trainer.compute.timer import CpuTimer
-from trainer.pipeline.deferred import Done
-from trainer.shared import metrics
-from trainer.shared.metrics import MetricsWriter
-from trainer.shared.stages import Task
+from trainer.pipeline import Done
+from trainer.shared import MetricsWriter, Task, metrics
 from trainer.strategies import Exchange
-from trainer.training import step_log
-from trainer.training.progress import Progress
-from trainer.training.step_log import Step, StepLog, has_marks, stage_times, task_rows
+from trainer.training import Progress, Step, StepLog, has_marks, stage_times, step_log, task_rows
 
 
 class Device(CpuTimer):

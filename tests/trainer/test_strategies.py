@@ -44,14 +44,9 @@ from trainer.compute import arithmetic
 from trainer.compute.arithmetic import build_precision
 from trainer.compute.models import build_model, gradient_bytes
 from trainer.compute.timer import CpuTimer, InjectedDelay
-from trainer.setup.rank_network import check_batch_norm
-from trainer.shared.config import parse_settings
-from trainer.shared.errors import TrainError
-from trainer.shared.pace import Slow
-from trainer.shared.setting_fields import SettingsError
-from trainer.strategies import build_strategy, fsdp, local_loss
-from trainer.strategies.base import no_loss
-from trainer.strategies.sync_batch_norm import synchronise_batch_norm, whole_batch_statistics
+from trainer.setup import check_batch_norm
+from trainer.shared import SettingsError, Slow, TrainError, parse_settings
+from trainer.strategies import build_strategy, fsdp, local_loss, no_loss, synchronise_batch_norm, whole_batch_statistics
 
 EVERY = (*GRADIENTS, "parameter_average")
 EXAMPLES = int(os.environ.get("ORCH_EQUALITY_EXAMPLES", "10"))

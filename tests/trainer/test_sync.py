@@ -23,21 +23,15 @@ from torch.utils.data import DataLoader
 
 from trainer.compute.batch_norm_kernels import average_running_statistics
 from trainer.compute.timer import CpuTimer
-from trainer.ranks.agreement import together
-from trainer.ranks.process_group import join, leave
-from trainer.ranks.rank_info import RankInfo
-from trainer.session.session import Session
+from trainer.ranks import RankInfo, join, together
+from trainer.ranks.process_group import leave
+from trainer.session import Session
 from trainer.setup import assemble
-from trainer.shared.config import parse_settings
-from trainer.shared.errors import TrainError
-from trainer.shared.metrics import MetricsWriter
-from trainer.shared.pace import PLACES, Pace
+from trainer.shared import PLACES, STRATEGIES, MetricsWriter, Pace, TrainError, parse_settings
 from trainer.shared.settings import Settings
-from trainer.shared.strategy_table import STRATEGIES
-from trainer.strategies import build_strategy, local_loss, weighted
-from trainer.strategies.base import no_loss, without_effect
+from trainer.strategies import build_strategy, local_loss, no_loss, weighted, without_effect
 from trainer.train import train_epoch
-from trainer.training.ema import judged
+from trainer.training import judged
 from trainer.training.run import Run
 
 WORLD_SIZE = 3

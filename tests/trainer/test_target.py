@@ -11,8 +11,7 @@ pytest.importorskip("torch")
 pytest.importorskip("torchvision")
 
 from tests.support.trainer_ranks import of_event, started, trained
-from trainer.shared.config import parse_settings
-from trainer.shared.setting_fields import SettingsError
+from trainer.shared import SettingsError, parse_settings
 
 SMALL = ["--exp", "mnist_lenet", "--data", "synthetic", "--device", "cpu", "--num_workers", "0", "--augment", "none"]
 SMALL += ["--samples", "96", "--batch", "32", "--epochs", "3", "--checkpoint_every", "5"]

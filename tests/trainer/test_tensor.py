@@ -16,10 +16,8 @@ from tests.support.gloo_ranks import Gang, group_of
 from trainer.checkpoints import kept_state
 from trainer.compute.models import build_model
 from trainer.compute.timer import NO_DELAY, CpuTimer
-from trainer.strategies.base import local_loss
-from trainer.strategies.gradient_sum import GradientSum
-from trainer.tensor.sliced_layers import Meeting, Sliced, cut, cut_channels, layers_of, survey
-from trainer.tensor.tensor_strategy import SlicedParts, TensorParallel
+from trainer.strategies import GradientSum, local_loss
+from trainer.tensor import Meeting, Sliced, SlicedParts, TensorParallel, cut, cut_channels, layers_of, survey
 
 CLASSES = 3
 SIDE = 13

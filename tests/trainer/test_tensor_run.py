@@ -15,9 +15,8 @@ from orchestrator.remote.logs import is_secondary
 from orchestrator.results.analyse import analyse
 from tests.support.run_folders import Host, write_run
 from tests.support.trainer_ranks import of_event, records, started, trained
-from trainer.checkpoints.file import read_file
-from trainer.shared.config import parse_settings
-from trainer.shared.setting_fields import SettingsError
+from trainer.checkpoints import read_file
+from trainer.shared import SettingsError, parse_settings
 
 SHORT = ["--exp", "mnist_lenet", "--data", "synthetic", "--device", "cpu", "--samples", "176", "--batch", "32"]
 SHORT += ["--epochs", "1", "--augment", "none"]  # 6 updates, the last one of 16

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trainer.compute import timer as brakes
 from trainer.compute.timer import CpuTimer, InjectedDelay, covered_ms
-from trainer.shared.pace import Slow
+from trainer.shared import Slow
 
 
 class Seconds(CpuTimer):

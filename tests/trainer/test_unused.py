@@ -22,15 +22,11 @@ from tests.support.gloo_ranks import Gang
 from tests.support.sums import NEWEST_FSDP
 from tests.support.trainer_ranks import ROOT, environment
 from tests.trainer.test_session import BATCH, EPOCHS, SAMPLES, Points, in_the_gang
-from trainer.data.sample_stream import SampleStream
-from trainer.ranks.process_group import BY_ANOTHER
-from trainer.session.session import Session
-from trainer.setup import assemble
-from trainer.setup.training_task import CustomScript
-from trainer.shared.config import parse_settings
-from trainer.shared.errors import TrainError
-from trainer.shared.setting_fields import SettingsError
-from trainer.shared.strategy_table import AFTER_BACKWARD
+from trainer.data import SampleStream
+from trainer.ranks import BY_ANOTHER
+from trainer.session import Session
+from trainer.setup import CustomScript, assemble
+from trainer.shared import AFTER_BACKWARD, SettingsError, TrainError, parse_settings
 
 EXCHANGING = ("ddp", "parameter_average", *AFTER_BACKWARD, *(("fsdp",) if NEWEST_FSDP else ()))
 

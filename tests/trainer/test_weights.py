@@ -14,11 +14,10 @@ from torch.utils.data import default_collate
 from tests.support.gloo_ranks import Gang
 from tests.support.sums import NEWEST_FSDP
 from tests.trainer.test_session import LR, Points, in_the_gang, network
-from trainer.data.sample_stream import SampleStream
-from trainer.session.session import Session
-from trainer.setup import assemble
-from trainer.setup.training_task import CustomScript
-from trainer.shared.errors import TrainError
+from trainer.data import SampleStream
+from trainer.session import Session
+from trainer.setup import CustomScript, assemble
+from trainer.shared import TrainError
 
 SAMPLES, BATCH, EPOCHS = 81, 16, 2
 """The last batch has one sample, for four ranks."""

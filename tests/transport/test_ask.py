@@ -10,11 +10,9 @@ import time
 import pytest
 
 from orchestrator.errors import ConnectError, HostError, ProbeError
-from orchestrator.transport import CommandResult
+from orchestrator.transport import CommandResult, ConnectedHost, LocalTransport, needed, shipped_sources
 from orchestrator.transport import ask as call
-from orchestrator.transport.ask import ConnectedHost, ask
-from orchestrator.transport.shell import LocalTransport
-from orchestrator.transport.sources import needed, shipped_sources
+from orchestrator.transport.ask import ask
 
 
 class Answering:

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.remote import keeper
-from orchestrator.transport import sources
-from orchestrator.transport.ask import ConnectedHost, ask
-from orchestrator.transport.shell import LocalTransport
-from orchestrator.transport.sources import bytecode
+from orchestrator.transport import ConnectedHost, LocalTransport, bytecode, sources
+from orchestrator.transport.ask import ask
 from tests.support.local_job import gang
 
 

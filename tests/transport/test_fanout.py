@@ -8,8 +8,7 @@ import time
 import pytest
 
 from orchestrator.errors import ConnectError, ProbeError
-from orchestrator.transport.deadline import Deadline
-from orchestrator.transport.fanout import errors, for_each, values
+from orchestrator.transport import Deadline, errors, for_each, values
 
 
 def test_every_host_answers_in_the_order_asked() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import HostKeyError
 from orchestrator.paths import Home
-from orchestrator.transport.hostkeys import HostKeys, Peer, UnknownHostKeyError, fingerprint, known_name
+from orchestrator.transport import HostKeys, Peer, UnknownHostKeyError, fingerprint, known_name
 
 KEY, OTHER = paramiko.ECDSAKey.generate(), paramiko.ECDSAKey.generate()
 RSA = paramiko.RSAKey.generate(2048)

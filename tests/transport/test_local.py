@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ConnectError, ProbeError
-from orchestrator.transport import shell
-from orchestrator.transport.shell import LocalTransport
+from orchestrator.transport import LocalTransport, shell
 from tests.support.sshd import wait_for
 
 HERE = LocalTransport("here")

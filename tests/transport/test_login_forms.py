@@ -19,9 +19,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import AuthError, HostError, HostKeyError
-from orchestrator.transport.hostkeys import HostKeys
-from orchestrator.transport.openssh import command_line
-from orchestrator.transport.ssh import Target, connect, unlock
+from orchestrator.transport import HostKeys, command_line, connect
+from orchestrator.transport.ssh import Target, unlock
 from tests.support.sshd import Sshd, make_key, needs_sshd, running_sshd, wait_for
 
 pytestmark = needs_sshd

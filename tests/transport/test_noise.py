@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.errors import ConnectError, ProbeError
-from orchestrator.jobs.frames import Agent, Beat, FilePiece, read_frames
+from orchestrator.jobs import Agent, Beat, FilePiece, read_frames
+from orchestrator.transport import MAX_NOISE_BYTES, ConnectedHost, LocalTransport, exchange, new_marker, open_stream
 from orchestrator.transport import ask as call
-from orchestrator.transport.ask import MAX_NOISE_BYTES, ConnectedHost, ask, exchange, new_marker, open_stream
-from orchestrator.transport.shell import LocalTransport
+from orchestrator.transport.ask import ask
 from tests.support.lab import lab
 from tests.support.terminal import Person
 

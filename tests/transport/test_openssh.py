@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import HostKeyError, OrchError
-from orchestrator.transport.hostkeys import HostKeys
-from orchestrator.transport.openssh import command_line, host_entry
+from orchestrator.transport import HostKeys, command_line, host_entry
 from tests.support import forks
 from tests.support.ssh_rack import ssh_rack
 from tests.support.sshd import make_key, needs_sshd, running_sshd

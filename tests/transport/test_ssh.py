@@ -17,13 +17,22 @@ from typing import Any
 import pytest
 
 from orchestrator.errors import AuthError, ConnectError, HostError, HostKeyError, ProbeError, UsageError
-from orchestrator.transport import connection, ssh, ssh_errors
-from orchestrator.transport.deadline import Deadline
-from orchestrator.transport.fanout import errors, for_each, values
-from orchestrator.transport.hostkeys import HostKeys
-from orchestrator.transport.login import Login
-from orchestrator.transport.route import find_route
-from orchestrator.transport.ssh import SshTransport, Target, connect, fetch_host_key, unlock
+from orchestrator.transport import (
+    Deadline,
+    HostKeys,
+    Login,
+    SshTransport,
+    connect,
+    connection,
+    errors,
+    fetch_host_key,
+    find_route,
+    for_each,
+    ssh,
+    ssh_errors,
+    values,
+)
+from orchestrator.transport.ssh import Target, unlock
 from tests.support.free_port import free_port
 from tests.support.sshd import Sshd, make_key, needs_sshd, running_sshd, wait_for
 

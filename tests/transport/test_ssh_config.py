@@ -16,13 +16,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ConnectError, HostError, UsageError
-from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.inventory import Node
+from orchestrator.hosts import Connections, Node
 from orchestrator.paths import Home
-from orchestrator.transport import ssh_config
-from orchestrator.transport.hostkeys import HostKeys
-from orchestrator.transport.route import Hop, Target, find_route
-from orchestrator.transport.ssh import connect
+from orchestrator.transport import Hop, HostKeys, Target, connect, find_route, ssh_config
 from tests.support.free_port import free_port
 from tests.support.sshd import needs_sshd
 

@@ -11,14 +11,11 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ConnectError, HostKeyError, HostsError
-from orchestrator.jobs.frames import FilePiece
-from orchestrator.jobs.live import Notice
-from orchestrator.jobs.running import RunningJob
+from orchestrator.jobs import FilePiece, Notice, RunningJob
 from orchestrator.jobs.watch import watch
 from orchestrator.paths import Home
 from orchestrator.store import Store
-from orchestrator.transport import ssh
-from orchestrator.transport.ask import ConnectedHost
+from orchestrator.transport import ConnectedHost, ssh
 from tests.support.local_job import gang
 from tests.support.sshd import Sshd, make_key, needs_sshd, running_sshd, wait_for
 

@@ -24,11 +24,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from orchestrator.errors import ConnectError, UsageError
 from orchestrator.paths import Home, RunFolder
-from orchestrator.planning.job_spec import JobSpec
-from orchestrator.ui import pages
-from orchestrator.ui.access import kept_token
-from orchestrator.ui.app import _Kept, _Site, application
-from orchestrator.ui.watched_jobs import Watched
+from orchestrator.planning import JobSpec
+from orchestrator.ui import Watched, application, kept_token, pages
+from orchestrator.ui.app import _Kept, _Site
 from tests.support.command_lines import command_lines_of_all_processes
 from tests.support.free_port import free_port
 from tests.support.served_page import TRAINS, address_of

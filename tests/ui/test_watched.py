@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from orchestrator.paths import Home
-from orchestrator.ui import watched_jobs
-from orchestrator.ui.watched_jobs import Watched
+from orchestrator.ui import Watched, watched_jobs
 from tests.support.local_cluster import Place
 from tests.support.served_page import TRAINS
 from tests.support.sshd import wait_for

@@ -10,8 +10,7 @@ import pytest
 
 from orchestrator.results.analyse import analyse
 from orchestrator.results.compare import compare
-from orchestrator.views.report import write_report
-from orchestrator.views.run_comparison import render_comparison
+from orchestrator.views import render_comparison, write_report
 from tests.results.test_timeline import ranks, run_of
 from tests.support.browser import chromium
 from tests.support.page_boxes import overlaps

@@ -7,8 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from orchestrator.doctor.observations import Mesh, Pair
-from orchestrator.doctor.table import judge
+from orchestrator.doctor import Mesh, Pair, judge
 from orchestrator.views import console, host_tables
 from tests.support.examined_hosts import NAMES, host, pairs, seen
 

@@ -13,16 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.errors import HostError
-from orchestrator.hosts.cluster import Cluster
-from orchestrator.jobs.frames import FilePiece
-from orchestrator.jobs.job_store import JobRecord
-from orchestrator.jobs.lines import Splitter
-from orchestrator.jobs.live import HostRow, Notice, RunProgress, Standstill
-from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.hosts import Cluster
+from orchestrator.jobs import FilePiece, HostRow, JobRecord, Notice, RunProgress, Splitter, Standstill
+from orchestrator.planning import LaunchPlan
+from orchestrator.results import Summary
 from orchestrator.results.analyse import analyse
-from orchestrator.results.summary import Summary
-from orchestrator.views import console, dry_run, following, host_tables, job_table
-from orchestrator.views.report import LogEnd, render_report
+from orchestrator.views import LogEnd, console, dry_run, following, host_tables, job_table, render_report
 from tests.support.run_folders import two_hosts
 
 FORBIDDEN = {chr(c) for c in (*range(9), *range(11, 32), *range(127, 160))} | set("\u061c\u200e\u200f\u2028\u2029")

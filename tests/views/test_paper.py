@@ -11,9 +11,9 @@ import duckdb
 import pytest
 
 from orchestrator.paths import RunFolder
+from orchestrator.results import Summary
 from orchestrator.results.analyse import analyse
-from orchestrator.results.summary import Summary
-from orchestrator.views.charts import write_figures
+from orchestrator.views import write_figures
 from tests.support.run_folders import Host, end, start, step, two_hosts, write_run
 
 

@@ -9,15 +9,14 @@ import pytest
 from rich.table import Table
 
 from orchestrator.paths import RunFolder
+from orchestrator.results import Summary
 from orchestrator.results.analyse import analyse
-from orchestrator.results.summary import Summary
-from orchestrator.views import host_tables
-from orchestrator.views.charts import draw_throughput
-from orchestrator.views.report import efficiency_words, headline, render_report, write_report
+from orchestrator.views import draw_throughput, efficiency_words, host_tables, render_report, write_report
+from orchestrator.views.report import headline
 from tests.support.browser import CHROMIUM
 from tests.support.pages import PNG, Page, assert_self_contained
 from tests.support.run_folders import Host, end, start, step, two_hosts, write_run
-from trainer.shared.config import EXPERIMENTS
+from trainer.shared import EXPERIMENTS
 
 HOSTILE = '<script>alert("x")</script>"><img src=//evil.example/x onerror=alert(1)>'
 FAILURE = {"node": "v100", "rank": 1, "exit_code": 1, "reason": "ended with exit code 1", "log_line": HOSTILE}

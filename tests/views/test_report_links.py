@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.controller import Controller
-from orchestrator.hosts.connections import Connections
+from orchestrator.hosts import Connections
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from tests.support.pages import Page
@@ -26,8 +26,7 @@ def measure(
 ) -> None:
     """A collected run that measured both directions of the link, or the first one alone: its time was over."""
     from orchestrator.files import write_atomic
-    from orchestrator.results.network import Collectives, CollectiveTime, LinkSpeed
-    from orchestrator.results.summary import NodeSummary, Summary
+    from orchestrator.results import Collectives, CollectiveTime, LinkSpeed, NodeSummary, Summary
 
     times = [
         CollectiveTime(operation="all_reduce", bytes=size, iterations=5, time_ms=1 + size / 1e5)

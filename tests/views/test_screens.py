@@ -5,17 +5,15 @@ import re
 
 import pytest
 
-from orchestrator.jobs.job_store import FirstFailure
+from orchestrator.jobs import FirstFailure
 from orchestrator.paths import Home
 from orchestrator.results.analyse import analyse
 from orchestrator.store import Store
-from orchestrator.studies import study_names
-from orchestrator.studies.ledger import Done, Outcome, RowRun
-from orchestrator.studies.study import FIGURES, load_study
-from orchestrator.views import console, host_tables, job_table
+from orchestrator.studies import FIGURES, Done, Outcome, RowRun, load_study, study_names
+from orchestrator.views import console, dispensable, host_tables, job_table
 from orchestrator.views import console as figures
 from orchestrator.views import console as tables
-from orchestrator.views.study_table import cells, dispensable, titles
+from orchestrator.views.study_table import cells, titles
 from tests.support.plan_command import RESNET, lab_home, orch
 from tests.support.remembered import cluster, job
 from tests.support.run_folders import two_hosts

@@ -7,13 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.results import read_gpu_use
 from orchestrator.results.analyse import analyse
-from orchestrator.results.straggler import read_gpu_use
-from orchestrator.views import host_tables
-from orchestrator.views.charts import MARKED, PALETTE
-from orchestrator.views.charts import MOST_LINES as HOSTS
-from orchestrator.views.report import write_report
-from orchestrator.views.run_charts import POINTS, GpuCourse, gpu_charts, read_course
+from orchestrator.views import MARKED, PALETTE, POINTS, GpuCourse, gpu_charts, host_tables, read_course, write_report
+from orchestrator.views import MOST_LINES as HOSTS
 from tests.support.run_folders import Host, lines, start, step, two_hosts, write_run
 
 CAP, HEAT, HARDWARE, IDLE, OWN_CLOCKS = 0x4, 0x20, 0x8, 0x1, 0x2

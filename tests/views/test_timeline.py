@@ -2,8 +2,8 @@
 
 import re
 
-from orchestrator.results.timeline import Bar, Message, Timeline, TimelineLane
-from orchestrator.views.step_timeline import LARGER, NARROW, draw_timeline
+from orchestrator.results import Bar, Message, Timeline, TimelineLane
+from orchestrator.views import LARGER, NARROW, draw_timeline
 
 
 def lane(stage, bars, **more):

@@ -13,12 +13,14 @@ unless `sync_bn` is set.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
 
 from trainer.compute.executor import ON_DEVICE, Executor
 from trainer.compute.timer import NO_DELAY, InjectedDelay, Timer
+from trainer.shared.doors import door
 from trainer.shared.errors import TrainError
 from trainer.shared.settings import Settings
 from trainer.shared.strategy_table import ONE_PROCESS
@@ -94,3 +96,7 @@ def _exact(settings: Settings, model: nn.Module, sums: GradientSum, timer: Timer
     if name == "parameter_average":
         return ParameterAverage(model, sums, timer, delay, every=1, is_exact=True)
     return AfterBackward(model, sums, timer, delay, EXCHANGES[name])
+
+
+if not TYPE_CHECKING:  # a type checker looks for names in the modules themselves
+    __getattr__ = door(__name__, __path__[0])

@@ -1,1 +1,8 @@
 """Hosts in the forms of other tools: each is read into `Imported`, and written from our nodes."""
+
+from typing import TYPE_CHECKING
+
+from trainer.shared.doors import door
+
+if not TYPE_CHECKING:  # a type checker looks for names in the modules themselves
+    __getattr__ = door(__name__, __path__[0])

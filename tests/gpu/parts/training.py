@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 
-from trainer.shared.config import fields_of
+from trainer.shared import fields_of
 
 from .. import child, expected
 from ..here import visible
