@@ -49,7 +49,7 @@ class Place:
         return done
 
     def plan(self, *words: str, cwd: str = ".") -> dict[str, Any]:
-        """But for what is another with each start."""
+        """Without the values that differ from start to start, and paths as they were typed."""
         found = json.loads(self.types("run", "--dry-run", "--json", *words, cwd=cwd).stdout)
         shown: dict[str, Any] = json.loads(json.dumps(found).replace(found["job"], "JOB"))
-        return {key: value for key, value in shown.items() if key != "created"}
+        return {key: value for key, value in shown.items() if key not in ("created", "asked")}
