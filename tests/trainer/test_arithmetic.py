@@ -71,7 +71,7 @@ def test_weights_in_pieces_keep_their_order_in_memory(monkeypatch):
 def test_a_torch_without_a_fused_sgd_says_so_if_asked_for_it(monkeypatch):
     monkeypatch.setattr(torch.optim, "SGD", lambda params, lr: None)
     assert not has_fused_sgd(CPU)
-    with pytest.raises(TrainError, match=r"fused_sgd: torch .* has none for cpu"):
+    with pytest.raises(TrainError, match=r"fused_sgd: torch .* lacks it for cpu"):
         choose_arithmetic(parse_settings("mnist_lenet", {"fused_sgd": "on"}), CPU, WITH_CPU)
 
 

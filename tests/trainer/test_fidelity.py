@@ -353,7 +353,7 @@ def test_a_round_that_no_run_has_written_is_refused(counts: list[float]) -> None
         ),
         (
             {"fidelity": "local", "sync_bn": "true"},
-            "sync_bn: fidelity local has no one network that could see the whole batch; use ddp",
+            "sync_bn: fidelity local has no single network that sees the whole batch; use ddp",
         ),
         (
             {"fidelity": "local", "local_steps": "4", "local_overlap": "4"},

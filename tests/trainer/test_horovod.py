@@ -129,7 +129,7 @@ def test_what_it_does_not_go_with_is_refused() -> None:
             parse_settings("mnist_lenet", {"strategy": "horovod", "fidelity": fidelity})
     with pytest.raises(SettingsError, match="stages: does nothing with strategy horovod"):
         parse_settings("mnist_lenet", {"strategy": "horovod", "stages": "a:0,b:1"})
-    with pytest.raises(TrainError, match="strategy=horovod needs ranks that compute, this one is paced"):
+    with pytest.raises(TrainError, match="strategy=horovod needs ranks that compute, but this rank is paced"):
         refuse_arithmetic(parse_settings("mnist_lenet", {"strategy": "horovod"}))
 
 

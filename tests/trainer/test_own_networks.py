@@ -744,7 +744,7 @@ def test_statistics_are_estimated_again_if_there_are_any_and_batches_tell(gang: 
     answers = gang.run(estimated, "fine-tuned")
     assert all(isinstance(answer, float) and math.isfinite(answer) for answer in answers), answers
     for answer in gang.run(estimated, "normed"):
-        assert str(answer).startswith("a: ema: BatchNorm's statistics are estimated again by calling the network")
+        assert str(answer).startswith("a: ema: BatchNorm's statistics are estimated by calling the network")
 
 
 def test_frozen_statistics_are_those_of_the_checkpoint_to_the_last_digits(gang: Gang, tmp_path: Path) -> None:

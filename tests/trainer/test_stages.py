@@ -140,8 +140,8 @@ def test_all_ranks_on_one_host_are_stages_by_their_numbers() -> None:
     ("text", "said"),
     [
         ("a:0-3,a:0:4-5,b:6", "'a' and 'a:0' are the same rank: a rank holds one stage"),
-        ("a:0-3,b:1:4-6", "'b:1' has a stage, and is not among a, b"),
-        ("a:0-3,c:4-6", "'c' has a stage, and is not among a, b"),
+        ("a:0-3,b:1:4-6", "'b:1' has a stage, but is not among a, b"),
+        ("a:0-3,c:4-6", "'c' has a stage, but is not among a, b"),
         ("a:0-6", "'b' has no stage: give it blocks, or leave it out"),
         ("a:0-3,b:4-5", "block 6 is in no stage"),
     ],
@@ -152,7 +152,9 @@ def test_stages_have_to_fit_the_ranks(text: str, said: str) -> None:
 
 
 def test_a_host_alone_has_no_stage_by_its_name() -> None:
-    with pytest.raises(ValueError, match="'h' has a stage, and is not among 0, 1: on one host the ranks are stages"):
+    with pytest.raises(
+        ValueError, match="'h' has a stage, but is not among 0, 1: on a single host, name ranks by their numbers"
+    ):
         Layout.of(parse_stages("h:0-6"), ["h", "h"], blocks=7)
 
 
@@ -188,7 +190,9 @@ def test_each_host_has_a_block_at_least(speeds: list[float]) -> None:
 
 
 def test_more_hosts_than_blocks_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 stages for the network's 2 blocks: each holds one; use fewer hosts"):
+    with pytest.raises(
+        ValueError, match="3 stages for the network's 2 blocks: each stage needs a block; use fewer hosts"
+    ):
         balanced(survey("lenet", (1, 28, 28), 10), {"a": 1, "b": 1, "c": 1})
 
 
