@@ -73,7 +73,7 @@ def prepared(asked: dict[str, Any], settings: dict[str, Any], info: RankInfo, gr
     assemble.join = lambda *_: group  # type: ignore[assignment]  # all rows meet in the gang that is there
     rank_network.dissect = tensor_setup.dissect = dissected  # and are of one network
     run = set_up(parse_settings(asked["exp"], pairs), info, MetricsWriter(file))
-    run.console.speaks = False
+    run.console.prints = False
     return run
 
 

@@ -55,7 +55,7 @@ def compare(exp: str, batch: int, steps: int, blocks: int) -> bool:
     settings = parse_settings(exp, pairs)
     with tempfile.TemporaryDirectory() as folder:
         run = set_up(settings, read_rank_info({}), MetricsWriter(Path(folder, "metrics.jsonl")))
-        run.console.speaks = False
+        run.console.prints = False
         bare, session = BareLoop(run), Session(run)
         times_s: dict[str, list[float]] = {"trainer": [], "bare loop": []}
         turns = {"trainer": lambda epoch: one_epoch(session, epoch), "bare loop": bare.epoch}
