@@ -44,7 +44,7 @@ def test_another_form_is_refused_with_the_one_expected(text: str) -> None:
 
 
 def test_what_exchanges_nothing_has_no_call_to_be_held_up_before() -> None:
-    with pytest.raises(SettingsError, match="strategy none exchanges nothing"):
+    with pytest.raises(SettingsError, match="strategy none has no exchange"):
         parse_settings("mnist_lenet", {"slow": "rank:0,at:call,ms:5", "strategy": "none"})
 
 
