@@ -1,7 +1,7 @@
 """The stages of a job, from a spec to its report: request, plan, GPU check, launch, then collect, analyse, report.
 Prints nothing.
 
-Parts are imported on first use. `clusters` builds clusters, `jobs/known` lists and recovers jobs, `jobs/running` is
+Parts are imported on first use. `clusters` builds clusters, `jobs/job_list` lists and recovers jobs, `jobs/running` is
 one job; `measuring/` runs jobs of its own.
 """
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from orchestrator.hosts.inventory import Node
     from orchestrator.hosts.work_folders import Cleared
     from orchestrator.jobs.collect import HeldError
+    from orchestrator.jobs.job_list import JobList, JobRecovery
     from orchestrator.jobs.job_queue import Queue
-    from orchestrator.jobs.known import KnownJobs, LostJobs
     from orchestrator.jobs.launch import Prepared
     from orchestrator.jobs.running import RunningJob
     from orchestrator.planning.job_spec import JobSpec
@@ -110,16 +110,16 @@ class Controller:
         return StartChecks(self.store, lambda line: self.say(line))
 
     @cached_property
-    def jobs(self) -> KnownJobs:
-        from orchestrator.jobs.known import KnownJobs
+    def jobs(self) -> JobList:
+        from orchestrator.jobs.job_list import JobList
 
-        return KnownJobs(self.store, self.connections)
+        return JobList(self.store, self.connections)
 
     @cached_property
-    def lost_jobs(self) -> LostJobs:
-        from orchestrator.jobs.known import LostJobs
+    def lost_jobs(self) -> JobRecovery:
+        from orchestrator.jobs.job_list import JobRecovery
 
-        return LostJobs(self.store, self.connections)
+        return JobRecovery(self.store, self.connections)
 
     # ---- running ----------------------------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class Controller:
             return self._launch_before_rivals(plan, asked.job.blob)
         away, notes = self.choice.away(cluster, request, asked.only), set[str]()
         while True:
-            shown(plan := self.choice.of_those_there(cluster, request, code, asked.only, away))
+            shown(plan := self.choice.plan_on_present(cluster, request, code, asked.only, away))
             try:
                 return self.launch(plan, asked.job.blob, notes)
             except RefusedError as error:

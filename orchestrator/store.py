@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from orchestrator.errors import OrchError, StateError
 from orchestrator.files import make_folder
 from orchestrator.hosts.cluster import ListedCluster
-from orchestrator.jobs.job_store import ENDED, RememberedJobs
+from orchestrator.jobs.job_store import ENDED, JobStore
 from orchestrator.record import write_record
 
 if TYPE_CHECKING:
     from orchestrator.planning.profiles import Kind, Profile, Rank
 
 
-class Store(RememberedJobs):
+class Store(JobStore):
     def listed_clusters(self) -> list[ListedCluster]:
         """With damaged clusters and their errors."""
         running = [job for job in self.jobs() if job.state not in ENDED]

@@ -9,8 +9,9 @@ import threading
 import pytest
 
 from orchestrator.errors import OrchError, StateError, UsageError
-from orchestrator.hosts import Connections, Problem
-from orchestrator.jobs import KnownJobs
+from orchestrator.hosts.cluster import Problem
+from orchestrator.hosts.connections import Connections
+from orchestrator.jobs.job_list import JobList
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from tests.support.plans import a2000_v100
@@ -335,9 +336,9 @@ def test_a_start_that_looked_abandoned_a_moment_ago_stays_remembered_where_someb
     monkeypatch.setattr(Store, "half_started", lambda _: seen)
     monkeypatch.setattr(Store, "job_ids", lambda _: [])
     with store.launching(job(plan.job), plan):
-        KnownJobs(store, Connections(store.home)).settle_half_starts()
+        JobList(store, Connections(store.home)).settle_half_starts()
         assert store.home.launching(plan.job).exists()
-    KnownJobs(store, Connections(store.home)).settle_half_starts()
+    JobList(store, Connections(store.home)).settle_half_starts()
     assert not store.home.launching(plan.job).exists()
 
 

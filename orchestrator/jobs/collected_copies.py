@@ -17,7 +17,7 @@ from typing import Any
 from orchestrator.errors import HostsError, OrchError
 from orchestrator.jobs.follow import Event
 from orchestrator.jobs.frames import HEAD_BYTES, LOGS, NODE_FILES, FilePiece, Held
-from orchestrator.jobs.job_store import RememberedJobs
+from orchestrator.jobs.job_store import JobStore
 from orchestrator.jobs.launch import ASK_S, on_all
 from orchestrator.jobs.lines import LogLine, Splitter
 from orchestrator.paths import RunFolder
@@ -29,18 +29,18 @@ from orchestrator.transport.fanout import errors, values
 PIECE_BYTES = 1 << 18
 
 
-def newest_copy(jobs: RememberedJobs, job: str) -> RunFolder | None:
+def newest_copy(jobs: JobStore, job: str) -> RunFolder | None:
     """None without a known copy."""
     copies = [RunFolder(folder) for folder in jobs.run_folders(job)]
     return next((copy for copy in copies if copy.summary.is_file()), None)
 
 
-def is_removed(jobs: RememberedJobs, plan: LaunchPlan) -> bool:
+def is_removed(jobs: JobStore, plan: LaunchPlan) -> bool:
     removal = jobs.removal(plan.job)
     return removal is not None and {node.name for node in plan.nodes} <= {*removal.nodes}
 
 
-def nothing_left(jobs: RememberedJobs, plan: LaunchPlan) -> OrchError:
+def nothing_left(jobs: JobStore, plan: LaunchPlan) -> OrchError:
     removal, copy = jobs.removal(plan.job), newest_copy(jobs, plan.job)
     what = f"its files were removed by `orch down` on {_date(removal.at)}" if removal else "no host holds its files"
     what += "" if copy else "; no collected copy is known here"

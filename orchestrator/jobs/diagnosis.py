@@ -1,6 +1,6 @@
 """Which rank holds a job up, and why, from its hosts' snapshots. Pure.
 
-    verdict = diagnose(plan, {"a": HostLook(...), "b": HostError(...)})
+    verdict = diagnose(plan, {"a": HostSnapshot(...), "b": HostError(...)})
     verdict.kind, verdict.node, verdict.rank, verdict.place     "missed-collective", "b", 1, "train.py:31 in step"
 
 A rank that writes, moves data or changes its line makes progress. An idle rank stands still after QUIET_S without
@@ -21,8 +21,8 @@ from orchestrator.errors import HostError
 from orchestrator.hosts.exec import reasons
 from orchestrator.jobs.job_store import Kind, Verdict
 from orchestrator.jobs.live_stats import GpuLines, Reading, slowed_by_words
-from orchestrator.jobs.looks import HostLook, ProcessLook, RankLook, StackFrame
 from orchestrator.jobs.metric_lines import parse_event
+from orchestrator.jobs.rank_snapshots import HostSnapshot, ProcessSnapshot, RankSnapshot, StackFrame
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.units import counted, format_duration
 
@@ -40,7 +40,7 @@ EVERY_RANK = f"every rank has to make the same calls: what leads this one elsewh
 @dataclass(frozen=True)
 class StalledJob:
     plan: LaunchPlan
-    hosts: Mapping[str, HostLook]
+    hosts: Mapping[str, HostSnapshot]
     silent: Mapping[str, HostError]
 
     @cached_property
@@ -49,20 +49,20 @@ class StalledJob:
 
     @cached_property
     def live(self) -> list[RankActivity]:
-        return [one for one in self.ranks if one.is_live]
+        return [rank for rank in self.ranks if rank.is_live]
 
     @cached_property
     def quiet_s(self) -> float:
         """Since any rank's last output."""
-        return min((one.look.quiet_s for one in self.live), default=0.0)
+        return min((rank.snapshot.quiet_s for rank in self.live), default=0.0)
 
     @cached_property
     def _step_s(self) -> float:
-        return max((one.look.step_s or 0.0 for one in self.live), default=0.0)
+        return max((rank.snapshot.step_s or 0.0 for rank in self.live), default=0.0)
 
     @property
     def is_quiet(self) -> bool:
-        return self.quiet_s >= max(QUIET_S, STEPS * self._step_s) and not any(one.look.grew for one in self.live)
+        return self.quiet_s >= max(QUIET_S, STEPS * self._step_s) and not any(rank.snapshot.grew for rank in self.live)
 
     @property
     def is_long_quiet(self) -> bool:
@@ -77,37 +77,37 @@ class StalledJob:
 
     @cached_property
     def idle(self) -> list[RankActivity]:
-        return [one for one in self.live if not one.moves]
+        return [rank for rank in self.live if not rank.moves]
 
     @cached_property
     def spinning(self) -> list[RankActivity]:
         """Ranks that use the CPU at a line at which ranks wait for others: with NCCL they may be waiting."""
-        at_one = (one for one in self.live if one.at == "collective" and one.moves and one.script_is_same)
-        return [one for one in at_one if self.is_long_quiet and not one.look.moves_data]
+        at_one = (rank for rank in self.live if rank.at == "collective" and rank.moves and rank.script_is_same)
+        return [rank for rank in at_one if self.is_long_quiet and not rank.snapshot.moves_data]
 
     @cached_property
     def waiting(self) -> list[RankActivity]:
         """Ranks that wait in a collective."""
-        idle = [one for one in self.live if one.at == "collective" and not one.moves]
-        is_sure = any(one.at != "collective" for one in self.idle) or self.is_very_long_quiet
-        return sorted([*idle, *(self.spinning if is_sure else ())], key=lambda one: one.rank)
+        idle = [rank for rank in self.live if rank.at == "collective" and not rank.moves]
+        is_sure = any(rank.at != "collective" for rank in self.idle) or self.is_very_long_quiet
+        return sorted([*idle, *(self.spinning if is_sure else ())], key=lambda rank: rank.rank)
 
     @cached_property
     def others(self) -> list[RankActivity]:
-        return [one for one in self.live if one not in self.waiting]
+        return [rank for rank in self.live if rank not in self.waiting]
 
     @cached_property
     def working(self) -> list[RankActivity]:
         """Ranks for which others may rightly wait."""
-        return [] if self.is_very_long_quiet else [one for one in self.others if one.moves]
+        return [] if self.is_very_long_quiet else [rank for rank in self.others if rank.moves]
 
     @property
     def silence(self) -> str:
         return f"no rank has written anything for {format_duration(self.quiet_s)}"
 
 
-def diagnose(plan: LaunchPlan, outcomes: Mapping[str, HostLook | HostError]) -> Verdict:
-    hosts = {name: found for name, found in outcomes.items() if isinstance(found, HostLook)}
+def diagnose(plan: LaunchPlan, outcomes: Mapping[str, HostSnapshot | HostError]) -> Verdict:
+    hosts = {name: found for name, found in outcomes.items() if isinstance(found, HostSnapshot)}
     silent = {name: found for name, found in outcomes.items() if isinstance(found, HostError)}
     job = StalledJob(plan, hosts, silent)
     found = (verdict for find in FINDERS if (verdict := find(job)))
@@ -118,10 +118,10 @@ def diagnose(plan: LaunchPlan, outcomes: Mapping[str, HostLook | HostError]) -> 
 
 
 def _stopped(job: StalledJob) -> Verdict | None:
-    for one in job.live:
-        if one.at == "stopped" and one.process:
-            reason = f"{one.name} is stopped by a signal (state {one.process.state})"
-            return _of(one, "stopped", reason, f"`orch ssh {one.node} -- kill -CONT {one.process.pid}` continues it")
+    for rank in job.live:
+        if rank.at == "stopped" and rank.process:
+            reason = f"{rank.name} is stopped by a signal (state {rank.process.state})"
+            return _of(rank, "stopped", reason, f"`orch ssh {rank.node} -- kill -CONT {rank.process.pid}` continues it")
     for name, host in job.hosts.items():
         if host.frozen:
             reason = f"the {host.frozen[0]} of the job on {name} is stopped by a signal"
@@ -130,13 +130,15 @@ def _stopped(job: StalledJob) -> Verdict | None:
 
 
 def _full_pipe(job: StalledJob) -> Verdict | None:
-    for one in job.live:
-        if one.at == "pipe":
-            is_stopped = one.look.wrapper in ("T", "t")
+    for rank in job.live:
+        if rank.at == "pipe":
+            is_stopped = rank.snapshot.wrapper in ("T", "t")
             why = ": the process of orch that reads it is stopped by a signal" if is_stopped else ""
-            reason = f"{one.name} writes to {one.look.full_pipes[0]}, and no process reads it: the pipe is full{why}"
-            again = f"`orch ssh {one.node} -- kill -CONT {one.look.wrapper_pid}` continues the reader"
-            return _of(one, "full-pipe", reason, again if is_stopped else "is it a pipe of the script's own? Read it")
+            reason = (
+                f"{rank.name} writes to {rank.snapshot.full_pipes[0]}, and no process reads it: the pipe is full{why}"
+            )
+            again = f"`orch ssh {rank.node} -- kill -CONT {rank.snapshot.wrapper_pid}` continues the reader"
+            return _of(rank, "full-pipe", reason, again if is_stopped else "is it a pipe of the script's own? Read it")
     return None
 
 
@@ -153,41 +155,41 @@ def _silent(job: StalledJob) -> Verdict | None:
 
 def _disk(job: StalledJob) -> Verdict | None:
     """A slow disk makes some progress now and then."""
-    for one in job.live if job.is_long_quiet else ():
-        if one.at == "disk" and one.process and one.process.stands:
-            where = f" ({one.process.wchan})" if one.process.wchan else ""
-            reason = f"{one.name} waits in the kernel{where}, for a disk or the server of one; {job.silence}"
-            remedy = f"`orch ssh {one.node} -- dmesg`, and its mounts: is a server gone? A slow disk ends it by itself"
-            return _of(one, "dead-mount", reason, remedy)
+    for rank in job.live if job.is_long_quiet else ():
+        if rank.at == "disk" and rank.process and rank.process.stands:
+            where = f" ({rank.process.wchan})" if rank.process.wchan else ""
+            reason = f"{rank.name} waits in the kernel{where}, for a disk or the server of one; {job.silence}"
+            remedy = f"`orch ssh {rank.node} -- dmesg`, and its mounts: is a server gone? A slow disk ends it by itself"
+            return _of(rank, "dead-mount", reason, remedy)
     return None
 
 
 def _link(job: StalledJob) -> Verdict | None:
-    for one in job.live if job.is_quiet else ():
-        for link in () if one.look.moves_data else one.look.connections:
+    for rank in job.live if job.is_quiet else ():
+        for link in () if rank.snapshot.moves_data else rank.snapshot.connections:
             if link.retransmits >= RETRIES:
                 hosts = [node.name for node in job.plan.nodes if node.address == link.to]
                 peer = hosts[0] if len(hosts) == 1 else f"{link.to} port {link.port}"
                 tries = f"{link.unsent:,} bytes were sent again {counted(link.retransmits, 'time')}"
-                reason = f"{one.name} sends to {peer} and gets no answer: {tries}"
+                reason = f"{rank.name} sends to {peer} and gets no answer: {tries}"
                 return _of(
-                    one, "half-dead-link", reason, "`orch status`; then the cable, switch or firewall between them"
+                    rank, "half-dead-link", reason, "`orch status`; then the cable, switch or firewall between them"
                 )
     return None
 
 
 def _idle_one(job: StalledJob) -> Verdict | None:
     """An idle rank outside of collectives is the cause, whatever the others do."""
-    idle = [one for one in job.others if not one.moves and one.at != "disk"]
+    idle = [rank for rank in job.others if not rank.moves and rank.at != "disk"]
     if not job.is_quiet or not idle or job.working:
         return None
-    if found := next((one for one in idle if one.at == "loader"), None):
+    if found := next((rank for rank in idle if rank.at == "loader"), None):
         return _of(found, "loader", *_loader_words(job, found))
-    if found := next((one for one in idle if one.at == "lock"), None):
+    if found := next((rank for rank in idle if rank.at == "lock"), None):
         besides = f"; another of its threads stands at {', '.join(found.besides[:2])}" if found.besides else ""
         reason = f"{found.name} waits for a lock, or for another of its threads{besides}; {job.silence}"
         return _of(found, "deadlock", reason, f"who holds it? {ALL_FRAMES}, and other threads")
-    found = _odd([one for one in idle if one.place] or idle)
+    found = _odd([rank for rank in idle if rank.place] or idle)
     if job.waiting and found.place:
         return _missed(job, found, "is idle")
     if job.waiting:
@@ -198,16 +200,16 @@ def _idle_one(job: StalledJob) -> Verdict | None:
     return _of(found, "stands-still", reason, f"what does it wait for there? {ALL_FRAMES}")
 
 
-def _loader_words(job: StalledJob, one: RankActivity) -> tuple[str, str]:
-    worker, script = one.process, one.look.script
+def _loader_words(job: StalledJob, rank: RankActivity) -> tuple[str, str]:
+    worker, script = rank.process, rank.snapshot.script
     remedy = "what does the data set wait for there? `num_workers=0` shows it in the rank itself"
     if worker is script or worker is None:
-        return f"{one.name} waits for a batch of its DataLoader; {job.silence}", remedy
+        return f"{rank.name} waits for a batch of its DataLoader; {job.silence}", remedy
     if worker.state in ("T", "t"):
-        reason = f"{one.name} waits for a batch: its DataLoader's worker, pid {worker.pid}, is stopped by a signal"
-        return reason, f"`orch ssh {one.node} -- kill -CONT {worker.pid}` continues it"
+        reason = f"{rank.name} waits for a batch: its DataLoader's worker, pid {worker.pid}, is stopped by a signal"
+        return reason, f"`orch ssh {rank.node} -- kill -CONT {worker.pid}` continues it"
     return (
-        f"{one.name} waits for a batch that its DataLoader's worker, pid {worker.pid}, makes; {job.silence}",
+        f"{rank.name} waits for a batch that its DataLoader's worker, pid {worker.pid}, makes; {job.silence}",
         remedy,
     )
 
@@ -216,12 +218,12 @@ def _absent_one(job: StalledJob) -> Verdict | None:
     """Others wait for a rank that has ended or not begun."""
     if not job.is_quiet or not job.waiting:
         return None
-    for one in job.ranks:
-        if one.at == "ended":
-            how = f"on {one.look.signal}" if one.look.signal else f"with exit code {one.look.exit_code}"
-            return _missed(job, one, f"has ended {how}")
-        if one.at == "begins":
-            return _missed(job, one, "has not begun")
+    for rank in job.ranks:
+        if rank.at == "ended":
+            how = f"on {rank.snapshot.signal}" if rank.snapshot.signal else f"with exit code {rank.snapshot.exit_code}"
+            return _missed(job, rank, f"has ended {how}")
+        if rank.at == "begins":
+            return _missed(job, rank, "has not begun")
     return None
 
 
@@ -239,7 +241,7 @@ def _all_wait(job: StalledJob) -> Verdict | None:
     if not job.is_quiet or not job.waiting or job.others:
         return None
     odd = _odd(job.waiting)
-    elsewhere = [one for one in job.waiting if one.place != odd.place]
+    elsewhere = [rank for rank in job.waiting if rank.place != odd.place]
     if elsewhere:
         reason = f"{odd.name} and {_ranks(elsewhere)}, at {elsewhere[0].place}, do not wait in the same collective"
         return _of(odd, "missed-collective", reason, "all ranks have to make the same calls in the same order")
@@ -271,7 +273,7 @@ FINDERS: Sequence[Callable[[StalledJob], Verdict | None]] = (
 
 def _no_stall(job: StalledJob) -> Verdict:
     if not job.live:
-        begun = not job.ranks or any(one.at == "begins" for one in job.ranks)
+        begun = not job.ranks or any(rank.at == "begins" for rank in job.ranks)
         return Verdict("no-stall", "its ranks have not begun" if begun else "its ranks have ended")
     if len(job.idle) == len(job.live):
         since = format_duration(job.quiet_s)
@@ -279,13 +281,13 @@ def _no_stall(job: StalledJob) -> Verdict:
             "no-stall", f"no rank moves at this moment, but the last output came only {since} ago", "ask again"
         )
     held = f"; {_ranks(job.waiting)} waits for others" if job.waiting else ""
-    moving = [one for one in job.live if one.moves]
+    moving = [rank for rank in job.live if rank.moves]
     reason = f"{len(moving)} of {len(job.live)} ranks that run get on{held}"
     if not job.is_quiet:
         return Verdict("no-stall", reason)
     odd = _odd(moving)
     if len(job.spinning) == len(job.live):
-        elsewhere = next((f", others at {one.place}" for one in moving if one.place != odd.place), "")
+        elsewhere = next((f", others at {rank.place}" for rank in moving if rank.place != odd.place), "")
         reason = f"all ranks use the CPU{elsewhere}: they compute, or wait as NCCL does; ask again later"
     return _of(odd, "still-busy", f"{reason}; {job.silence}", "")
 
@@ -293,21 +295,21 @@ def _no_stall(job: StalledJob) -> Verdict:
 # ---- words ----------------------------------------------------------------------------------------------------------
 
 
-def _of(one: RankActivity, kind: Kind, reason: str, remedy: str) -> Verdict:
-    text = one.frame.text if one.frame else ""
-    return Verdict(kind, reason, remedy, one.node, one.rank, one.place, text)
+def _of(rank: RankActivity, kind: Kind, reason: str, remedy: str) -> Verdict:
+    text = rank.frame.text if rank.frame else ""
+    return Verdict(kind, reason, remedy, rank.node, rank.rank, rank.place, text)
 
 
-def _missed(job: StalledJob, one: RankActivity, how: str, remedy: str = EVERY_RANK) -> Verdict:
+def _missed(job: StalledJob, rank: RankActivity, how: str, remedy: str = EVERY_RANK) -> Verdict:
     where = job.waiting[0].place
-    reason = f"{one.name} {how}{_program(one)}, while {_ranks(job.waiting)} waits in a collective at {where}"
-    return _of(one, "missed-collective", f"{reason}; {job.silence}", remedy)
+    reason = f"{rank.name} {how}{_program(rank)}, while {_ranks(job.waiting)} waits in a collective at {where}"
+    return _of(rank, "missed-collective", f"{reason}; {job.silence}", remedy)
 
 
-def _program(one: RankActivity) -> str:
+def _program(rank: RankActivity) -> str:
     """For a process without Python frames: its name and its state in the kernel."""
-    process = one.process
-    if one.place or process is None:
+    process = rank.process
+    if rank.place or process is None:
         return ""
     return f" ({process.name}, state {process.state}{f', {process.wchan}' if process.wchan else ''})"
 
@@ -318,11 +320,11 @@ def _ranks(some: Sequence[RankActivity]) -> str:
 
 def _odd(some: Sequence[RankActivity]) -> RankActivity:
     """The rank with the least common place; of several the last, since rank 0 often does more than others."""
-    places = [one.place for one in some]
-    return min(reversed(some), key=lambda one: places.count(one.place))
+    places = [rank.place for rank in some]
+    return min(reversed(some), key=lambda rank: places.count(rank.place))
 
 
-def _last_readings(host: HostLook) -> Iterator[Reading]:
+def _last_readings(host: HostSnapshot) -> Iterator[Reading]:
     lines, last = GpuLines(), dict[tuple[int, int | None], Reading]()
     for line in host.gpu_lines:
         if reading := lines.reading(parse_event(line)):
@@ -330,7 +332,7 @@ def _last_readings(host: HostLook) -> Iterator[Reading]:
     yield from last.values()
 
 
-# Activity of a rank, from two snapshots. Pure. Its place is a frame of the user's code if there is one, not torch's
+# Activity of a rank, from two snapshots. Pure. Its place is a frame of the user's code if there is rank, not torch's
 # frame below.
 
 At = Literal["ended", "begins", "stopped", "pipe", "disk", "loader", "collective", "lock", "elsewhere"]
@@ -355,12 +357,12 @@ class RankActivity:
     at: At
     moves: bool
     """Between the snapshots it moved data, used the CPU, or changed its line."""
-    look: RankLook
+    snapshot: RankSnapshot
     frame: StackFrame | None
     """In the user's code if possible."""
     place: str
     """The frame's text; "" if unknown."""
-    process: ProcessLook | None
+    process: ProcessSnapshot | None
     """The script, or a worker of its DataLoader."""
     besides: tuple[str, ...] = ()
     """Places of its other threads in the user's code."""
@@ -371,35 +373,37 @@ class RankActivity:
 
     @property
     def script_is_same(self) -> bool:
-        return self.look.script is not None and self.look.script.same and not self.look.grew
+        return self.snapshot.script is not None and self.snapshot.script.same and not self.snapshot.grew
 
     @property
     def is_live(self) -> bool:
         return self.at not in ("ended", "begins")
 
 
-def activities_of(outcomes: Mapping[str, HostLook | HostError]) -> list[RankActivity]:
+def activities_of(outcomes: Mapping[str, HostSnapshot | HostError]) -> list[RankActivity]:
     """By rank. outcomes: by host."""
-    seen = {name: found for name, found in outcomes.items() if isinstance(found, HostLook)}
+    seen = {name: found for name, found in outcomes.items() if isinstance(found, HostSnapshot)}
     found = [activity_of(name, rank, host.src) for name, host in seen.items() for rank in host.ranks]
-    return sorted(found, key=lambda one: one.rank)
+    return sorted(found, key=lambda rank: rank.rank)
 
 
-def activity_of(node: str, look: RankLook, src: str) -> RankActivity:
-    script = look.script
-    at = _at(look, src)
+def activity_of(node: str, snapshot: RankSnapshot, src: str) -> RankActivity:
+    script = snapshot.script
+    at = _at(snapshot, src)
     process = script
     if at in ("loader", "disk"):
-        process = next(_stuck_workers(look, at), script)
+        process = next(_stuck_workers(snapshot, at), script)
     frame = process.own_frame(src) if process else None
-    gets_on = script is not None and (look.grew or look.does == "busy" or not script.same or look.moves_data)
+    gets_on = script is not None and (
+        snapshot.grew or snapshot.does == "busy" or not script.same or snapshot.moves_data
+    )
     moves = gets_on and at != "stopped"
     return RankActivity(
         node=node,
-        rank=look.rank,
+        rank=snapshot.rank,
         at=at,
         moves=moves,
-        look=look,
+        snapshot=snapshot,
         frame=frame,
         place=frame.place(src) if frame else "",
         process=process,
@@ -407,27 +411,27 @@ def activity_of(node: str, look: RankLook, src: str) -> RankActivity:
     )
 
 
-def _besides(process: ProcessLook | None, src: str) -> Iterator[str]:
+def _besides(process: ProcessSnapshot | None, src: str) -> Iterator[str]:
     for thread in (process.threads or ())[1:] if process else ():
         frame = thread.own_frame(src)
         if frame and frame.is_own(src):
             yield frame.place(src)
 
 
-def _at(look: RankLook, src: str) -> At:
-    script = look.script
-    if look.ended or script is None:
-        return "ended" if look.ended else "begins"
-    if look.does == "stopped":
+def _at(snapshot: RankSnapshot, src: str) -> At:
+    script = snapshot.script
+    if snapshot.ended or script is None:
+        return "ended" if snapshot.ended else "begins"
+    if snapshot.does == "stopped":
         return "stopped"
-    if look.full_pipes and look.does == "waits" and script.same and not look.grew:
+    if snapshot.full_pipes and snapshot.does == "waits" and script.same and not snapshot.grew:
         return "pipe"
-    if look.does == "disk" or any(_stuck_workers(look, "disk")):
+    if snapshot.does == "disk" or any(_stuck_workers(snapshot, "disk")):
         return "disk"
     return _by_frames(script, src)
 
 
-def _by_frames(script: ProcessLook, src: str) -> At:
+def _by_frames(script: ProcessSnapshot, src: str) -> At:
     """Frames below the user's code show for what a line waits; frames above, whether it makes a batch."""
     own = script.own_frame(src)
     below = [frame.file for frame in script.frames[: script.frames.index(own)]] if own else []
@@ -443,18 +447,18 @@ def _by_frames(script: ProcessLook, src: str) -> At:
     return "lock" if script.wchan.startswith("futex") and LOCK_WORDS.search(text) else "elsewhere"
 
 
-def _stuck_workers(look: RankLook, at: At) -> Iterator[ProcessLook]:
+def _stuck_workers(snapshot: RankSnapshot, at: At) -> Iterator[ProcessSnapshot]:
     """Its processes that wait for a disk, or make a batch and stand still."""
-    for one in look.processes[1:]:
-        holds_up = one.state == "D" if at == "disk" else _makes_batch(one)
-        if holds_up and one.stands:
-            yield one
+    for process in snapshot.processes[1:]:
+        holds_up = process.state == "D" if at == "disk" else _makes_batch(process)
+        if holds_up and process.stands:
+            yield process
 
 
-def _makes_batch(one: ProcessLook) -> bool:
+def _makes_batch(process: ProcessSnapshot) -> bool:
     """A stopped worker shows no frames, only torch's name for it."""
-    files = [frame.file for frame in one.frames]
-    return _any(FETCHES, files) or (one.state in ("T", "t", "D") and one.name == "pt_data_worker")
+    files = [frame.file for frame in process.frames]
+    return _any(FETCHES, files) or (process.state in ("T", "t", "D") and process.name == "pt_data_worker")
 
 
 def _any(pattern: re.Pattern[str], files: Iterable[str]) -> bool:

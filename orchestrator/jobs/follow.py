@@ -20,7 +20,7 @@ from orchestrator.jobs.frames import Agent, Beat, FilePiece, Frame
 from orchestrator.jobs.job_store import FINAL_STATES, JobRecord
 from orchestrator.jobs.lines import Bars, LogLine, Splitter
 from orchestrator.jobs.live import LiveView, Notice, RunProgress, Silence, Standstill
-from orchestrator.jobs.stall import Asker, News, dropped_words, standstill
+from orchestrator.jobs.stall import News, StallProbe, lost_output_words, standstill
 from orchestrator.planning.launch_plan import LaunchPlan
 
 LATE_S = 10.0
@@ -45,13 +45,13 @@ class Follow:
         until_end: bool,
         ask: Callable[[], JobRecord] | None = None,
     ) -> None:
-        self.heard = Heard()
+        self.liveness = HostLiveness()
         self.ended_at_s: float | None = None
         """None while the job runs; else the time of its end, or of later data. A lost job may be found again."""
         self._plan, self._remember, self._until_end = plan, remember, until_end
         self._links = _Links(dials_again=until_end)
         self._splitter, self._view, self._news = Splitter(), LiveView(plan), News(plan)
-        self._asker = Asker(ask) if ask and until_end else None
+        self._probe = StallProbe(ask) if ask and until_end else None
         self._last_standstill = Standstill()
         self._is_silent, self._has_progress = until_end, False
         self._progress_due_s, self._bars_due_s = 0.0, time.monotonic() + BARS_S
@@ -60,7 +60,7 @@ class Follow:
         """items: from `watch`."""
         for name, item in items:
             now_s = time.monotonic()
-            is_changed = self.heard.take(name, item, now_s)
+            is_changed = self.liveness.take(name, item, now_s)
             yield from self._links.words(name, item)
             if isinstance(item, FilePiece):
                 yield from self._piece(name, item)
@@ -74,7 +74,7 @@ class Follow:
 
     def last_words(self) -> Iterator[Event]:
         """Raises HostsError if hosts refused the connection while the job runs."""
-        yield from map(Notice, dropped_words(self._plan, self.heard.records))
+        yield from map(Notice, lost_output_words(self._plan, self.liveness.records))
         has_ended, refused = self.ended_at_s is not None, self._links.refused if self._until_end else []
         for error in refused if has_ended else ():
             yield Notice(f"{error.message}; not all that this host printed is shown here")
@@ -94,15 +94,15 @@ class Follow:
             self.ended_at_s = time.monotonic()
 
     def _update(self, now_s: float) -> Iterator[Event]:
-        record = self._remember(self.heard.found(now_s))
-        if self._asker:
-            self._asker.tell(record)
-        if self._until_end and not (self._asker and self._asker.is_at_work):
+        record = self._remember(self.liveness.found(now_s))
+        if self._probe:
+            self._probe.tell(record)
+        if self._until_end and not (self._probe and self._probe.is_at_work):
             yield from self._stall_events(record)
         if record.state not in FINAL_STATES:
             self.ended_at_s = None
         elif self.ended_at_s is None:
-            if missed := self.heard.missed(now_s):
+            if missed := self.liveness.missed(now_s):
                 yield Notice(f"{', '.join(sorted(missed))}: no answer; the job's state is as the other hosts report it")
             self.ended_at_s = time.monotonic()
 
@@ -113,7 +113,7 @@ class Follow:
         yield from map(Notice, self._news.of(record))
 
     def _when_due(self) -> Iterator[Event]:
-        if self._asker and (record := self._asker.answer()):
+        if self._probe and (record := self._probe.answer()):
             yield from self._stall_events(record)
         if self._has_progress and time.monotonic() > self._progress_due_s:
             self._has_progress, self._progress_due_s = False, time.monotonic() + PROGRESS_S
@@ -172,7 +172,7 @@ broke.
 """
 
 
-class Heard:
+class HostLiveness:
     """records: each host's last, whatever its age."""
 
     def __init__(self) -> None:

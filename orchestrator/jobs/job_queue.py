@@ -20,7 +20,7 @@ from typing import Any
 from orchestrator.errors import ConnectError, HostError, HostsError, OrchError, RefusedError, TurnError
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.occupied import OccupiedError
-from orchestrator.jobs.job_store import ENDED, FINAL_STATES, JobRecord, RememberedJobs, WaitingRun
+from orchestrator.jobs.job_store import ENDED, FINAL_STATES, JobRecord, JobStore, WaitingRun
 from orchestrator.owner import read_owner
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.text import one_line, some
@@ -167,7 +167,7 @@ class Turn:
     def __init__(
         self,
         plan: LaunchPlan,
-        memory: RememberedJobs,
+        memory: JobStore,
         connections: Connections,
         say: Callable[[str], None],
         limit_s: float | None,
@@ -332,7 +332,7 @@ class Waiting:
 
 
 class Queue:
-    def __init__(self, memory: RememberedJobs, connections: Connections) -> None:
+    def __init__(self, memory: JobStore, connections: Connections) -> None:
         self._memory, self._connections = memory, connections
 
     def cancel(self, wanted: str) -> str | None:

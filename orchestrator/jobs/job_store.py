@@ -60,7 +60,7 @@ def _newest_first(jobs: Iterable[JobRecord]) -> list[JobRecord]:
     return sorted(jobs, key=lambda job: (job.number, job.started or "", job.id), reverse=True)
 
 
-class RememberedJobs(RememberedClusters):
+class JobStore(RememberedClusters):
     def __init__(self, home: Home) -> None:
         super().__init__(home)
         self._held: dict[str, JobRecord] = {}  # for this command, if they could not be written

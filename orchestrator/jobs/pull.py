@@ -34,7 +34,7 @@ from orchestrator.hosts.connections import Connections
 from orchestrator.jobs.collect import SPARE_BYTES, refuse_if_full
 from orchestrator.jobs.collected_copies import is_removed
 from orchestrator.jobs.frames import End, FilePiece, Held, Left, Whole, read_files
-from orchestrator.jobs.job_store import RememberedJobs
+from orchestrator.jobs.job_store import JobStore
 from orchestrator.owner import read_owner
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
@@ -519,7 +519,7 @@ def outputs(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> Outputs:
     return Outputs(without_copies(plan, by_node), errors_by_node(listed))
 
 
-def unpulled(jobs: RememberedJobs, connections: Connections, cluster: Cluster) -> Unpulled:
+def unpulled(jobs: JobStore, connections: Connections, cluster: Cluster) -> Unpulled:
     plans = _own_plans(jobs, cluster)
     asked = {
         node.name: [plan.job for plan in plans if node.name in {planned.name for planned in plan.nodes}]
@@ -537,7 +537,7 @@ def unpulled(jobs: RememberedJobs, connections: Connections, cluster: Cluster) -
     return Unpulled(files, {**errors_by_node(opened), **errors_by_node(listed)})
 
 
-def _own_plans(jobs: RememberedJobs, cluster: Cluster) -> list[LaunchPlan]:
+def _own_plans(jobs: JobStore, cluster: Cluster) -> list[LaunchPlan]:
     """This home's jobs on the cluster whose hosts may still hold files."""
     plans, own = list[LaunchPlan](), read_owner(jobs.home)
     for record in jobs.jobs():

@@ -24,14 +24,14 @@ from orchestrator.hosts.connections import CONNECT_S, Connections
 from orchestrator.jobs import collect, launch, pull
 from orchestrator.jobs.collected_copies import is_removed, nothing_left, tails
 from orchestrator.jobs.diagnosis import diagnose
-from orchestrator.jobs.follow import Event, Follow, Heard
+from orchestrator.jobs.follow import Event, Follow, HostLiveness
 from orchestrator.jobs.frames import Agent, Held
-from orchestrator.jobs.job_store import ENDED, FINAL_STATES, JobRecord, RememberedJobs, Verdict
+from orchestrator.jobs.job_store import ENDED, FINAL_STATES, JobRecord, JobStore, Verdict
 from orchestrator.jobs.launch import on_all
 from orchestrator.jobs.live_stats import Gauge
-from orchestrator.jobs.looks import HostLook
 from orchestrator.jobs.pull import Output, Outputs, outputs
-from orchestrator.jobs.stall import Asker, answered, asks_for_it, dropped_words
+from orchestrator.jobs.rank_snapshots import HostSnapshot
+from orchestrator.jobs.stall import StallProbe, answered, lost_output_words, needs_diagnosis
 from orchestrator.jobs.state import combine, is_gone, is_half_started
 from orchestrator.jobs.watch import watch, watch_records
 from orchestrator.owner import read_owner
@@ -70,7 +70,7 @@ class RunningJob:
     def __init__(
         self,
         plan: LaunchPlan,
-        jobs: RememberedJobs,
+        jobs: JobStore,
         connections: Connections,
         hosts: Mapping[str, ConnectedHost] | None = None,
     ) -> None:
@@ -141,7 +141,7 @@ class RunningJob:
             yield from follow.events(takewhile(lambda _: wanted(), told))
         if not wanted():
             return
-        if is_gone(self.plan, follow.heard.records) and self.record.state != "starting":
+        if is_gone(self.plan, follow.liveness.records) and self.record.state != "starting":
             raise nothing_left(self._jobs, self.plan)
         yield from follow.last_words()
 
@@ -149,7 +149,7 @@ class RunningJob:
         """Feeds the gauge until the job has ended; yields it after each frame, at least once a second. Logs are not
         transferred.
         """
-        heard, asker = Heard(), Asker(self.ask_why)
+        liveness, probe = HostLiveness(), StallProbe(self.ask_why)
         for name, error in self.reach().items():
             gauge.take(name, error, time.monotonic())
         reopen = self._connections.reopen
@@ -159,19 +159,19 @@ class RunningJob:
             for name, item in told:
                 now_s = time.monotonic()
                 gauge.take(name, item, now_s)
-                if heard.take(name, item, now_s):
-                    gauge.know(record := self._remember(heard.found(now_s)))
-                    asker.tell(record)
-                if answer := asker.answer():
+                if liveness.take(name, item, now_s):
+                    gauge.know(record := self._remember(liveness.found(now_s)))
+                    probe.tell(record)
+                if answer := probe.answer():
                     gauge.know(answer)
                 yield gauge
                 if gauge.record.state in FINAL_STATES:
                     return
 
-    def looked_at(self) -> dict[str, HostLook | HostError]:
+    def snapshots(self) -> dict[str, HostSnapshot | HostError]:
         """By node."""
         away = self.reach()
-        found = {**away, **looks(self.plan, self.hosts)}
+        found = {**away, **snapshots_of(self.plan, self.hosts)}
         return {node.name: found[node.name] for node in self.plan.nodes}
 
     def ask_why(self) -> JobRecord:
@@ -179,7 +179,7 @@ class RunningJob:
         names = {node.name: node.name for node in self.plan.nodes if node.name in self.hosts}
         connected = for_each(names, self._connections.current, deadline_s=CONNECT_S)
         away = {node.name: HostError(node.name, "was not reached") for node in self.plan.nodes}
-        outcomes = {**away, **errors_by_node(connected), **looks(self.plan, values(connected))}
+        outcomes = {**away, **errors_by_node(connected), **snapshots_of(self.plan, values(connected))}
         if len(errors_by_node(outcomes)) == len(outcomes):
             return self.record
         return self.remember_why(diagnose(self.plan, outcomes))
@@ -265,7 +265,7 @@ class RunningJob:
         away = self.reach()
         collected = collect.collect(self.plan, self.hosts, run, progress, limit_bytes=limit_bytes)
         record = self._remember(collected.agents)
-        if asks_for_it(record):
+        if needs_diagnosis(record):
             record = self.ask_why()
         if record.state != "starting" and is_gone(self.plan, collected.agents):
             raise nothing_left(self._jobs, self.plan)
@@ -275,7 +275,7 @@ class RunningJob:
         if not run.job_file.exists():  # the user may have changed it
             with suppress(ValueError, UsageError):  # a plan that came from a host may not fit into a job file
                 write_job(run.job_file, spec_of(self.plan))
-        notices = (*collected.notices, *dropped_words(self.plan, collected.agents))
+        notices = (*collected.notices, *lost_output_words(self.plan, collected.agents))
         return Fetched(record, collected.new_bytes, {**away, **collected.errors}, notices)
 
     def outputs(self, only: Sequence[str] = ()) -> Outputs:
@@ -334,12 +334,12 @@ ASK_S = 40.0
 """A host takes about two seconds, longer if processes answer slowly."""
 
 
-def looks(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> dict[str, HostLook | HostError]:
-    def look(name: str) -> HostLook:
+def snapshots_of(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> dict[str, HostSnapshot | HostError]:
+    def look(name: str) -> HostSnapshot:
         node = plan.node(name)
         request = {"workdir": node.workdir, "job": plan.job}
         answer = ask.ask(hosts[name], "why", request, timeout_s=ASK_S)
-        found = ask.understood(name, lambda: HostLook.model_validate(answer))
+        found = ask.understood(name, lambda: HostSnapshot.model_validate(answer))
         own = tuple(rank for rank in found.ranks if rank.rank in node.rank_numbers)
         return found.model_copy(update={"ranks": own})
 

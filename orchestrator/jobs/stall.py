@@ -69,7 +69,7 @@ def is_due(stall: Stall | None) -> bool:
     return not stall.answer.verdict.is_alarm and stall.quiet_s >= AGAIN * stall.answer.quiet_s
 
 
-def asks_for_it(record: JobRecord) -> bool:
+def needs_diagnosis(record: JobRecord) -> bool:
     return record.state == "running" and is_due(record.stall)
 
 
@@ -203,14 +203,14 @@ def last_words(plan: LaunchPlan, record: JobRecord) -> Iterator[str]:
 
 # Diagnoses stalls in a thread, next to a follower: once per stall, without delaying it.
 #
-#     asker = Asker(job.ask_why)
-#     asker.tell(record)              # starts a diagnosis if due
-#     if record := asker.answer():    # the record with the diagnosis, once
+#     probe = StallProbe(job.ask_why)
+#     probe.tell(record)              # starts a diagnosis if due
+#     if record := probe.answer():    # the record with the diagnosis, once
 #         ...
-#     asker.is_at_work                # a diagnosis is running
+#     probe.is_at_work                # a diagnosis is running
 
 
-class Asker:
+class StallProbe:
     """ask: takes seconds, in a daemon thread."""
 
     def __init__(self, ask: Callable[[], JobRecord]) -> None:
@@ -219,7 +219,7 @@ class Asker:
         self.is_at_work = False
 
     def tell(self, record: JobRecord) -> None:
-        if not self.is_at_work and asks_for_it(record):
+        if not self.is_at_work and needs_diagnosis(record):
             self.is_at_work = True
             threading.Thread(target=self._work, daemon=True, name=f"why-{record.id}").start()
 
@@ -243,10 +243,10 @@ class Asker:
 
 # Output of ranks that a full or broken disk lost, as the hosts report it. Pure; records are untrusted.
 #
-#     [*dropped_words(plan, records)]     ["a: the disk of its work folder was full or failed, 512 bytes of ..."]
+#     [*lost_output_words(plan, records)]     ["a: the disk of its work folder was full or failed, 512 bytes of ..."]
 
 
-def dropped_words(plan: LaunchPlan, records: Mapping[str, Any]) -> Iterator[str]:
+def lost_output_words(plan: LaunchPlan, records: Mapping[str, Any]) -> Iterator[str]:
     """If a host's record is unreadable, from the master's."""
     reported = _mapping(records.get(plan.master), "dropped")
     for node in plan.nodes:

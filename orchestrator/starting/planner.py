@@ -132,14 +132,14 @@ class HostChooser:
         """
         if request.hosts is None:
             return self._planner.plan(cluster, request, code, only, least=None if only else 1)
-        return self.of_those_there(cluster, request, code, only, self.away(cluster, request, only))
+        return self.plan_on_present(cluster, request, code, only, self.away(cluster, request, only))
 
     def away(self, cluster: Cluster, request: RunRequest, only: Sequence[str]) -> dict[str, HostError]:
         """Nodes that cannot take part now. Raises UsageError if `request.hosts` exceeds the cluster."""
         check_range(_wanted(cluster, request), _names(cluster, only))
         return self._clusters.away(cluster, only)
 
-    def of_those_there(
+    def plan_on_present(
         self,
         cluster: Cluster,
         request: RunRequest,

@@ -21,9 +21,9 @@ from orchestrator.errors import OrchError, UsageError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.inventory_file import keys_of_new_node, node_with_defaults
 from orchestrator.hosts.occupied import not_allowed
+from orchestrator.jobs.job_list import Jobs
 from orchestrator.jobs.job_queue import Waiting
 from orchestrator.jobs.job_store import ENDED, JobRecord
-from orchestrator.jobs.known import Jobs
 from orchestrator.jobs.live_stats import HostNow, JobNow
 from orchestrator.jobs.stall import standstill
 from orchestrator.planning.job_spec import FILE, OPTIONS, PAGE_FIELDS, checked, from_text, key_of

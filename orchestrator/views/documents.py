@@ -24,8 +24,8 @@ if TYPE_CHECKING:  # `orch jobs` should not load the other documents' modules
     from orchestrator.jobs.job_queue import Rival
     from orchestrator.jobs.job_store import JobRecord, Verdict
     from orchestrator.jobs.live_stats import HostNow, JobNow
-    from orchestrator.jobs.looks import HostLook
     from orchestrator.jobs.pull import Output, OutputListing, Pulled
+    from orchestrator.jobs.rank_snapshots import HostSnapshot
     from orchestrator.paths import RunFolder
     from orchestrator.planning.launch_plan import LaunchPlan
     from orchestrator.planning.profiles import RankProfile
@@ -381,11 +381,12 @@ def _measured(study: Study, outcomes: Sequence[Outcome], outcome: Outcome) -> di
     return {**outcome.done.model_dump(mode="json"), **ranges, "valid": outcome.done.valid}
 
 
-def why_json(job: str, verdict: Verdict, outcomes: Mapping[str, HostLook | HostError]) -> dict[str, Any]:
+def why_json(job: str, verdict: Verdict, outcomes: Mapping[str, HostSnapshot | HostError]) -> dict[str, Any]:
     from orchestrator.jobs.diagnosis import activities_of
 
     ranks = [
-        {"node": rank.node, "at": rank.at, "moves": rank.moves, "place": rank.place} | rank.look.model_dump(mode="json")
+        {"node": rank.node, "at": rank.at, "moves": rank.moves, "place": rank.place}
+        | rank.snapshot.model_dump(mode="json")
         for rank in activities_of(outcomes)
     ]
     silent = {name: found.message for name, found in outcomes.items() if isinstance(found, HostError)}

@@ -14,7 +14,7 @@ from orchestrator.errors import HostError
 from orchestrator.hosts.exec import MOST_BYTES, Ran, host_set, reasons
 from orchestrator.jobs.job_queue import Rival
 from orchestrator.jobs.job_store import FirstFailure, JobRecord, Verdict
-from orchestrator.jobs.looks import HostLook, ProcessLook, StackFrame
+from orchestrator.jobs.rank_snapshots import HostSnapshot, ProcessSnapshot, StackFrame
 from orchestrator.jobs.stall import alarm_words
 from orchestrator.text import clean_lines, one_line
 from orchestrator.units import format_bytes, format_duration
@@ -190,7 +190,7 @@ DROP = ("wrote", "step", "at")
 DOES = {"waits": "waits", "busy": "uses the CPU", "disk": "waits for a disk", "stopped": "stopped"}
 
 
-def print_why(verdict: Verdict, outcomes: Mapping[str, HostLook | HostError], *, all_frames: bool) -> None:
+def print_why(verdict: Verdict, outcomes: Mapping[str, HostSnapshot | HostError], *, all_frames: bool) -> None:
     colour = "red" if verdict.is_alarm else "green"
     console.out.print(Text.assemble((verdict.kind.replace("-", " "), colour), ": ", console.plain(verdict.reason)))
     if verdict.place:
@@ -205,12 +205,12 @@ def print_why(verdict: Verdict, outcomes: Mapping[str, HostLook | HostError], *,
         console.out.print(table(None, WHY_COLUMNS, rows, drop=DROP, text=("stands",)))
     for rank in ranks if all_frames else ():
         host = outcomes[rank.node]
-        if isinstance(host, HostLook):
+        if isinstance(host, HostSnapshot):
             _print_frames(host, rank)
 
 
 def _cells(rank: RankActivity) -> tuple[Any, ...]:
-    look = rank.look
+    look = rank.snapshot
     if not rank.is_live:
         how = look.signal or ("" if look.exit_code is None else f"exit code {look.exit_code}")
         return (rank.node, str(rank.rank), "has ended" if look.ended else "has not begun", "", "", "", how)
@@ -219,23 +219,23 @@ def _cells(rank: RankActivity) -> tuple[Any, ...]:
     return (rank.node, str(rank.rank), DOES[look.does], rank.at, step, wrote, rank.place or _program(look.script))
 
 
-def _program(process: ProcessLook | None) -> str:
+def _program(process: ProcessSnapshot | None) -> str:
     """For a process without Python frames of ours."""
     if process is None:
         return ""
     return f"({process.name}, state {process.state}{f', {process.wchan}' if process.wchan else ''})"
 
 
-def _print_frames(host: HostLook, rank: RankActivity) -> None:
-    for process in rank.look.processes:
+def _print_frames(host: HostSnapshot, rank: RankActivity) -> None:
+    for process in rank.snapshot.processes:
         console.put(f"\n{rank.name}, pid {process.pid} {_program(process)}")
         for thread in process.threads or ():
             console.put("  main thread" if thread.main else "  another thread")
             for frame in thread.frames:
                 console.put(f"    {_frame(frame, host.src)}")
-    if rank.look.more:
-        console.put(f"  and {rank.look.more} more processes")
-    for way in rank.look.connections:
+    if rank.snapshot.more:
+        console.put(f"  and {rank.snapshot.more} more processes")
+    for way in rank.snapshot.connections:
         waits = f"{way.unsent:,} bytes not confirmed, {way.unread:,} not read, sent again {way.retransmits} times"
         console.put(f"  to {way.to} port {way.port}: {waits}")
 

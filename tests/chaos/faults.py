@@ -25,7 +25,7 @@ from orchestrator.doctor import look as doctor
 from orchestrator.errors import HostError, OrchError
 from orchestrator.hosts import Connections, Who, work_folders
 from orchestrator.jobs import launch
-from orchestrator.jobs.running import looks
+from orchestrator.jobs.running import snapshots_of
 from orchestrator.paths import Home
 from orchestrator.planning import RENDEZVOUS_PORT
 from orchestrator.record import Owner
@@ -418,7 +418,7 @@ def asked_why(r: Round) -> Generator[bool, None, Expected]:
     yield True
     hosts = r.cell.connect()
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(lambda _: looks(r.plan, hosts), range(4)))
+        found = list(pool.map(lambda _: snapshots_of(r.plan, hosts), range(4)))
     if silent := [look for one in found for look in one.values() if isinstance(look, HostError)]:
         raise RuntimeError(f"no answer to why: {silent[0]}")
     return Expected(state="succeeded", survives=True)
@@ -428,7 +428,7 @@ def asked_why(r: Round) -> Generator[bool, None, Expected]:
 def asked_why_as_a_rank_dies(r: Round) -> Generator[bool, None, Expected]:
     yield True
     hosts = r.cell.connect()
-    asking = threading.Thread(target=lambda: [looks(r.plan, hosts) for _ in range(3)])
+    asking = threading.Thread(target=lambda: [snapshots_of(r.plan, hosts) for _ in range(3)])
     asking.start()
     r.afterwards.callback(asking.join)
     r.pause(3.0)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from orchestrator.doctor import judge
+from orchestrator.doctor.table import judge
 from orchestrator.errors import ConnectError
-from orchestrator.hosts import Node
-from orchestrator.jobs import HostLook, diagnose
+from orchestrator.hosts.inventory import Node
+from orchestrator.jobs.diagnosis import diagnose
+from orchestrator.jobs.rank_snapshots import HostSnapshot
 from orchestrator.paths import Home
-from orchestrator.planning import LaunchPlan
+from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.results.analyse import analyse
 from orchestrator.store import Store
-from orchestrator.views import doctor_json, render_report, why_json
+from orchestrator.views.documents import doctor_json, why_json
+from orchestrator.views.report import render_report
 from tests.golden.conftest import Golden, Types, masked, pretty
 from tests.support.commands import COMMANDS, options_of
 from tests.support.examined_hosts import gpu_health, host, seen
@@ -77,11 +79,11 @@ def test_a_doctors_findings_are_what_they_were(golden: Golden) -> None:
 
 
 def test_a_verdict_is_what_it_was(golden: Golden, tmp_path: Path) -> None:
-    def look(number: int, frames: list[list[object]]) -> HostLook:
+    def look(number: int, frames: list[list[object]]) -> HostSnapshot:
         process = {"pid": 77, "name": "python", "state": "S", "wchan": "futex_do_wait", "same": True, "idle": True}
         rank = {"rank": number, "ended": False, "does": "waits", "quiet_s": 300.0, "wrapper": "S"}
         rank["processes"] = [{**process, "threads": [{"main": True, "frames": frames}]}]
-        return HostLook.model_validate({"state": "running", "alive": True, "src": "/w/src", "ranks": [rank]})
+        return HostSnapshot.model_validate({"state": "running", "alive": True, "src": "/w/src", "ranks": [rank]})
 
     looks = {"a2000": look(0, WAITS), "v100": look(1, SAVES), "a16": ConnectError("a16", "no answer within 10 s")}
     plan = LaunchPlan.model_validate_json(two_hosts(tmp_path / "run").plan.read_text())

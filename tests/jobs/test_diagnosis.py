@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from orchestrator.errors import ConnectError, HostError
-from orchestrator.jobs import HostLook, Verdict, diagnose
-from orchestrator.jobs.diagnosis import LONG_S, QUIET_S, VERY_LONG_S
-from orchestrator.planning import LaunchPlan
+from orchestrator.jobs.diagnosis import LONG_S, QUIET_S, VERY_LONG_S, diagnose
+from orchestrator.jobs.job_store import Verdict
+from orchestrator.jobs.rank_snapshots import HostSnapshot
+from orchestrator.planning.launch_plan import LaunchPlan
 from tests.support.run_folders import Host, write_run
 
 SRC = "/w/jobs/j/src"
@@ -32,11 +33,11 @@ def rank(number: int, frames: list[list[Any]] | None, **changes: Any) -> dict[st
     return {**plain, "processes": [process(frames)], **changes}
 
 
-def host(*ranks: dict[str, Any], **changes: Any) -> HostLook:
-    return HostLook.model_validate({"state": "running", "alive": True, "src": SRC, "ranks": ranks, **changes})
+def host(*ranks: dict[str, Any], **changes: Any) -> HostSnapshot:
+    return HostSnapshot.model_validate({"state": "running", "alive": True, "src": SRC, "ranks": ranks, **changes})
 
 
-def verdict(tmp_path: Path, **hosts: HostLook | HostError) -> Verdict:
+def verdict(tmp_path: Path, **hosts: HostSnapshot | HostError) -> Verdict:
     run = write_run(tmp_path / "run", [Host(name) for name in hosts], {}, kind="script", exp="train.py", settings={})
     return diagnose(LaunchPlan.model_validate_json(run.plan.read_text()), hosts)
 
@@ -111,7 +112,7 @@ def test_data_that_goes_through_a_slow_link_is_no_alarm(tmp_path: Path) -> None:
 
 
 def test_with_nccl_who_waits_uses_the_cpu_and_only_time_tells(tmp_path: Path) -> None:
-    def ranks(quiet_s: float, other: list[list[Any]], does: str = "busy") -> dict[str, HostLook]:
+    def ranks(quiet_s: float, other: list[list[Any]], does: str = "busy") -> dict[str, HostSnapshot]:
         spins = rank(0, REDUCES, does="busy", quiet_s=quiet_s)
         return {"a": host(spins), "b": host(rank(1, other, does=does, quiet_s=quiet_s))}
 
@@ -178,7 +179,7 @@ def test_what_is_stopped_or_full_or_silent_needs_no_time(tmp_path: Path) -> None
 
 
 def test_bytes_that_nobody_confirms_name_the_way(tmp_path: Path) -> None:
-    def sends(retransmits: int) -> HostLook:
+    def sends(retransmits: int) -> HostSnapshot:
         way = {"to": "10.0.0.2", "port": 5000, "unsent": 81920, "unread": 0, "retransmits": retransmits}
         return host(rank(0, REDUCES, connections=[way]))
 
@@ -220,8 +221,8 @@ def test_a_job_that_has_ended_or_not_begun_does_not_stand_still(tmp_path: Path) 
     ],
 )
 def test_no_host_is_believed_what_makes_no_sense(lie: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="HostLook"):
-        HostLook.model_validate(lie)
+    with pytest.raises(ValueError, match="HostSnapshot"):
+        HostSnapshot.model_validate(lie)
 
 
 def test_what_a_host_says_is_printable(tmp_path: Path) -> None:

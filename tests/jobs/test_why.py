@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import HostError
-from orchestrator.jobs import HostLook, Verdict, diagnose
-from orchestrator.jobs.running import looks
+from orchestrator.jobs.diagnosis import diagnose
+from orchestrator.jobs.job_store import Verdict
+from orchestrator.jobs.rank_snapshots import HostSnapshot
+from orchestrator.jobs.running import snapshots_of
 from orchestrator.remote.layout import JobFolder
 from orchestrator.remote.why import see
 from tests.support.disks import disk_that_freezes
@@ -40,12 +42,12 @@ def read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def asked(job: Gang, ago_s: float = LONG_AGO_S) -> Mapping[str, HostLook | HostError]:
+def asked(job: Gang, ago_s: float = LONG_AGO_S) -> Mapping[str, HostSnapshot | HostError]:
     """As if the ranks had written last so long ago."""
     for rank in range(job.plan.world_size):
         for path in folder_of(job, rank).iterdir():
             os.utime(path, (time.time() - ago_s,) * 2)
-    return looks(job.plan, job.hosts)
+    return snapshots_of(job.plan, job.hosts)
 
 
 def verdict_once(job: Gang, kind: str, place: str) -> Verdict:
@@ -135,7 +137,7 @@ def test_a_stopped_rank_is_told_at_once(tmp_path: Path) -> None:
     with gang(tmp_path, SAYS + prints) as job:
         record = launched(job).wait_running()["b"]["ranks"]["1"]
         os.kill(record["pid"], signal.SIGSTOP)
-        found = diagnose(job.plan, looks(job.plan, job.hosts))
+        found = diagnose(job.plan, snapshots_of(job.plan, job.hosts))
         assert (found.kind, found.node, found.rank) == ("stopped", "b", 1)
         assert f"kill -CONT {record['pid']}" in found.remedy
         os.kill(record["pid"], signal.SIGCONT)
@@ -198,7 +200,7 @@ def test_a_job_that_gets_on_gives_no_alarm(tmp_path: Path, name: str) -> None:
     with gang(tmp_path, (MEETS if name == "reduces" else "") + SAYS + HEALTHY[name]) as job:
         launched(job)
         for _ in range(3):
-            found = diagnose(job.plan, looks(job.plan, job.hosts))
+            found = diagnose(job.plan, snapshots_of(job.plan, job.hosts))
             assert not found.is_alarm, found
 
 

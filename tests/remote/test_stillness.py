@@ -19,28 +19,16 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from orchestrator.hosts import Connections
-from orchestrator.jobs import (
-    Asker,
-    JobRecord,
-    KnownJobs,
-    News,
-    Notice,
-    RunningJob,
-    Stall,
-    Standstill,
-    StillRank,
-    Verdict,
-    answered,
-    combine,
-    is_due,
-    launch,
-    stall_of,
-    stall_words,
-    standstill,
-)
+from orchestrator.hosts.connections import Connections
+from orchestrator.jobs import launch
+from orchestrator.jobs.job_list import JobList
+from orchestrator.jobs.job_store import JobRecord, Stall, StillRank, Verdict
+from orchestrator.jobs.live import Notice, Standstill
+from orchestrator.jobs.running import RunningJob
+from orchestrator.jobs.stall import News, StallProbe, answered, is_due, stall_of, stall_words, standstill
+from orchestrator.jobs.state import combine
 from orchestrator.paths import Home, RunFolder
-from orchestrator.planning import LaunchPlan
+from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.remote import stillness
 from orchestrator.remote.layout import JobFolder
 from orchestrator.remote.processes import Use
@@ -196,7 +184,7 @@ def test_who_follows_is_told_why_and_so_is_who_looks_later(
 
         looked(store.job_record(one.id))
         store.change_job(one.id, lambda known: known.model_copy(update={"stall": None}))  # as if nobody had followed
-        (listed,) = KnownJobs(store, connections).all(why=True).records
+        (listed,) = JobList(store, connections).all(why=True).records
         looked(listed)
         run = RunFolder(tmp_path / "collected")
         run.root.mkdir()
@@ -333,18 +321,18 @@ def test_who_asks_is_not_waited_for_and_asks_once(tmp_path: Path) -> None:
         may_answer.wait()
         return answered(record_of(tmp_path, stalled()), IDLE)
 
-    asker = Asker(ask)
-    asker.tell(record_of(tmp_path, None))
-    assert not asker.is_at_work
+    probe = StallProbe(ask)
+    probe.tell(record_of(tmp_path, None))
+    assert not probe.is_at_work
     for _ in range(3):
-        asker.tell(record_of(tmp_path, stalled()))
-    assert asker.is_at_work and asker.answer() is None
+        probe.tell(record_of(tmp_path, stalled()))
+    assert probe.is_at_work and probe.answer() is None
     may_answer.set()
-    while (found := asker.answer()) is None:
+    while (found := probe.answer()) is None:
         pass
-    asker.tell(found)
-    assert asked == ["asked"] and not asker.is_at_work
-    broken = Asker(lambda: JobRecord.model_validate({}))
+    probe.tell(found)
+    assert asked == ["asked"] and not probe.is_at_work
+    broken = StallProbe(lambda: JobRecord.model_validate({}))
     broken.tell(record_of(tmp_path, stalled()))
     with pytest.raises(ValidationError):
         while broken.answer() is None:

@@ -20,8 +20,8 @@ from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.work_folders import Who
 from orchestrator.jobs import launch
-from orchestrator.jobs.job_store import ENDED, JobRecord, RememberedJobs
-from orchestrator.jobs.stall import asks_for_it
+from orchestrator.jobs.job_store import ENDED, JobRecord, JobStore
+from orchestrator.jobs.stall import needs_diagnosis
 from orchestrator.jobs.state import combine
 from orchestrator.owner import read_owner
 from orchestrator.planning.launch_plan import LaunchPlan
@@ -44,8 +44,8 @@ class Jobs:
     """By job that may still run: its hosts that did not answer."""
 
 
-class KnownJobs:
-    def __init__(self, jobs: RememberedJobs, connections: Connections) -> None:
+class JobList:
+    def __init__(self, jobs: JobStore, connections: Connections) -> None:
         self._jobs, self._connections = jobs, connections
 
     def find(self, wanted: str, cluster: str | None = None) -> RunningJob:
@@ -92,7 +92,7 @@ class KnownJobs:
     ) -> tuple[JobRecord, Mapping[str, HostError]]:
         running = self.of(self._jobs.plan(job))
         record, away = running.asked_after(silent)
-        if why and not away and asks_for_it(record):
+        if why and not away and needs_diagnosis(record):
             record = running.ask_why()
         return record, away
 
@@ -117,8 +117,8 @@ class Rescanned:
     notices: tuple[str, ...] = ()
 
 
-class LostJobs:
-    def __init__(self, jobs: RememberedJobs, connections: Connections) -> None:
+class JobRecovery:
+    def __init__(self, jobs: JobStore, connections: Connections) -> None:
         self._jobs, self._connections = jobs, connections
 
     def rescan(self, clusters: Sequence[str]) -> Rescanned:

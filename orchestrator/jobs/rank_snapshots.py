@@ -31,7 +31,7 @@ class StackFrame(NamedTuple):
         return f"{self.file.removeprefix(f'{src}/')}:{self.line}{function}"
 
 
-class ThreadLook(Record):
+class ThreadSnapshot(Record):
     main: bool
     frames: Annotated[tuple[StackFrame, ...], Field(max_length=64)]
     """Innermost first."""
@@ -43,7 +43,7 @@ class ThreadLook(Record):
         return next(own, None) or next(apart, None) or next(iter(self.frames), None)
 
 
-class ProcessLook(Record):
+class ProcessSnapshot(Record):
     pid: Count
     name: Words
     state: Words
@@ -55,7 +55,7 @@ class ProcessLook(Record):
     idle: bool
     """It used almost no CPU in between."""
     moved_bytes: Count = 0
-    threads: Annotated[tuple[ThreadLook, ...], Field(max_length=16)] | None = None
+    threads: Annotated[tuple[ThreadSnapshot, ...], Field(max_length=16)] | None = None
     """None if it is not Python, handles our signal itself, or does not answer."""
 
     @property
@@ -85,7 +85,7 @@ class WaitingConnection(Record):
     """Unanswered repetitions."""
 
 
-class RankLook(Record):
+class RankSnapshot(Record):
     rank: Count
     ended: bool
     exit_code: int | None = None
@@ -103,7 +103,7 @@ class RankLook(Record):
     """Our process that reads its output."""
     wrapper_pid: Count = 0
     full_pipes: Annotated[tuple[Words, ...], Field(max_length=2)] = ()
-    processes: Annotated[tuple[ProcessLook, ...], Field(max_length=64)] = ()
+    processes: Annotated[tuple[ProcessSnapshot, ...], Field(max_length=64)] = ()
     """The script first; () if the rank has ended or not begun."""
     more: Count = 0
     net_bytes: Count = 0
@@ -114,15 +114,15 @@ class RankLook(Record):
         return self.net_bytes >= MOVES_BYTES or any(one.moves_data for one in self.processes)
 
     @property
-    def script(self) -> ProcessLook | None:
+    def script(self) -> ProcessSnapshot | None:
         return self.processes[0] if self.processes else None
 
 
-class HostLook(Record):
+class HostSnapshot(Record):
     state: Words | None = None
     alive: bool = False
     src: Words
     frozen: Annotated[tuple[Words, ...], Field(max_length=2)] = ()
     """Stopped by a signal: supervisor, keeper."""
     gpu_lines: Annotated[tuple[str, ...], Field(max_length=1000)] = ()
-    ranks: Annotated[tuple[RankLook, ...], Field(max_length=1024)]
+    ranks: Annotated[tuple[RankSnapshot, ...], Field(max_length=1024)]
