@@ -9,9 +9,8 @@ import threading
 import pytest
 
 from orchestrator.errors import OrchError, StateError, UsageError
-from orchestrator.hosts.cluster import Problem
-from orchestrator.hosts.connections import Connections
-from orchestrator.jobs.job_list import JobList
+from orchestrator.hosts import Connections, Problem
+from orchestrator.jobs import JobList
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from tests.support.plans import a2000_v100

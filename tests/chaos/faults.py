@@ -24,8 +24,7 @@ from lab_net import Link
 from orchestrator.doctor import look as doctor
 from orchestrator.errors import HostError, OrchError
 from orchestrator.hosts import Connections, Who, work_folders
-from orchestrator.jobs import launch
-from orchestrator.jobs.running import snapshots_of
+from orchestrator.jobs import launch, snapshots_of
 from orchestrator.paths import Home
 from orchestrator.planning import RENDEZVOUS_PORT
 from orchestrator.record import Owner

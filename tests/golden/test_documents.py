@@ -5,17 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from orchestrator.doctor.table import judge
+from orchestrator.doctor import judge
 from orchestrator.errors import ConnectError
-from orchestrator.hosts.inventory import Node
-from orchestrator.jobs.diagnosis import diagnose
-from orchestrator.jobs.rank_snapshots import HostSnapshot
+from orchestrator.hosts import Node
+from orchestrator.jobs import HostSnapshot, diagnose
 from orchestrator.paths import Home
-from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.planning import LaunchPlan
 from orchestrator.results.analyse import analyse
 from orchestrator.store import Store
-from orchestrator.views.documents import doctor_json, why_json
-from orchestrator.views.report import render_report
+from orchestrator.views import doctor_json, render_report, why_json
 from tests.golden.conftest import Golden, Types, masked, pretty
 from tests.support.commands import COMMANDS, options_of
 from tests.support.examined_hosts import gpu_health, host, seen

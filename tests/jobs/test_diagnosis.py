@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from orchestrator.errors import ConnectError, HostError
-from orchestrator.jobs.diagnosis import LONG_S, QUIET_S, VERY_LONG_S, diagnose
-from orchestrator.jobs.job_store import Verdict
-from orchestrator.jobs.rank_snapshots import HostSnapshot
-from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.jobs import HostSnapshot, Verdict, diagnose
+from orchestrator.jobs.diagnosis import LONG_S, QUIET_S, VERY_LONG_S
+from orchestrator.planning import LaunchPlan
 from tests.support.run_folders import Host, write_run
 
 SRC = "/w/jobs/j/src"

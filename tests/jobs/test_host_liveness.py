@@ -1,9 +1,8 @@
 """Whose last word counts while a job is followed: pure, with times given."""
 
 from orchestrator.errors import ConnectError, HostError
-from orchestrator.jobs.follow import SILENT_S, HostLiveness
-from orchestrator.jobs.frames import Agent, Beat
-from orchestrator.jobs.state import combine
+from orchestrator.jobs import Agent, Beat, HostLiveness, combine
+from orchestrator.jobs.follow import SILENT_S
 from tests.support.job_states import GONE, PLAN, alive, known, over
 
 BROKE = ConnectError("a", "the SSH connection broke")

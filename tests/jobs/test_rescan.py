@@ -9,13 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.controller import Controller
-from orchestrator.hosts.cluster import Cluster
-from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.inventory import Node
-from orchestrator.jobs import job_list
-from orchestrator.jobs.job_store import JobRecord
+from orchestrator.hosts import Cluster, Connections, Node
+from orchestrator.jobs import JobRecord, job_list
 from orchestrator.paths import Home
-from orchestrator.planning.launch_plan import Attempt, LaunchPlan
+from orchestrator.planning import Attempt, LaunchPlan
 from orchestrator.store import Store
 from tests.support import forks
 from tests.support.job_states import PLAN

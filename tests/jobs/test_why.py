@@ -11,10 +11,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import HostError
-from orchestrator.jobs.diagnosis import diagnose
-from orchestrator.jobs.job_store import Verdict
-from orchestrator.jobs.rank_snapshots import HostSnapshot
-from orchestrator.jobs.running import snapshots_of
+from orchestrator.jobs import HostSnapshot, Verdict, diagnose, snapshots_of
 from orchestrator.remote.layout import JobFolder
 from orchestrator.remote.why import see
 from tests.support.disks import disk_that_freezes

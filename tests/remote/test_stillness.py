@@ -19,16 +19,28 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from orchestrator.hosts.connections import Connections
-from orchestrator.jobs import launch
-from orchestrator.jobs.job_list import JobList
-from orchestrator.jobs.job_store import JobRecord, Stall, StillRank, Verdict
-from orchestrator.jobs.live import Notice, Standstill
-from orchestrator.jobs.running import RunningJob
-from orchestrator.jobs.stall import News, StallProbe, answered, is_due, stall_of, stall_words, standstill
-from orchestrator.jobs.state import combine
+from orchestrator.hosts import Connections
+from orchestrator.jobs import (
+    JobList,
+    JobRecord,
+    News,
+    Notice,
+    RunningJob,
+    Stall,
+    StallProbe,
+    Standstill,
+    StillRank,
+    Verdict,
+    answered,
+    combine,
+    is_due,
+    launch,
+    stall_of,
+    stall_words,
+    standstill,
+)
 from orchestrator.paths import Home, RunFolder
-from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.planning import LaunchPlan
 from orchestrator.remote import stillness
 from orchestrator.remote.layout import JobFolder
 from orchestrator.remote.processes import Use

@@ -9,11 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from orchestrator.errors import TurnError
-from orchestrator.jobs.job_list import Jobs
-from orchestrator.jobs.job_queue import Rival, Waiting
+from orchestrator.jobs import Jobs, Rival, Waiting
 from orchestrator.paths import Home
-from orchestrator.ui import app, pages
-from orchestrator.ui.app import InTurn
+from orchestrator.ui import InTurn, app, pages
 from tests.support.remembered import cluster
 
 
