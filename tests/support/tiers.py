@@ -1,7 +1,7 @@
 """Two tiers of tests, and the CPU time that each folder of them may take.
 
 `pytest` without a path runs the first tier: all that judges values, and one real run for each promise. `pytest --all`
-runs the tests marked `second`, too, and more examples of each property. A path or a name runs all of its tests.
+runs everything, with more examples of each property. A path or a name runs all of its tests.
 
 A run of a whole tier fails if a folder took more CPU seconds than its budget in tests/data/test_costs.json, scaled by
 the speed of this machine. It also lists the files that take longest, which begin first, so that none of them runs by
@@ -21,6 +21,45 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 COSTS = Path(__file__).parents[1] / "data" / "test_costs.json"
+SECOND = {
+    "tests/chaos/": "faults by a seed",
+    "tests/neighbours/": "several people on the same hosts",
+    "tests/cuda/test_cuda_strategies": "every strategy on the stand-in",
+    "tests/cuda/test_cuda_time_line": "every kernel of a step",
+    "tests/cuda/test_cuda_make_gpu": "all of `make gpu`",
+    "tests/forecast/test_plan_command": "searches of whole clusters",
+    "tests/jobs/test_controller_crash": "the controller killed at each step",
+    "tests/jobs/test_full_disk": "disks that fill",
+    "tests/jobs/test_log_fidelity": "logs under kills",
+    "tests/lab/test_crowd": "a thousand jobs",
+    "tests/lab/test_itself": "the laboratory",
+    "tests/lab/test_pipeline": "pipelines over links of many speeds",
+    "tests/lab/test_ports": "firewalls",
+    "tests/lab/test_refusals": "networks that refuse",
+    "tests/lab/test_watched_steps": "watched scripts over a network",
+    "tests/lab/test_wire": "predicted and measured times over a network",
+    "tests/remote/test_host_limits": "hosts without processes, files or memory",
+    "tests/trainer/test_generated_scripts": "scripts by a seed",
+    "tests/transport/test_noise": "logins that print",
+    "tests/transport/test_ssh_faults": "servers that break",
+}
+"""What the first tier leaves out, by the beginning of its name, and why it is there."""
+SAMPLED = {
+    "tests/trainer/test_accumulate": 4,
+    "tests/trainer/test_checkpoint": 3,
+    "tests/trainer/test_fidelity": 3,
+    "tests/trainer/test_learner": 3,
+    "tests/trainer/test_models": 4,
+    "tests/trainer/test_rebalance": 3,
+    "tests/trainer/test_shared_network": 3,
+    "tests/trainer/test_strategies": 4,
+    "tests/trainer/test_sync": 6,
+    "tests/trainer/test_tensor": 3,
+    "tests/hosts/test_ownership": 3,
+    "tests/results/test_analyse": 2,
+    "tests/remote/test_supervisor": 2,
+}
+"""Of these every n-th case of a parametrized test is in the first tier: the first case always."""
 SLACK = 1.5
 """Above the measured CPU seconds: cores that share their units count more of them for the same work."""
 LEAST_S = 5.0
@@ -56,7 +95,7 @@ class Tiers:
         settings.load_profile("tier")
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        second = [item for item in items if item.get_closest_marker("second")] if self.tier == "first" else []
+        second = [item for item in items if _is_second(item)] if self.tier == "first" else []
         config.hook.pytest_deselected(items=second)
         left_out = {*second}
         longest = self._kept.get("files_s", {})
@@ -122,6 +161,14 @@ class Tiers:
             longest = sorted(self._lasted_s.items(), key=lambda each: -each[1])
             kept["files_s"] = {file: round(lasted_s) for file, lasted_s in longest if lasted_s >= LEAST_S}
         COSTS.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def _is_second(item: pytest.Item) -> bool:
+    if item.nodeid.startswith(tuple(SECOND)):
+        return True
+    step = next((step for begins, step in SAMPLED.items() if item.nodeid.startswith(begins)), 1)
+    case = getattr(item, "callspec", None)
+    return case is not None and sum(case.indices.values()) % step != 0
 
 
 def folder_of(nodeid: str) -> str:
