@@ -205,7 +205,7 @@ def test_a_collect_says_what_removed_the_files_and_leaves_the_copy_as_it_is(afte
         assert f"is in {copy}" in said
     assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
     assert not (after.folder / "elsewhere" / "runs").exists()
-    assert "it was collected nowhere" in after.types("collect", "--job", after.lost, exit_code=1).stderr
+    assert "no collected copy is known here" in after.types("collect", "--job", after.lost, exit_code=1).stderr
 
 
 def test_logs_come_from_the_copy_and_without_one_they_say_why_there_are_none(after):

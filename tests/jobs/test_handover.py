@@ -185,7 +185,7 @@ def test_it_can_be_written_in_every_way(place: Place) -> None:
     (place.here / "bad.yaml").write_text("exp: mnist_lenet\nkeep: [/out]\n")
     wrong = place.types("run", "bad.yaml", code=2).stderr
     assert "/out" in wrong and "`keep` belongs to a script or module of your own" in wrong
-    assert "no folder" in place.types("run", "--keep", "../x", "proj/train.py", code=2).stderr
+    assert "is not a folder" in place.types("run", "--keep", "../x", "proj/train.py", code=2).stderr
     assert "--keep belongs to a script" in place.types("run", "--keep", "x", "--exp", "mnist_lenet", code=2).stderr
 
 
