@@ -263,7 +263,7 @@ def test_paced_hosts_that_learn_do_so_like_one_network():
     made = plan(nodes[:1], found, RESNET)
     assert json.loads(made.nodes[0].env["ORCH_PACED"])["like"] == "resnet152_cifar"
     assert [note for note in made.notes if "paced like resnet152_cifar, each rank learns within its time" in note]
-    with pytest.raises(UsageError, match="stand in for different networks"):
+    with pytest.raises(UsageError, match="simulate different networks"):
         plan(nodes, found, RESNET)
 
 
