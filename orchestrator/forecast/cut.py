@@ -1,4 +1,4 @@
-"""Pipelines and tensor slices in plans: whether a pipeline is possible, its best cut, and notes. Pure."""
+"""Pipelines in plans: best cut, prediction and notes; for `strategy=tensor`, only notes. Pure."""
 
 from __future__ import annotations
 

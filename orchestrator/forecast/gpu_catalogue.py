@@ -1,4 +1,4 @@
-"""Estimated speed of a network on a GPU from the catalogue, and costs of failures. Pure.
+"""Estimates a GPU's training speed from its memory bandwidth, and time that a cluster loses to failures. Pure.
 
 estimate_speed(find_card("Tesla V100-16GB"), layers)      Speed(fixed_ms=33.6, sample_ms=0.128, cap=...), see ERROR
 failures(hosts=1000, state_bytes=7e8)                     failures a day and their cost

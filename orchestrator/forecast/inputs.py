@@ -1,4 +1,4 @@
-"""A launch plan's inputs for the forecast: speeds of its ranks, links, and their sources. Pure.
+"""Inputs of the forecast from a launch plan; also memory warnings, and the choice of `local_steps`. Pure.
 
     view = inputs_of(plan, profiles, read_network(Path("runs"), plan))
     view.scene, view.basis                      for `advise`; a sentence for each figure's source

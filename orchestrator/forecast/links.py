@@ -1,4 +1,4 @@
-"""Costs of exchanging bytes between ranks, from link speeds and overheads. Pure.
+"""How long ranks take to exchange bytes, by link speed and overhead; reads links that earlier runs measured.
 
 wire = LinkCosts((Site("a2000", 1, 2.35e9, 2.35e9), Site("v100", 1, 2.35e9, 2.35e9)), GLOO)
 wire.all_reduce_s(232_657_192)          0.794

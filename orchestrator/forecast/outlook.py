@@ -1,4 +1,4 @@
-"""Prediction of a plan, and the resolution of `strategy=auto`. Pure."""
+"""Predicts the speed of a plan as it stands; for `strategy=auto`, chooses its strategy first. Pure."""
 
 from __future__ import annotations
 

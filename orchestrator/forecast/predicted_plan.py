@@ -1,4 +1,4 @@
-"""The last stage of planning: from a draft to the plan with its prediction. Pure."""
+"""Completes a plan: settings left open, prediction, notes, faster ways; rates hosts for `--hosts`."""
 
 from __future__ import annotations
 

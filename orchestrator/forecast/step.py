@@ -1,9 +1,8 @@
-"""Predicted step time and bottleneck of each strategy. Pure: no clock, no files. A test simulates the same message by
-message (tests/support/simulate.py).
+"""Predicts a strategy's step time and bottleneck (not pipeline, fsdp or horovod). Pure: no clock, no files.
 
-    job = Workload(layers_of("resnet152", (3, 32, 32), 10), batch=256)
-    forecast = predict(job, hosts, wire, Way("ddp"), shares=(128, 128))
-    forecast.step_ms, forecast.samples_per_s, forecast.limited_by     948., 270., "wire"
+job = Workload(layers_of("resnet152", (3, 32, 32), 10), batch=256)
+forecast = predict(job, hosts, wire, Way("ddp"), shares=(128, 128))
+forecast.step_ms, forecast.samples_per_s, forecast.limited_by     948., 270., "wire"
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Local copies of a job's logs, for jobs whose hosts no longer have them; and the last lines of a job's logs."""
+"""Reads logs from local copies if hosts no longer have them; finds where the last N lines begin on the hosts."""
 
 from __future__ import annotations
 

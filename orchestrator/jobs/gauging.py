@@ -1,6 +1,4 @@
-"""Live figures of several running jobs at once (`orch top`). Each job has its own thread and connections, so that jobs
-do not wait for or disconnect each other.
-"""
+"""Feeds `orch top`: a thread per job streams from its hosts into that job's `live_stats.Gauge`."""
 
 from __future__ import annotations
 

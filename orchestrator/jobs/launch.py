@@ -1,4 +1,4 @@
-"""The two-phase start of one job: on all its hosts or on none.
+"""Starts a job on all its hosts or on none; also cancels it and asks its hosts for their records.
 
 All hosts `prepare` at once (folder as lock, code, GPU claims, a waiting supervisor); only after all answers is `go`
 sent. If a host refuses, the others are undone. After `go` the hosts need no controller.

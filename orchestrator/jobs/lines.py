@@ -1,6 +1,4 @@
-"""Log bytes as printable lines: decoded, cut to a length, without terminal control sequences. Pure. The raw files keep
-every byte.
-"""
+"""Log bytes as printable lines: no control sequences, progress bars reduced to their final text. Pure."""
 
 from __future__ import annotations
 

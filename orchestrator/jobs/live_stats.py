@@ -1,6 +1,4 @@
-"""A running job's live state for `orch top`: progress, GPU readings, connections. Pure. One thread may read
-(`Gauge.now`) while another writes (`take`, `know`).
-"""
+"""The view of one job in `orch top`: the rows of `live`, plus GPU readings and silent hosts. Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Lenient parsing of metrics.jsonl and gpu.jsonl, which are untrusted (fields: `trainer.shared.metrics`); waiting time
-in a step.
-"""
+"""Parses untrusted metrics lines; formulas that separate a step's waiting from network time. Pure."""
 
 from __future__ import annotations
 

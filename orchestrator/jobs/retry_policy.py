@@ -1,4 +1,4 @@
-"""Whether to retry a failed job (the cause: its hosts, script or a person), and its last checkpoint."""
+"""Whether to retry a failed job; its last checkpoint and settings, also for `--resume`."""
 
 from __future__ import annotations
 

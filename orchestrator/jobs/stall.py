@@ -1,8 +1,7 @@
-"""Stalls of a whole job: no rank prints, or ranks never met. From the hosts' records (`agent.json`), which are
-untrusted. A silent job may be healthy: it evaluates, compiles, unpacks or saves.
+"""Detects stalled jobs, has them diagnosed, and words warnings (also: ranks never met, NaN, lost output).
 
-    stall_of(plan, records, known)  # Stall(quiet_s=180, ranks=(...)); None while a rank prints
-    is_due(stall)                   # whether to diagnose it (`jobs/diagnosis.py`)
+stall_of(plan, records, known)  # Stall(quiet_s=180, ranks=(...)); None while a rank prints
+is_due(stall)                   # whether to diagnose it (`jobs/diagnosis.py`)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Builds the launch plan from a draft; `orch run --dry-run` prints it, `orch run` executes it. Pure."""
+"""Defines Draft (a job with hosts, GPUs and batch split decided), and turns it into a launch plan. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams file contents to the controller: frames (see `reader`), safe opening, hashing."""
+"""Helpers of `reader` and `sender`: writing frames, opening our own files, hashing."""
 
 from __future__ import annotations
 

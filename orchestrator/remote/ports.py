@@ -1,4 +1,4 @@
-"""Reserves the ranks' rendezvous port until the job ends, and admits only the job's hosts.
+"""Socket functions for `rendezvous`: bind a port, keep other jobs off it, filter foreign packets.
 
     claim = claim_port("10.0.0.1", 29500)      # this port if free, otherwise another
     admit(claim.store, {own_source(claim.store), "10.0.0.2"})

@@ -1,4 +1,4 @@
-"""A rank's progress, from its two logs and its metrics.
+"""For `orch why`: a rank's log sizes, silence in seconds, newest step and longest step time.
 
 progress_of(job, 0)         # RankProgress(sizes=(120, 0, 4096), quiet_s=3.1, step=120, step_s=0.4)
 """

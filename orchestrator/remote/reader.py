@@ -1,4 +1,4 @@
-"""Streams a job's files to the controller as frames, continuing where the controller's copies end.
+"""Streams a job's logs, metrics and supervisor record (`sender`: output files) to the controller.
 
 Request: {"workdir", "job", "ranks": [numbers of this host], "offsets": {name: {"offset", "inode", "head"}}, "follow",
 "files": [kinds of files, like "stdout.log"], "limit_bytes", "times"}. The controller has the first `offset` bytes of a

@@ -1,4 +1,4 @@
-"""The ranks' rendezvous port on the master, claimed for the job.
+"""The master's rendezvous port: claim it, let members test it, then admit only them (uses `ports`).
 
 rendezvous = Rendezvous("10.0.0.1", 29500)
 port = rendezvous.claim()                       # raises OSError

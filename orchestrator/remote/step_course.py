@@ -1,4 +1,4 @@
-"""Measures the parts of a training step from outside, by marks that hooks make while an unchanged script runs.
+"""Divides a step into load, compute, exposed exchange and optimiser, from marks that hooks set.
 
     course = Course()
     course.asks(mark, source)              a batch is requested from a source, and

@@ -1,4 +1,4 @@
-"""Hooks into torch that measure the steps of an unchanged script.
+"""Patches torch so that an unchanged script reports batches, backwards and optimiser steps.
 
     install(torch)              once, after torch's import and before the script continues
 

@@ -1,4 +1,4 @@
-"""Collects the notes of the hooks in torch, and writes a record of each step to the rank's metrics file.
+"""Turns reports from `step_hooks` into one metrics record per step, timed by `step_course`.
 
     watch = Watch(torch, os.environ)
     watch.note(ASKS, source); watch.note(GETS, source, 32); watch.note(CALLS, 32, True); watch.note(BACKWARD, mark)

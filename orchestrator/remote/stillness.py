@@ -1,4 +1,4 @@
-"""Detects ranks that stand still: none of this host's ranks has written anything for a minute.
+"""When no rank here has written for a minute: what each does (waits, busy, disk, stopped).
 
     still = Stillness(job)
     still.look(ranks, time.monotonic())     # {"0": "waits", "1": "busy"}; {} while a rank prints or writes metrics

@@ -1,4 +1,4 @@
-"""Exchanges gradients after backward, by blocking collectives in a fixed order."""
+"""`allreduce`, `gather_scatter`, `reduce_scatter` etc.: exchange gradients after backward, blocking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A moving average of the weights (`ema`), and the evaluation of an experiment.
+"""Keeps a moving average of the weights (`ema`), and measures loss and accuracy on the test samples.
 
 ema.update(updates)                 after each update, the first is 1
 with ema.in_place():                the network has the average's weights

@@ -1,4 +1,4 @@
-"""Checks a script's losses, weighs them, and reports NaN or infinity."""
+"""Refuses faulty losses of a script, applies the weights it gives its batches, and reports NaN or infinity."""
 
 from __future__ import annotations
 

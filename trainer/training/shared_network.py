@@ -1,4 +1,4 @@
-"""The network for evaluations and checkpoints. Using it does not change the run.
+"""Lends the whole network to evaluations and checkpoints, then restores its buffers and random generators.
 
 with shared_network(run, progress) as network:           on every rank
     result = judged(network, run.strategy.outputs(network, batches), classes, run.device)

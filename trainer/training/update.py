@@ -1,4 +1,4 @@
-"""One update of the weights, around the body of the training loop.
+"""One update of the weights: gives the loop's body its micro-batches, then runs backward, exchange, optimiser.
 
 for part in update.parts():         micro-batches whose losses this rank computes
     update.take(loss_sum)           backward, and after the last one the exchange
