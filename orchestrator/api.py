@@ -96,12 +96,16 @@ class Cluster:
         return Job(self._controller, job, retries)
 
     def _asked(self, command: Sequence[str], options: Mapping[str, Any]) -> Asked:
+        if given := {"script", "args", "cluster"} & {*options}:
+            raise UsageError(
+                f"{min(given)}: not an option here", "run('train.py', '--lr', '0.1'); Cluster(NAME).run(...)"
+            )
         program: dict[str, Any] = {}
         if command and options.get("module") is None:
             program = {"script": command[0], "args": [*command[1:]] or None}
         elif command:
             program = {"args": [*command]}
-        return self._controller.read(checked({"cluster": self.name, **options, **program}, PYTHON))
+        return self._controller.read(checked({**options, **program, "cluster": self.name}, PYTHON))
 
     def job(self, wanted: str = "latest") -> Job:
         """wanted: an id, a unique prefix, or `latest`. Raises UsageError."""

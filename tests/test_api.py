@@ -160,6 +160,8 @@ def test_what_is_asked_between_two_lines_ends_no_stream(tmp_path: Path, monkeypa
         (("train.py",), {"wait_limit_s": float("nan")}, "wait_limit_s: must be a finite number"),
         (("train.py",), {"time_limit_s": -1}, "time_limit_s: must be more than 0, not -1"),
         (("train.py",), {"name": "a/b"}, "a/b"),
+        (("train.py",), {"args": ["b"]}, "args: not an option here"),
+        (("train.py",), {"cluster": "other"}, "cluster: not an option here"),
     ],
 )
 def test_a_callers_mistake_is_said_in_words(here: Path, words: Any, options: Any, said: str) -> None:

@@ -179,10 +179,10 @@ def _laid_over(path: Path, values: Mapping[str, Any], added: Sequence[str]) -> J
     import os
 
     from orchestrator.planning.job_forms import read_job
-    from orchestrator.planning.job_spec import JobSpec
+    from orchestrator.planning.job_spec import LINE, validated
     from orchestrator.planning.variables import read_variables
 
-    file, line = read_job(path), JobSpec.model_validate(dict(values))
+    file, line = read_job(path), validated(values, LINE)
     if added and not file.command:
         raise UsageError(f"{path} starts no script that could be given {added[0]}", "--set changes its settings")
     replaced = {*line.env, *read_variables({}, line.env_files, os.environ)}

@@ -263,7 +263,7 @@ def spec_of(plan: LaunchPlan, nodes: Collection[str] = (), settings: AnySettings
         "env": dict.fromkeys(plan.variables),
         "env_files": [],
         "nodes": list(choice.candidates) if choice else names,
-        "hosts": choice.words if choice else None,
+        "hosts": choice.words if choice and not plan.asked.waits else None,  # a later attempt has both
         "share": plan.share_gpus,
         "grace_s": plan.grace_s,
         "time_limit_s": plan.time_limit_s,
@@ -315,9 +315,11 @@ def _program(plan: LaunchPlan) -> dict[str, Any]:
     if plan.kind != "module":
         words[0] = str(Path(plan.code.source, words[0]))
     first, *rest = ["python", *flags, *words] if flags else words
-    named = {"module": rest[0], "args": rest[1:]} if first == "-m" and rest else {"script": first, "args": rest}
+    is_module = first == "-m" and bool(rest)
     return {
-        **named,
+        "script": None if is_module else first,
+        "module": rest[0] if is_module else None,
+        "args": rest[1:] if is_module else rest,
         "resume": plan.resumes,
         "keep": list(plan.keep),
         "folder": plan.code.source,

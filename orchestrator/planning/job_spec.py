@@ -120,7 +120,13 @@ def _settings(value: Any) -> Any:
     for key, text in pairs.items() if isinstance(pairs, dict) else ():
         if not str(key).strip() or text is None:
             raise ValueError(f"{key!r} is not KEY=VALUE; write it like epochs=1")
-    return {key.strip(): text for key, text in pairs.items()} if isinstance(pairs, dict) else pairs
+    return {str(key).strip(): text for key, text in pairs.items()} if isinstance(pairs, dict) else pairs
+
+
+def _named(text: str) -> str:
+    if not text.strip():
+        raise ValueError("is empty; give a name, or leave it out")
+    return text
 
 
 def _unique(values: list[str]) -> list[str]:
@@ -129,6 +135,7 @@ def _unique(values: list[str]) -> list[str]:
 
 Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, allow_inf_nan=False)]
 Text = Annotated[str, BeforeValidator(_text)]
+Named = Annotated[str, AfterValidator(_named)]
 Path = Annotated[str, BeforeValidator(_path)]
 Folder = Annotated[str, AfterValidator(kept_folder)]
 Hosts = Annotated[str, BeforeValidator(_number_of_hosts), AfterValidator(_hosts)]
@@ -144,7 +151,8 @@ def option(default: Any, help: str, metavar: str | None = None, *, ge: int | Non
     """A field with a command-line option. more: of `Option`."""
     made: Any = {"option": Option(help, metavar, **more)}
     if default in ([], {}):
-        return Field(default_factory=type(default), json_schema_extra=made)
+        is_shown = metavar != "NAME[=VALUE]"  # values of variables may be secrets
+        return Field(default_factory=type(default), json_schema_extra=made, repr=is_shown)
     return Field(default, ge=ge, json_schema_extra=made)
 
 
@@ -155,16 +163,16 @@ class JobSpec(Written):
 
     model_config = ConfigDict(alias_generator=lambda name: name.removesuffix("_s"), populate_by_name=True, frozen=True)
 
-    exp: str | None = option(
+    exp: Named | None = option(
         None,
         "A named experiment: mnist_lenet, resnet152_cifar, resnet50_imagenet, or collectives (how fast the network "
         "is).",
         "NAME",
         complete="experiments",
     )
-    script: str | None = None
+    script: Named | None = None
     """A Python script, or a command before it, like torchrun; `args` has the rest of that line."""
-    module: str | None = None
+    module: Named | None = None
     args: Annotated[list[str], Listed] = Field(default_factory=list)
     """Arguments of the script or module."""
     settings: Settings = option(
@@ -360,7 +368,8 @@ def from_text(name: str, text: str) -> Any:
         return True
     if get_origin(kind) in (list, dict) and name != "nodes":
         return shlex.split(text)
-    return int(text) if int in get_args(kind) and text.strip().isdecimal() else text.strip()
+    is_number = int in get_args(kind) and text.strip().isdecimal() and len(text) < 20
+    return int(text) if is_number else text.strip()
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
@@ -418,14 +427,18 @@ def _between(spec: JobSpec, given: Collection[str]) -> Iterator[SpecMistake]:
 
 def checked(values: Mapping[str, Any], spelling: Spelling) -> JobSpec:
     """values: by field; None is not given. Raises UsageError with all mistakes."""
-    given = {name: value for name, value in values.items() if value is not None}
+    spec = validated(values, spelling)
+    refuse(spec, spelling)
+    return spec
+
+
+def validated(values: Mapping[str, Any], spelling: Spelling) -> JobSpec:
+    """Each field by itself, as of `checked`."""
     try:
-        spec = JobSpec.model_validate(given)
+        return JobSpec.model_validate({name: value for name, value in values.items() if value is not None})
     except ValidationError as error:
         lines = [_line(details["loc"], problem(details), details["type"], spelling) for details in error.errors()]
         raise UsageError("\n".join(dict.fromkeys(lines))) from None
-    refuse(spec, spelling)
-    return spec
 
 
 def refuse(spec: JobSpec, spelling: Spelling) -> None:

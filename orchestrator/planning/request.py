@@ -49,7 +49,7 @@ class RunRequest:
     """Experiment, script or module."""
     command: tuple[str, ...]
     """Interpreter arguments, without settings; equal on all hosts."""
-    spec: JobSpec = field(default_factory=JobSpec)
+    spec: JobSpec = field(default_factory=JobSpec, repr=False)
     settings: AnySettings | None = None
     """None for a script that neither imports the trainer nor has --set."""
     chosen: Mapping[str, str] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import InventoryError, UsageError
-from orchestrator.planning import LOCAL_RANK, CodeFolder, JobSpec, job_text, read_job, spec_of, write_job
+from orchestrator.planning import LOCAL_RANK, CodeFolder, HostChoice, JobSpec, job_text, read_job, spec_of, write_job
 from tests.support.plans import a2000_v100
 
 WRONG = """\
@@ -150,3 +150,15 @@ def test_a_plan_is_written_so_that_it_runs_again() -> None:
         env={"HF_TOKEN": None},
         grace_s=0.5,
     )
+
+
+def test_the_repeated_job_of_a_launchers_module_and_of_a_later_attempt_is_read_again(tmp_path: Path) -> None:
+    found = a2000_v100()
+    nodes = tuple(node.model_copy(update={"command": ("-m", "pkg.train")}) for node in found.nodes)
+    asked = JobSpec(script="python", args=["-m", "pkg.train"], wait=True)
+    choice = HostChoice(min_hosts=1, max_hosts=2, candidates=("v100", "a2000"))
+    more = {"kind": "module", "nodes": nodes, "asked": asked, "hosts": choice, "settings": {}}
+    plan = found.model_copy(update=more)
+    write_job(tmp_path / "job.yaml", spec_of(plan))
+    again = read_job(tmp_path / "job.yaml")
+    assert (again.script, again.module, again.wait, again.hosts) == (None, "pkg.train", True, None)

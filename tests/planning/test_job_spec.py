@@ -81,6 +81,24 @@ def test_every_form_of_a_job_is_the_same_job(tmp_path_factory: pytest.TempPathFa
     assert read == (spec if spec.folder or not spec.module else spec.updated(folder="."))
 
 
+@pytest.mark.parametrize("words", [("--hosts", "2:1"), ("--retries", "0"), ("--set", "x"), ("--env", "1A=2")])
+def test_a_mistake_next_to_a_job_file_is_one_line(
+    words: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text("exp: mnist_lenet\n")
+    with pytest.raises(UsageError, match=f"^{words[0]}: "):
+        typed("job.yaml", *words)
+
+
+def test_empty_names_and_odd_settings_are_refused_in_words() -> None:
+    with pytest.raises(UsageError, match="--exp: is empty"):
+        typed("--exp", "")
+    with pytest.raises(UsageError, match="settings"):
+        checked({"exp": "mnist_lenet", "settings": {1: None}}, PYTHON)
+    assert "s3cret" not in repr(JobSpec(script="x", env={"A": "s3cret"}))
+
+
 def from_line(values: dict[str, Any]) -> None:
     typed(*words(JobSpec.model_validate(values)))
 
