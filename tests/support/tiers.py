@@ -62,7 +62,7 @@ SAMPLED = {
 """Of these every n-th case of a parametrized test is in the first tier: the first case always."""
 SLACK = 1.5
 """Above the measured CPU seconds: cores that share their units count more of them for the same work."""
-LEAST_S = 5.0
+LEAST_S = 20.0
 """Less than this is not worth a budget of its own."""
 EXAMPLES = {"first": 12, "all": 40, "thorough": 400}
 """Of each property that hypothesis tries."""
