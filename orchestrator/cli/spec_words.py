@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin
@@ -176,8 +177,6 @@ def _given(ctx: click.Context, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _laid_over(path: Path, values: Mapping[str, Any], added: Sequence[str]) -> JobSpec:
     """The file's job, overridden by options of the line. Raises UsageError."""
-    import os
-
     from orchestrator.planning.job_forms import read_job
     from orchestrator.planning.job_spec import LINE, validated
     from orchestrator.planning.variables import read_variables

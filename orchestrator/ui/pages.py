@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -188,10 +189,8 @@ def _asked(controller: Controller, cluster: Cluster, form: Form) -> Asked:
 
 
 def _value(name: str, text: str) -> Any:
-    try:
+    with _closed_quotes(key_of(name), text):
         return from_text(name, text)
-    except ValueError as error:
-        raise UsageError(f"{key_of(name)}: {text}: {error}", "close each quote that is opened") from error
 
 
 def cancel(controller: Controller, cluster: Cluster, form: Form) -> str:
@@ -206,10 +205,16 @@ def cancel(controller: Controller, cluster: Cluster, form: Form) -> str:
 
 def _words(form: Form, field: str) -> tuple[str, ...]:
     """Split as by a shell. Raises UsageError."""
+    with _closed_quotes(field, text := form.get(field, "")):
+        return tuple(shlex.split(text))
+
+
+@contextmanager
+def _closed_quotes(field: str, text: str) -> Iterator[None]:
     try:
-        return tuple(shlex.split(form.get(field, "")))
+        yield
     except ValueError as error:
-        raise UsageError(f"{field}: {form[field]}: {error}", "close each quote that is opened") from error
+        raise UsageError(f"{field}: {text}: {error}", "close each quote that is opened") from error
 
 
 ACTS: dict[str, Callable[[Controller, Cluster, Form], str]] = {

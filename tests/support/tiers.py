@@ -85,6 +85,7 @@ class Tiers:
         """By file."""
         self._tests: dict[str, tuple[float, float]] = {}
         self._kept = json.loads(COSTS.read_text()) if COSTS.exists() else {}
+        self._over: list[str] = []
         self._before = (os.getpid(), _cpu_s())
         thorough = os.environ.get("THOROUGH")
         examples = EXAMPLES["thorough" if thorough else self.tier or "all"]
@@ -128,7 +129,9 @@ class Tiers:
             return
         if os.environ.get("BUDGETS") == "write":
             self._write()
-        elif self._over():
+            return
+        self._over = self._over_budget()
+        if self._over:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -138,10 +141,10 @@ class Tiers:
         most = sorted(self._spent_s.items(), key=lambda each: -each[1])[:8]
         shown = ", ".join(f"{folder} {spent_s:.0f}" for folder, spent_s in most)
         terminalreporter.write_line(f"CPU seconds: {total_s:.0f}, most in {shown}")
-        for line in self._over():
+        for line in self._over:
             terminalreporter.write_line(line, red=True)
 
-    def _over(self) -> list[str]:
+    def _over_budget(self) -> list[str]:
         if self.tier not in self._kept:
             return []
         scale = loop_s() / self._kept["loop_s"]

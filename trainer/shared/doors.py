@@ -18,15 +18,16 @@ def door(package: str, folder: str) -> Callable[[str], Any]:
     """
 
     @cache
-    def modules_of(name: str) -> tuple[str, ...]:
+    def modules() -> dict[str, set[str]]:
+        """By each module, its names."""
         files = sorted(Path(folder).glob("*.py"))
-        return tuple(file.stem for file in files if name in _DEFINED.findall(file.read_text(encoding="utf-8")))
+        return {file.stem: {*_DEFINED.findall(file.read_text(encoding="utf-8"))} for file in files}
 
     def attribute(name: str) -> Any:
-        modules = () if name.startswith("_") else modules_of(name)
-        if len(modules) != 1:
-            where = f"several modules define it: {', '.join(modules)}" if modules else "no module of it defines it"
+        found = [module for module, names in modules().items() if name in names]
+        if len(found) != 1:
+            where = f"several modules define it: {', '.join(found)}" if found else "no module of it defines it"
             raise AttributeError(f"{package} has no public name {name!r}: {where}")
-        return getattr(import_module(f"{package}.{modules[0]}"), name)
+        return getattr(import_module(f"{package}.{found[0]}"), name)
 
     return attribute

@@ -120,7 +120,7 @@ def _of_own(of: Settings) -> list[str]:
     if not of.is_own:
         brought = [name for name in ("model", "data") if getattr(of, name) == OWN]
         return [f"{name}: {OWN} is only for a script that calls `import trainer`" for name in brought]
-    brought = [field.name for field in fields(of) if declared(field).brought and is_changed(of, field.name)]
+    brought = [field.name for field in fields(of) if declared(field).brought and is_changed(of, field)]
     return [f"{name}: is decided by the script; pass it as an argument of the script" for name in brought]
 
 

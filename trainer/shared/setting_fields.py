@@ -75,18 +75,17 @@ def values_of(kind: type, exp: str) -> dict[str, Any]:
     return {**defaults, **CHOSEN.get(exp, {}), "exp": exp}
 
 
-def is_changed(of: Any, name: str) -> bool:
+def is_changed(of: Any, field: dataclasses.Field[Any]) -> bool:
     """Whether it differs from the experiment's value."""
-    field = next(field for field in dataclasses.fields(of) if field.name == name)
-    usual = CHOSEN.get(of.exp, {}).get(name, declared(field).default)
-    return usual is not None and getattr(of, name) != usual
+    usual = CHOSEN.get(of.exp, {}).get(field.name, declared(field).default)
+    return usual is not None and getattr(of, field.name) != usual
 
 
 def without_effect(of: Any) -> list[str]:
     """Settings that were changed but do nothing without the value of another setting."""
     mistakes = []
     for field in dataclasses.fields(of):
-        if (only := declared(field).only) and getattr(of, only[0]) != only[1] and is_changed(of, field.name):
+        if (only := declared(field).only) and getattr(of, only[0]) != only[1] and is_changed(of, field):
             mistakes.append(f"{field.name}: does nothing with {only[0]} {getattr(of, only[0])}; use {only[1]}")
     return mistakes
 
@@ -116,12 +115,9 @@ _TRUTH = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off
 def mistakes_of_value(field: dataclasses.Field[Any], value: Any) -> list[str]:
     limits = declared(field)
     if kind_of(field) == "str":
-        is_allowed = not limits.choices or value in (*limits.choices, *limits.hidden)
-        return (
-            _mistakes_of_text(field.name, limits, value)
-            if is_allowed
-            else [f"{field.name}: {not_among(value, limits.choices)}"]
-        )
+        if limits.choices and value not in (*limits.choices, *limits.hidden):
+            return [f"{field.name}: {not_among(value, limits.choices)}"]
+        return _mistakes_of_text(field.name, limits, value)
     if isinstance(value, bool):
         return []
     if kind_of(field) == "int" and abs(value) >= INT_BELOW:
