@@ -5,6 +5,7 @@ Importing torch takes seconds, so one process does it once (`server.py`) and for
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -70,6 +71,10 @@ class Rank:
         return [row[name] for row in self.rows("step")][skip:]
 
 
+END = "\n"
+"""In place of a job: the server ends."""
+
+
 class Machine:
     """Raises CannotBuild."""
 
@@ -93,6 +98,10 @@ class Machine:
             return [_rank(Path(folder), number, code) for number, code in enumerate(exit_codes)]
 
     def close(self) -> None:
+        # Closing is not enough: a process that was forked from ours holds this end, too, and may outlive us.
+        with contextlib.suppress(BrokenPipeError):
+            self.server.stdin.write(END)
+            self.server.stdin.flush()
         self.server.stdin.close()
         self.server.stdout.close()
         self.server.wait()

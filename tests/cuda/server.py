@@ -29,6 +29,7 @@ import trainer.measure.collectives
 import trainer.measure.profile_run
 import trainer.train  # noqa: F401
 from tests.cuda import rank
+from tests.cuda.machine import END
 
 GRACE_S = 5
 """The first rank that ends badly ends the others so long after: they might wait for it for ever."""
@@ -45,6 +46,8 @@ def serve() -> None:
     gc.freeze()  # no rank looks through what was imported, which would copy all of it
     gang = None
     for line in sys.stdin:
+        if line == END:
+            break
         job = json.loads(line)
         shape = {name: job[name] for name in SHAPE} | {"backend": backend_of(job["arguments"])}
         if not gang or gang.shape != shape or gang.broken:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from tests.cuda.build import ROOT, CannotBuild
 from tests.cuda.environment import environment
+from tests.cuda.machine import Machine
 
 TIME_LINE = """
 import ctypes, torch
@@ -101,3 +103,17 @@ def standin():
 def test_streams_events_graphs_and_memory_keep_one_time_line(standin):
     done = standin(TIME_LINE, FAKE_CLOCK="virtual", FAKE_KERNEL_US=1000, FAKE_LAUNCH_US=10, FAKE_GIB=1)
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+
+
+def test_its_server_ends_though_a_process_forked_from_ours_holds_its_pipe(machine):
+    one = Machine()
+    context = multiprocessing.get_context("fork")
+    stays = context.Event()
+    other = context.Process(target=stays.wait)
+    other.start()
+    try:
+        one.close()
+        assert one.server.returncode == 0 and other.is_alive()
+    finally:
+        stays.set()
+        other.join()
