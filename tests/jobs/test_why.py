@@ -47,11 +47,11 @@ def asked(job: Gang, ago_s: float = LONG_AGO_S) -> Mapping[str, HostSnapshot | H
     return snapshots_of(job.plan, job.hosts)
 
 
-def verdict_once(job: Gang, kind: str, place: str) -> Verdict:
-    """Once they stand where they will; else the last of several verdicts."""
+def verdict_once(job: Gang, kind: str, place: str, reason: str = "") -> Verdict:
+    """Once all ranks stand where they will; else the last of several verdicts. reason: a part of it."""
     for _ in range(20):
         found = diagnose(job.plan, asked(job))
-        if (found.kind, found.place) == (kind, place):
+        if (found.kind, found.place) == (kind, place) and reason in found.reason:
             break
     return found
 
@@ -71,7 +71,7 @@ def test_a_rank_that_misses_a_collective_is_named(tmp_path: Path, elsewhere: str
     skips = f"def skips():\n    {elsewhere}\nsay('up')\nif rank == 1: skips()\ndist.all_reduce(torch.ones(1))\n"
     kind = ELSEWHERE[elsewhere]
     with gang(tmp_path, MEETS + SAYS + skips) as job:
-        found = verdict_once(launched(job), kind, "script.py:7 in skips")
+        found = verdict_once(launched(job), kind, "script.py:7 in skips", "rank 0 on a waits")
         assert (found.kind, found.node, found.rank, found.place) == (kind, "b", 1, "script.py:7 in skips")
         assert found.line == elsewhere and found.is_alarm == (kind == "missed-collective")
         assert "rank 0 on a waits" in found.reason and "script.py:10" in found.reason
