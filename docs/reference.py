@@ -114,7 +114,7 @@ def _keys(properties: Mapping[str, Any]) -> str:
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
-    """A JSON Schema's type in words: `text`, `1 to 65535`, `cpu or cuda`."""
+    """A JSON Schema's type in words: `units`, `1 to 65535`, `cpu or cuda`."""
     if "enum" in schema or "const" in schema:
         return " or ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     for name in TRIED_FIRST:

@@ -154,7 +154,7 @@ class Job:
         return self._job.refresh().state
 
     def lines(self) -> Iterator[str]:
-        """`node rank: text`, until the job and its retries have ended. Raises OrchError if a retry cannot start."""
+        """`node rank: units`, until the job and its retries have ended. Raises OrchError if a retry cannot start."""
         for event in self._events():
             if isinstance(event, tuple):
                 for line in event:

@@ -18,7 +18,7 @@ from rich.progress import (
 
 from orchestrator.jobs import pull
 from orchestrator.provision import push, venvs
-from orchestrator.text import one_line
+from orchestrator.units import one_line
 from orchestrator.views import console
 
 

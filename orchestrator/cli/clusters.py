@@ -25,8 +25,7 @@ from orchestrator.cli.common import (
 )
 from orchestrator.cli.results import bring, leave, lines
 from orchestrator.errors import HostError, UsageError
-from orchestrator.text import some
-from orchestrator.units import counted
+from orchestrator.units import counted, some
 
 if TYPE_CHECKING:
     from orchestrator.clusters import Up

@@ -42,7 +42,7 @@ def node_names(context: click.Context, parameter: click.Parameter, begun: str) -
 
 def node_ranges(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
     """Like `2:3`."""
-    from orchestrator.hosts.node_names import names_in
+    from orchestrator.hosts.grammar import names_in
 
     known = _nodes(context)
     with suppress(UsageError):
@@ -232,7 +232,7 @@ def shown_cluster(controller: Controller, named: str | None) -> str | None:
 
 def collected(controller: Controller, wanted: str | None, out: Path, cluster: str | None) -> RunFolder:
     """In `out`, else the newest collected copy. Raises UsageError."""
-    from orchestrator.jobs.collected_copies import newest_copy
+    from orchestrator.jobs.collect import newest_copy
     from orchestrator.paths import RunFolder
 
     is_here = wanted and (out / wanted).is_dir()  # an old run's folder is enough: its job may be forgotten

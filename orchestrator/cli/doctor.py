@@ -141,8 +141,8 @@ def _with_collective(controller: Controller, cluster: str, seen: Observations) -
 
 
 def _of_file(controller: Controller, file: Path, listed: str | None, allow_local: bool) -> tuple[str, Sequence[Node]]:
+    from orchestrator.hosts.grammar import names_in
     from orchestrator.hosts.inventory_file import load_inventory
-    from orchestrator.hosts.node_names import names_in
 
     loaded = load_inventory(file)
     ask_about_local(controller.store.home, loaded.file, loaded.nodes, allow_local)

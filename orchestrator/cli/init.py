@@ -50,7 +50,7 @@ def init(
     orch init --ansible hosts.ini - | less
     """
     from orchestrator.hosts import grammar
-    from orchestrator.hosts.forms.new_inventory import Wanted, checked_template, inventory_text
+    from orchestrator.hosts.forms.sources import Wanted, checked_template, inventory_text
 
     _free(file, force)
     _fits("--cluster", cluster, grammar.name)

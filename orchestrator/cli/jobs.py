@@ -95,7 +95,7 @@ def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str |
 
 
 def _rescanned(controller: Controller, cluster: str | None, *, adopt: bool, yes: bool) -> Mapping[str, OrchError]:
-    from orchestrator.text import some
+    from orchestrator.units import some
     from orchestrator.views import console
 
     names = [cluster] if cluster else controller.store.cluster_names() or [controller.store.cluster_name()]
@@ -121,7 +121,7 @@ def _show_jobs(records: Sequence[JobRecord], limit: int) -> None:
 
 
 def _others(controller: Controller, clusters: list[str], adopt: bool, yes: bool) -> Mapping[str, OrchError]:
-    from orchestrator.text import some
+    from orchestrator.units import some
     from orchestrator.views import console
 
     problems: dict[str, OrchError] = {}
@@ -193,7 +193,7 @@ def logs(
     orch logs -t --since 10m
     orch logs -f -n 5 --grep 'loss|error'
     """
-    from orchestrator.jobs.collected_copies import copied_lines, is_removed, last_of, newest_copy, nothing_left
+    from orchestrator.jobs.collect import copied_lines, is_removed, last_of, newest_copy, nothing_left
     from orchestrator.jobs.lines import LogLine
     from orchestrator.views import console, following
 

@@ -253,7 +253,7 @@ def pull(
     orch pull latest snapshot.pt 'checkpoints/*'
     orch pull mnist_lenet-20261121 --nodes v100 --out ~/results
     """
-    from orchestrator.hosts.node_names import names_in
+    from orchestrator.hosts.grammar import names_in
     from orchestrator.jobs.pull import Pulled, matching
     from orchestrator.paths import RunFolder
     from orchestrator.views import console, documents

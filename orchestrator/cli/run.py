@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +18,9 @@ from orchestrator.cli.common import busy, json_option, open_controller
 from orchestrator.cli.jobs import cancel_job
 from orchestrator.cli.spec_words import JOB_FILES, RunCommand, is_job_file, script_argument, spec_of, went_to_script
 from orchestrator.errors import OrchError, UsageError
+from orchestrator.jobs.job_store import JobRecord
+from orchestrator.paths import RUNS, RunFolder
+from orchestrator.views import console
 
 if TYPE_CHECKING:
     from orchestrator.controller import Controller
@@ -22,6 +29,7 @@ if TYPE_CHECKING:
     from orchestrator.planning.job_spec import JobSpec
     from orchestrator.planning.launch_plan import LaunchPlan
     from orchestrator.starting.retries import Asked, Retries
+
 
 SECOND_CTRL_C_S = 3.0
 
@@ -160,8 +168,6 @@ def _run(controller: Controller, asked: Asked, way: _Way) -> None:
     if not way.detach:
         job = _follow_all(job, controller.retries(asked, start), way)
         if way.notify:
-            from orchestrator.cli.notify import notify
-
             notify(way.notify, job.record)
     _finish(job, controller.checks.findings if way.as_json else None, detached=way.detach)
 
@@ -245,3 +251,50 @@ def _finish(job: RunningJob, findings: Sequence[Finding] | None, *, detached: bo
     if record.state != "succeeded":
         sys.exit(1)
     console.say(f"next: orch collect --job {job.id}")
+
+
+# `--notify CMD`: runs the user's shell command on this machine after the job has ended.
+#
+# It gets no variables of the job's ranks, which may be secrets. Its failure is only a warning.
+
+LIMIT_S = 60.0
+
+
+def variables(record: JobRecord) -> dict[str, str]:
+    """ORCH_RUN is the folder that `orch collect` would write from here."""
+    return {
+        "ORCH_JOB": record.id,
+        "ORCH_STATE": record.state,
+        "ORCH_EXIT_CODE": "" if record.exit_code is None else str(record.exit_code),
+        "ORCH_RUN": str(RunFolder(RUNS / record.id).root.absolute()),
+    }
+
+
+def notify(command: str, record: JobRecord, limit_s: float = LIMIT_S) -> None:
+    console.err.file.flush()
+    if why := _notify_run(command, {**os.environ, **variables(record)}, limit_s):
+        console.warn(f"--notify: the command {why}; the job itself is {record.state}")
+
+
+def _notify_run(command: str, environment: Mapping[str, str], limit_s: float) -> str:
+    """Why it failed, else ""."""
+    try:
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", command],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),
+            env=environment,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return f"could not be started ({error.strerror})"
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return f"took longer than {limit_s:g} s and was ended"
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return f"ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}" if code else ""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin
 
 import click
 from click.core import ParameterSource
-from click.shell_completion import CompletionItem
+from click.shell_completion import BashComplete, CompletionItem, add_completion_class, split_arg_string
 
 from orchestrator.cli import common
 from orchestrator.cli.common import Quantity
@@ -17,6 +18,7 @@ from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from orchestrator.planning.job_spec import JobSpec
+
 
 JOB_FILES = (".yaml", ".yml")
 """`orch run FILE` recognises a job file only by these endings."""
@@ -193,3 +195,33 @@ def _laid_over(path: Path, values: Mapping[str, Any], added: Sequence[str]) -> J
     }
     given = {name: getattr(line, name) for name in line.model_fields_set}
     return file.updated(**{**given, **{name: value for name, value in joined.items() if value}})
+
+
+# Completion in bash, which splits `--set strategy=dd` at `=` and `:` (COMP_WORDBREAKS).
+
+_BREAKS = ("=", ":")
+
+
+class WholeWords(BashComplete):
+    """Joins the parts again, and offers only the text after the last break."""
+
+    _before = ""
+
+    def get_completion_args(self) -> tuple[list[str], str]:
+        typed, at = split_arg_string(os.environ["COMP_WORDS"]), int(os.environ["COMP_CWORD"])
+        parts = [*typed, ""][: at + 1]
+        words = parts[:1]
+        for before, part in pairwise(parts):
+            if part in _BREAKS or before in _BREAKS:
+                words[-1] += part
+            else:
+                words.append(part)
+        self._before = words[-1][: len(words[-1]) - len(parts[-1].lstrip("=:"))] if words[-1] != parts[-1] else ""
+        return words[1:-1], words[-1]
+
+    def format_completion(self, item: CompletionItem) -> str:
+        return f"{item.type},{str(item.value).removeprefix(self._before)}"
+
+
+def install() -> None:
+    add_completion_class(WholeWords)

@@ -34,8 +34,7 @@ def ui(port: int, out: Path, cluster: str | None) -> None:
     """
     try:
         from orchestrator.ui.access import Access, kept_token, new_token
-        from orchestrator.ui.app import application
-        from orchestrator.ui.watched_jobs import Watched
+        from orchestrator.ui.app import Watched, application
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "orchestrator":
             raise

@@ -13,8 +13,7 @@ from orchestrator.hosts.facts import GpuHealth
 from orchestrator.hosts.occupied import ELSEWHERE, NOT_EXCLUSIVE, WAIT, without_jobs
 from orchestrator.hosts.occupied import warnings as occupied
 from orchestrator.jobs.live_stats import POWER_CAP, SYNC_BOOST, slowed_by_words
-from orchestrator.text import some
-from orchestrator.units import counted, format_bytes, format_duration
+from orchestrator.units import counted, format_bytes, format_duration, some
 
 SLOW_LOGIN_S = 5.0
 NOFILE, NPROC = 1024, 2048

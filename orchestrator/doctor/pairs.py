@@ -13,9 +13,8 @@ from typing import Any, get_args
 
 from orchestrator.doctor.observations import Host, Mesh, Observations, Pair, PairKind, RawFinding
 from orchestrator.errors import HostError, ProbeError
-from orchestrator.text import one_line
 from orchestrator.transport.ask import ConnectedHost, exchange, understood
-from orchestrator.units import format_bandwidth
+from orchestrator.units import format_bandwidth, one_line
 
 ENOUGH = 0.6
 """Share of the declared bandwidth. Assumed: a short transfer of one connection does not fill a link."""

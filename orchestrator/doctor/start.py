@@ -19,10 +19,9 @@ from orchestrator.forecast.inputs import computed_shares
 from orchestrator.forecast.layers import gradient_bytes, is_known, layers_in, network_of
 from orchestrator.forecast.tensor_step import weight_bytes
 from orchestrator.hosts import occupied
-from orchestrator.hosts.answers import as_of_now
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.inventory import Node
-from orchestrator.hosts.probe import look
+from orchestrator.hosts.probe import as_of_now, look
 from orchestrator.jobs.launch import Prepared
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.store import Store

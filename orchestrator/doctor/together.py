@@ -14,8 +14,7 @@ from orchestrator.hosts.cluster import masked_env
 from orchestrator.hosts.exec import host_set
 from orchestrator.hosts.wheels import numbers
 from orchestrator.planning.nccl import GpuHost, unlike_versions
-from orchestrator.text import some
-from orchestrator.units import counted, format_duration
+from orchestrator.units import counted, format_duration, some
 
 NETWORK_DISKS = re.compile(
     r"nfs.*|cifs|smb.*|lustre|ceph|glusterfs|gpfs|beegfs|9p|virtiofs|fuse\..*|afs|ocfs2|gfs2|orangefs"

@@ -19,7 +19,7 @@ from orchestrator.errors import OrchError, UsageError
 from orchestrator.files import make_folder
 from orchestrator.results.compare import figure_tables
 from orchestrator.results.summary import Summary
-from orchestrator.text import one_line
+from orchestrator.units import one_line
 
 DRAWN = (
     ("loss", "loss", "loss/training"),

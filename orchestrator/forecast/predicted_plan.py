@@ -16,8 +16,8 @@ from orchestrator.forecast.what_if import faster_ways, without_slow
 from orchestrator.hosts.election import Candidate
 from orchestrator.paths import RUNS
 from orchestrator.planning.build import Draft, build_plan
-from orchestrator.planning.host_choice import Worth
 from orchestrator.planning.launch_plan import Faster, LaunchPlan
+from orchestrator.planning.placement import Worth
 from orchestrator.planning.profiles import Profiles
 from orchestrator.planning.request import RunRequest
 from trainer.shared.shares import parse_speeds

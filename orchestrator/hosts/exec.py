@@ -15,9 +15,9 @@ from typing import Any
 from orchestrator.errors import HostError, OrchError, ProbeError
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import Node
-from orchestrator.text import clean_lines
 from orchestrator.transport import shell
 from orchestrator.transport.ask import ConnectedHost, exchange, understood
+from orchestrator.units import clean_lines
 
 MOST_BYTES = 1 << 20
 END_S = 15.0

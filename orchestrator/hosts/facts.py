@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from orchestrator.errors import UsageError
-from orchestrator.text import one_line
+from orchestrator.units import one_line
 
 MAX_TEXT = 200
 MAX_PEERS = 2048

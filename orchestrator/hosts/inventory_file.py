@@ -19,14 +19,12 @@ from pydantic import ValidationError
 from orchestrator.errors import InventoryError, Mistake, UsageError
 from orchestrator.hosts import grammar
 from orchestrator.hosts.cluster import MASK, Cluster
-from orchestrator.hosts.grammar import MOST_HOSTS
+from orchestrator.hosts.grammar import MOST_HOSTS, without_brackets
 from orchestrator.hosts.inventory import Defaults, Entry, Inventory, InventoryFile, Node, Written, mistake_of, once
-from orchestrator.hosts.node_names import without_brackets
 from orchestrator.hosts.occupied import not_allowed
 from orchestrator.hosts.yamlfile import REFUSED, Document, KeyPath, read_yaml, resolve_scalar
 from orchestrator.paths import Home
-from orchestrator.text import one_line
-from orchestrator.units import parse_bandwidth, parse_bytes, parse_duration
+from orchestrator.units import one_line, parse_bandwidth, parse_bytes, parse_duration
 
 
 def load_inventory(path: Path) -> Inventory:

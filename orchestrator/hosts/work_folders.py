@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.record import Owner
-from orchestrator.text import one_line
+from orchestrator.files import Owner
 from orchestrator.transport.ask import ConnectedHost, ask, understood, words_of
+from orchestrator.units import one_line
 
 LOOK_S = 30.0
 CLEAR_S = 180.0

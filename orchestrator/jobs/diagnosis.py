@@ -22,7 +22,7 @@ from orchestrator.hosts.exec import reasons
 from orchestrator.jobs.job_store import Kind, Verdict
 from orchestrator.jobs.live_stats import GpuLines, Reading, slowed_by_words
 from orchestrator.jobs.metric_lines import parse_event
-from orchestrator.jobs.rank_snapshots import HostSnapshot, ProcessSnapshot, RankSnapshot, StackFrame
+from orchestrator.jobs.stall import HostSnapshot, ProcessSnapshot, RankSnapshot, StackFrame
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.units import counted, format_duration
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from orchestrator.errors import ConnectError, HostError, ProbeError
 from orchestrator.jobs.metric_lines import duration
-from orchestrator.text import message, one_line
 from orchestrator.transport.ask import MAX_NOISE_BYTES, endless
+from orchestrator.units import message, one_line
 
 MAX_PIECE_BYTES = 1 << 18
 LARGEST_WALL = 2.5e11

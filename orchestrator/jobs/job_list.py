@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import HostError, OrchError, StateError
+from orchestrator.files import SCHEMA, Owner
 from orchestrator.hosts import work_folders
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
@@ -23,12 +24,10 @@ from orchestrator.jobs import launch
 from orchestrator.jobs.job_store import ENDED, JobRecord, JobStore
 from orchestrator.jobs.stall import needs_diagnosis
 from orchestrator.jobs.state import combine
-from orchestrator.owner import read_owner
+from orchestrator.paths import read_owner
 from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.record import SCHEMA, Owner
-from orchestrator.text import clean
 from orchestrator.transport.fanout import errors_by_node, values
-from orchestrator.units import counted
+from orchestrator.units import clean, counted
 
 if TYPE_CHECKING:
     from orchestrator.jobs.running import RunningJob

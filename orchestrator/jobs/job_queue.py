@@ -21,13 +21,12 @@ from orchestrator.errors import ConnectError, HostError, HostsError, OrchError, 
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.occupied import OccupiedError
 from orchestrator.jobs.job_store import ENDED, FINAL_STATES, JobRecord, JobStore, WaitingRun
-from orchestrator.owner import read_owner
+from orchestrator.paths import read_owner
 from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.text import one_line, some
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import errors, errors_by_node, for_each, values
-from orchestrator.units import format_duration
+from orchestrator.units import format_duration, one_line, some
 
 # A job's place in the queue, from its hosts' answers (`remote/gpu_queue.py`). Pure.
 #

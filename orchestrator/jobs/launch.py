@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 from orchestrator.errors import HostError, HostsError, RefusedError
 from orchestrator.jobs.state import PREPARE_S
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
-from orchestrator.text import one_line
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import errors, for_each, values
+from orchestrator.units import one_line
 
 SMALL_BYTES = 1 << 16
 """Larger code is sent only if missing."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from orchestrator.jobs.frames import FilePiece
-from orchestrator.text import clean
+from orchestrator.units import clean
 
-# Anything that `text.clean` would change, or a carriage return: most pieces hold none.
+# Anything that `units.clean` would change, or a carriage return: most pieces hold none.
 _UNCLEAN = re.compile(r"[^\n\t\x20-\x7e]")
 
 

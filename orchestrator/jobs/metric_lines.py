@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any, TypeVar
 
-from orchestrator.text import one_line
+from orchestrator.units import one_line
 from trainer.shared.metrics import LARGEST, LINE_LIMIT
 
 LARGEST_NUMBER = 1e15

@@ -31,18 +31,15 @@ from orchestrator.errors import ConnectError, HostError, OrchError, ProbeError
 from orchestrator.files import folder_beneath, hash_file, make_folder, sync
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
-from orchestrator.jobs.collect import SPARE_BYTES, refuse_if_full
-from orchestrator.jobs.collected_copies import is_removed
+from orchestrator.jobs.collect import SPARE_BYTES, is_removed, refuse_if_full
 from orchestrator.jobs.frames import End, FilePiece, Held, Left, Whole, read_files
 from orchestrator.jobs.job_store import JobStore
-from orchestrator.owner import read_owner
-from orchestrator.paths import RunFolder
+from orchestrator.paths import RunFolder, read_owner
 from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.text import one_line
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import errors_by_node, for_each, on_each_link, values
-from orchestrator.units import format_bytes
+from orchestrator.units import format_bytes, one_line
 
 LOOK_BYTES = 16 << 20
 """Bytes between two checks of the free space."""

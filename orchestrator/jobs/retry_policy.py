@@ -14,9 +14,9 @@ from orchestrator.jobs.launch import ask_host
 from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.request import ParsedJob, parse_job
-from orchestrator.text import one_line
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost
+from orchestrator.units import one_line
 from trainer.shared.config import EXPERIMENTS
 
 Whose = Literal["hosts", "script", "person"]

@@ -19,30 +19,26 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import HostError, UsageError
-from orchestrator.files import own_folder
+from orchestrator.files import own_folder, write_record
 from orchestrator.hosts.connections import CONNECT_S, Connections
 from orchestrator.jobs import collect, launch, pull
-from orchestrator.jobs.collected_copies import is_removed, nothing_left, tails
+from orchestrator.jobs.collect import is_removed, nothing_left, tails
 from orchestrator.jobs.diagnosis import diagnose
-from orchestrator.jobs.follow import Event, Follow, HostLiveness
+from orchestrator.jobs.follow import Event, Follow, HostLiveness, watch, watch_records
 from orchestrator.jobs.frames import Agent, Held
 from orchestrator.jobs.job_store import ENDED, FINAL_STATES, JobRecord, JobStore, Verdict
 from orchestrator.jobs.launch import on_all
 from orchestrator.jobs.live_stats import Gauge
 from orchestrator.jobs.pull import Output, Outputs, outputs
-from orchestrator.jobs.rank_snapshots import HostSnapshot
-from orchestrator.jobs.stall import StallProbe, answered, lost_output_words, needs_diagnosis
+from orchestrator.jobs.stall import HostSnapshot, StallProbe, answered, lost_output_words, needs_diagnosis
 from orchestrator.jobs.state import combine, is_gone, is_half_started
-from orchestrator.jobs.watch import watch, watch_records
-from orchestrator.owner import read_owner
-from orchestrator.paths import RunFolder
+from orchestrator.paths import RunFolder, read_owner
 from orchestrator.planning.job_forms import spec_of, write_job
 from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.record import write_record
-from orchestrator.text import one_line
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost, understood, words_of
 from orchestrator.transport.fanout import errors_by_node, for_each, values
+from orchestrator.units import one_line
 
 CANCEL_S = 60.0
 """For the final records, after twice the grace period."""

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Literal
 
 from orchestrator.errors import UsageError
 from orchestrator.planning.launch_plan import CodeFolder, Commit
-from orchestrator.planning.secret_files import is_secret, left_out_words, refuse_home
-from orchestrator.text import some
-from orchestrator.units import format_bytes
+from orchestrator.planning.variables import is_secret, left_out_words, refuse_home
+from orchestrator.units import format_bytes, some
 
 if TYPE_CHECKING:
     import pathspec

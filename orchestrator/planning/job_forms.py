@@ -31,8 +31,7 @@ from orchestrator.planning.job_spec import FILE, FILE_KEYS, JobSpec, key_of, mis
 from orchestrator.planning.launch_plan import LOCAL_RANK, HostChoice, LaunchPlan
 from orchestrator.planning.launchers import read_program
 from orchestrator.planning.request import AUTO
-from orchestrator.planning.secret_files import names_secret, shows_secret
-from orchestrator.planning.variables import RESERVED
+from orchestrator.planning.variables import RESERVED, names_secret, shows_secret
 from trainer.shared.config import EXPERIMENTS, fields_of, parse_settings
 from trainer.shared.experiments import SCRIPT
 from trainer.shared.setting_fields import SettingsError

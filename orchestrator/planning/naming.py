@@ -7,7 +7,7 @@ import secrets
 from datetime import datetime
 from pathlib import Path
 
-from orchestrator.text import one_line
+from orchestrator.units import one_line
 
 MAX_NAME, MAX_NOTE = 40, 200
 _NAME = re.compile(rf"[A-Za-z0-9]([A-Za-z0-9_-]{{0,{MAX_NAME - 2}}}[A-Za-z0-9])?")

@@ -14,8 +14,7 @@ from orchestrator.planning.bundle import names_in, pack_folder, trainer_folder
 from orchestrator.planning.job_spec import HostRange, JobSpec
 from orchestrator.planning.launch_plan import LOCAL_RANK, Attempt, CodeFolder
 from orchestrator.planning.launchers import Program, not_python, read_program
-from orchestrator.planning.secret_files import names_secret, shows_secret
-from orchestrator.planning.variables import read_variables
+from orchestrator.planning.variables import names_secret, read_variables, shows_secret
 from trainer.shared.config import parse_settings
 from trainer.shared.experiments import SCRIPT
 from trainer.shared.setting_fields import SettingsError

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from orchestrator.errors import HostError, ProbeError, UsageError
-from orchestrator.planning.secret_files import LOGINS, is_secret, refuse_home
-from orchestrator.text import one_line
+from orchestrator.planning.variables import LOGINS, is_secret, refuse_home
 from orchestrator.transport.ask import ConnectedHost, exchange, understood
 from orchestrator.transport.fanout import on_each_link
+from orchestrator.units import one_line
 
 PIECE_BYTES = 1 << 18
 

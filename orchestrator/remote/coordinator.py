@@ -13,12 +13,11 @@ from typing import Any, cast
 
 from . import membership, verdict
 from .host_state import HostState
-from .link import Link, Listener, greet_member
+from .link import Link, Listener, asyncio, greet_member
 from .membership import LEASE_S, Peers
 from .messages import Failure, Order, Status, failure
-from .plain_asyncio import asyncio
+from .ports import Rendezvous
 from .programs import KILL_S, until
-from .rendezvous import Rendezvous
 
 JOIN_S = 30.0
 REPORT_S = 2.0  # how long to wait, after a connection broke, for the host's own report of the reason

@@ -6,7 +6,7 @@ Request: {"line", "limit_s", "most_bytes": limit of each output}. Progress (see 
     {"end": {"exit_code", "stdout_cut_bytes", "stderr_cut_bytes"}}
 
 exit_code is 128 + n if signal n ended the command, null if the time was up. The command runs in the home folder with an
-empty stdin. It and its session end when the controller leaves, its connection is dead (`watchdog`), or the time is up;
+empty stdin. It and its session end when the controller leaves, its connection is dead (`answer`), or the time is up;
 background processes of a command that ended by itself live on.
 """
 
@@ -21,9 +21,8 @@ import subprocess
 import time
 from typing import Any
 
-from .processes import die_with_parent
+from .processes import die_with_parent, unseen_line
 from .progress_stream import STDIN, ControllerLeft, ProgressStream, gone, serve
-from .unseen_line import unseen_line
 
 PIECE_BYTES = 1 << 16
 GRACE_S = 2.0  # between TERM and KILL

@@ -209,7 +209,7 @@ def translated(bus_id: str, devices: Path = Path("/sys/bus/pci/devices")) -> str
         return None
 
 
-# Takes a few milliseconds: part of `prepare`'s answer, replacing older facts (`orchestrator/hosts/answers.py`).
+# Takes a few milliseconds: part of `prepare`'s answer, replacing older facts (`orchestrator/hosts/probe.py`).
 
 
 def now(folder: Path) -> dict[str, Any]:

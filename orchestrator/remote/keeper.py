@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from .answer import Refused, refusal
+from .cgroups import out_of_memory_kills
 from .gpu_claim import REMEDY, claim
 from .gpu_queue import refuse_before_turn
 from .layout import JobFolder, WorkFolder, write_final_record
+from .link import asyncio
 from .logs import log_tail, telling_line
-from .memory import out_of_memory_kills
 from .messages import Failure, failure
-from .plain_asyncio import asyncio
 from .processes import (
     Killing,
     adopt_orphans,

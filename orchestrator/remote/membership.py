@@ -13,10 +13,9 @@ from typing import Any, cast
 
 from . import mesh
 from .firewall import opening
-from .link import Link, Listener, greet_member, join_hub
+from .link import Link, Listener, asyncio, greet_member, join_hub
 from .mesh import Place, Trouble
 from .messages import Order, Status
-from .plain_asyncio import asyncio
 
 
 class Membership:

@@ -40,8 +40,7 @@ from errno import EACCES, ECONNREFUSED, EHOSTDOWN, EHOSTUNREACH, ENETUNREACH, EP
 from typing import Any, Literal, NamedTuple
 
 from . import firewall
-from .link import MAX_LINE, Link, Listener, greet_member, introduce
-from .plain_asyncio import asyncio
+from .link import MAX_LINE, Link, Listener, asyncio, greet_member, introduce
 from .progress_stream import ProgressStream, serve
 
 MOST_S = 60.0

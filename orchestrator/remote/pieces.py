@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .watchdog import wind
+from .answer import wind
 
 BEAT_S = 1.0
 CHUNK_BYTES = 1 << 18

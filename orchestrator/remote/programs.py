@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from . import answer
+from .cgroups import out_of_memory_kills
 from .host_state import HostState
 from .layout import JobFolder
+from .link import asyncio
 from .logs import advice, is_secondary, log_tail, telling_line
-from .memory import out_of_memory_kills
 from .messages import Failure, Order, failure
-from .plain_asyncio import asyncio
+from .ports import Rendezvous
 from .processes import (
     MARK,
     Identity,
@@ -34,9 +35,8 @@ from .processes import (
     end_all,
     process_group,
     signal_name,
+    unseen_line,
 )
-from .rendezvous import Rendezvous
-from .unseen_line import unseen_line
 
 _NAMES = {"prepare": "the `prepare` command"}
 

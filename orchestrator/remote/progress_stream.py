@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from . import answer
-from .answer import Refused
-from .watchdog import wind
+from .answer import Refused, wind
 
 BEAT_S = 1.0
 MENTION_S = 0.25

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from . import answer
+from .cgroups import let_go_first
 from .layout import JobFolder, write_json
 from .meeting import Meeting
-from .memory import let_go_first
 from .output_writer import OutputWriter
 from .print_times import PrintTimes
 from .processes import adopt_orphans, catches, descendants, die_with_parent, end_all, pulse, signal_name

@@ -21,10 +21,10 @@ from . import verdict
 from .coordinator import JOIN_S, REPORT_S, Coordinator
 from .host_state import HostState
 from .layout import JobFolder, write_final_record, write_record
+from .link import asyncio
 from .membership import LEASE_S, Membership, Peers, Pulse, Unreached
 from .mesh import Place
 from .messages import AgentRecord, Failure, FinalState, Order, Process, failure, finish
-from .plain_asyncio import asyncio
 from .processes import identify
 from .programs import Programs
 from .stillness import LOOK_S as STILL_LOOK_S

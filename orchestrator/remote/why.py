@@ -34,9 +34,8 @@ from .answer import Refused, reply
 from .layout import JobFolder, WorkFolder
 from .meeting import ESTABLISHED, connections, sockets_of
 from .processes import descendants, uses
-from .rank_progress import RankProgress, progress_of
 from .safe_open import READ
-from .stacks import Thread, asking, carried, disk_bytes
+from .stacks import RankProgress, Thread, asking, carried, disk_bytes, progress_of
 from .stillness import Sample, what_it_does
 
 LOOKS, LOOK_S = 7, 0.25  # CPU use is measured over this many looks, this far apart

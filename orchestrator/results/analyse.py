@@ -20,14 +20,13 @@ from typing import Any, Literal, TypeVar
 from pydantic import ValidationError
 
 from orchestrator.errors import OrchError
-from orchestrator.files import write_json
+from orchestrator.files import RECORD_LIMIT, SCHEMA, require_record, write_json
 from orchestrator.jobs.job_store import FirstFailure, JobRecord
 from orchestrator.jobs.metric_lines import count, number, text
 from orchestrator.jobs.stall import last_words
 from orchestrator.paths import RunFolder
 from orchestrator.planning.job_forms import run_line
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
-from orchestrator.record import RECORD_LIMIT, SCHEMA, require_record
 from orchestrator.results import caveats
 from orchestrator.results.batch_norm_groups import read_batch_norm, read_rebalances
 from orchestrator.results.caveats import left_on_hosts, left_out, tried_before
@@ -41,7 +40,7 @@ from orchestrator.results.summary import GpuSummary, NodeSummary, RankEnd, Summa
 from orchestrator.results.tables import read_events
 from orchestrator.results.timeline import StageSummary, read_places, read_timeline, write_timeline
 from orchestrator.results.timeline import Starts as TimelineStarts
-from orchestrator.text import one_line
+from orchestrator.units import one_line
 
 REMEDY = "a run folder is what `orch collect --job ID` makes"
 

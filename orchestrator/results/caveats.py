@@ -18,8 +18,7 @@ from orchestrator.results.events import Events, Rejects
 from orchestrator.results.measure import Figures
 from orchestrator.results.network import measures_collectives
 from orchestrator.results.summary import NodeSummary
-from orchestrator.text import one_line, some
-from orchestrator.units import counted, format_bytes, format_percent
+from orchestrator.units import counted, format_bytes, format_percent, one_line, some
 from trainer.shared.metrics import SCHEMA
 
 

@@ -17,14 +17,13 @@ from typing import Any
 
 from pydantic import Field
 
+from orchestrator.files import SCHEMA, Record
 from orchestrator.jobs.job_store import NotFinite
 from orchestrator.paths import RunFolder
-from orchestrator.record import SCHEMA, Record
 from orchestrator.results.curves import LEAST_STEPS, Curves, Interval, Place, interval, placed, ratio
 from orchestrator.results.summary import NodeSummary, Summary
 from orchestrator.results.tables import read_steps
-from orchestrator.text import one_line
-from orchestrator.units import format_bandwidth
+from orchestrator.units import format_bandwidth, one_line
 
 LETTERS = string.ascii_uppercase
 LEAST = 0.02

@@ -17,7 +17,7 @@ from orchestrator.planning.launch_plan import LaunchPlan, NodePlan, read_setting
 from orchestrator.results.events import Events
 from orchestrator.results.summary import StepTime
 from orchestrator.results.tables import copy_whole
-from orchestrator.text import one_line
+from orchestrator.units import one_line
 from trainer.shared.metrics import STAGE_TIMES
 
 DEFAULT_WARMUP_STEPS = 3

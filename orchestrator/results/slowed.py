@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from orchestrator.files import Record
 from orchestrator.jobs.live_stats import POWER_CAP, REASONS, Reading, slowed_by_words
-from orchestrator.record import Record
 from orchestrator.units import format_percent
 
 # Below it, a GPU does not need its clocks.

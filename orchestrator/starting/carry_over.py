@@ -23,17 +23,15 @@ from orchestrator.jobs.collect import SPARE_BYTES
 from orchestrator.jobs.launch import ASK_S, whose
 from orchestrator.jobs.pull import Output, pull
 from orchestrator.jobs.running import RunningJob
-from orchestrator.owner import read_owner
-from orchestrator.paths import RunFolder
+from orchestrator.paths import RunFolder, read_owner
 from orchestrator.planning.bundle import digests_in
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.provision.push import Manifest, ManifestFile, push, read_pieces
 from orchestrator.store import Store
-from orchestrator.text import one_line, some
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import FOREVER_S, errors, for_each, values
-from orchestrator.units import counted, format_bytes
+from orchestrator.units import counted, format_bytes, one_line, some
 
 PLACES = ("src", "checkpoints")
 """A script's working folder and its ORCH_CHECKPOINTS, in a job's folder."""

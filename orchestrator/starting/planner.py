@@ -17,18 +17,20 @@ from orchestrator.hosts.cluster import Cluster
 from orchestrator.paths import RUNS
 from orchestrator.planning import naming
 from orchestrator.planning.build import Draft, build_plan
-from orchestrator.planning.host_choice import (
+from orchestrator.planning.job_spec import HostRange
+from orchestrator.planning.launch_plan import CodeFolder, Faster, LaunchPlan
+from orchestrator.planning.nccl import choose_carrier
+from orchestrator.planning.placement import (
     Worth,
     check_range,
     choice_notes,
     choice_of,
+    homes_of,
+    notes_on,
+    place,
     ranked,
     those_there,
 )
-from orchestrator.planning.job_spec import HostRange
-from orchestrator.planning.launch_plan import CodeFolder, Faster, LaunchPlan
-from orchestrator.planning.nccl import choose_carrier
-from orchestrator.planning.placement import homes_of, notes_on, place
 from orchestrator.planning.profiles import Profiles, kinds_of, split_batch_of, split_equally
 from orchestrator.planning.request import RunRequest
 from orchestrator.store import Store

@@ -23,9 +23,8 @@ from orchestrator.jobs.running import RunningJob
 from orchestrator.planning.job_spec import HostRange
 from orchestrator.planning.launch_plan import Attempt, Earlier, LaunchPlan
 from orchestrator.planning.request import ParsedJob, RunRequest
-from orchestrator.text import some
 from orchestrator.transport.fanout import errors_by_node, values
-from orchestrator.units import counted, format_duration
+from orchestrator.units import counted, format_duration, some
 
 LONGEST_WAIT_S = 360.0
 ENDED_S = 60.0

@@ -22,14 +22,14 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from orchestrator.errors import ConnectError, HostError, ProbeError
-from orchestrator.text import message, one_line
 from orchestrator.transport import CommandResult, Transport, shell
 from orchestrator.transport.sources import pack, shipped_sources
+from orchestrator.units import message, one_line
 
 MAX_ANSWER_BYTES = 1 << 20
 ALIKE = "does its shell print at login (`orch exec -- true` shows it), or is another version of orch in use?"
 SILENT_S = 60.0  # longest silence of a program that reports progress; it sends a beat every second
-STUCK_S = 120  # as in `remote/watchdog.py`
+STUCK_S = 120  # as in `remote/answer.py`
 LATE_S = 60.0  # time that a program may run on after we have stopped waiting
 
 T = TypeVar("T")
@@ -176,7 +176,7 @@ def _command(host: ConnectedHost, program: str) -> str:
 def _input(
     host: ConnectedHost, program: str, request: Mapping[str, Any], marker: str, blob: bytes, limit_s: int = STUCK_S
 ) -> bytes:
-    # limit_s: the program ends itself then, unless its messages extend the time (`remote/watchdog.py`).
+    # limit_s: the program ends itself then, unless its messages extend the time (`remote/answer.py`).
     loader = resources.files("orchestrator.remote").joinpath("loader.py").read_bytes()
     package = pack(program, shipped_sources())
     shipped = {"program": program, "limit_s": limit_s, "sources": package.sizes, "bytes": len(package.content)}

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import paramiko
 
-from orchestrator.text import one_line
+from orchestrator.units import one_line
 
 SUFFIX = "-cert-v01@openssh.com"
 _ECDSA = ("ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521")

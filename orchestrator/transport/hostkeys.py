@@ -22,9 +22,9 @@ import paramiko
 from orchestrator.errors import HostKeyError
 from orchestrator.files import locked, write_atomic
 from orchestrator.paths import Home
-from orchestrator.text import fits
 from orchestrator.transport import certificates
 from orchestrator.transport.certificates import Certificate
+from orchestrator.units import fits
 
 # Signature algorithms per key type (RFC 8332). SHA-1 signatures are never requested.
 _ALGORITHMS = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}

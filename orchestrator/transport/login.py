@@ -20,12 +20,12 @@ from typing import Any, TypeAlias
 import paramiko
 
 from orchestrator.errors import AuthError
-from orchestrator.text import one_line
 from orchestrator.transport import shell
 from orchestrator.transport.certificates import SUFFIX, Certificate, is_public, public_of
 from orchestrator.transport.deadline import Deadline
 from orchestrator.transport.route import Hop
 from orchestrator.transport.ssh_session import HUNG_UP, SignalAwareTransport
+from orchestrator.units import one_line
 
 AskPassphrase: TypeAlias = Callable[[str], "str | None"]
 _AgentKeys: TypeAlias = "dict[bytes, list[paramiko.AgentKey]]"

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from orchestrator.errors import HostError
-from orchestrator.text import place
 from orchestrator.transport.hostkeys import Peer, known_name
 from orchestrator.transport.ssh_config import Setting, Settings, Tokens, settings
+from orchestrator.units import place
 
 _MAX_JUMPS = 8
 _JUMP = re.compile(

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from orchestrator.errors import UsageError
-from orchestrator.text import fits, one_line
 from orchestrator.transport.deadline import Deadline
+from orchestrator.units import fits, one_line
 
 ASK_S = 60  # `Match exec` and CanonicalizeHostname make ssh wait for other programs and name servers
 _AT_ONCE = 8

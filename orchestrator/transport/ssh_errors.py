@@ -15,10 +15,10 @@ from collections.abc import Iterator
 import paramiko
 
 from orchestrator.errors import ConnectError
-from orchestrator.text import one_line
 from orchestrator.transport.deadline import Deadline
 from orchestrator.transport.route import Hop
 from orchestrator.transport.ssh_session import HUNG_UP, LinkLostError, SignalAwareTransport
+from orchestrator.units import one_line
 
 _BANNER_FAULT = "Error reading SSH protocol banner"
 

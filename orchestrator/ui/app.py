@@ -10,9 +10,11 @@ import concurrent.futures
 import contextlib
 import json
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
 
@@ -24,7 +26,8 @@ from starlette.routing import Route
 
 from orchestrator.controller import Controller, opened
 from orchestrator.errors import HostsError, NoJobError, OrchError, StateError, UsageError
-from orchestrator.jobs.collected_copies import newest_copy
+from orchestrator.jobs.collect import newest_copy
+from orchestrator.jobs.gauging import GaugedJob
 from orchestrator.jobs.job_store import ENDED
 from orchestrator.jobs.live_stats import JobNow
 from orchestrator.paths import Home, RunFolder
@@ -33,7 +36,6 @@ from orchestrator.results.compare import compare
 from orchestrator.ui import pages
 from orchestrator.ui import pages as metrics
 from orchestrator.ui.pages import ACTS, NEEDED, planned
-from orchestrator.ui.watched_jobs import Watched
 from orchestrator.units import counted
 from orchestrator.views.charts import MOST_LINES
 from orchestrator.views.documents import cluster_json, top_json
@@ -293,3 +295,75 @@ def _followed(home: Home, job: str, wanted: Callable[[], bool]) -> Iterator[str]
         for event in found.follow(until_end=goes_on, last_lines=last, wanted=wanted):
             if isinstance(event, tuple):
                 yield "".join(f"[{line.node} {line.rank}] {line.text}\n" for line in event)
+
+
+# Live figures for the page: a running job's hosts are connected from its first view until it is no longer viewed.
+
+UNSEEN_S = 15.0
+"""Without a view for this long, the connections to a job's hosts are closed."""
+FIRST_S = 3.0
+"""Longest wait of the first view for the hosts' first figures."""
+AGAIN_S = 10.0
+"""Least time between two reconnects to a running job."""
+
+
+@dataclass
+class _Viewed:
+    """before: shown after a reconnect until the first figures arrive."""
+
+    gauged: GaugedJob
+    begun_s: float
+    before: GaugedJob | None = None
+
+    @property
+    def is_due_again(self) -> bool:
+        has_ended = self.gauged.record.state in ENDED
+        return self.gauged.is_over and not has_ended and time.monotonic() - self.begun_s > AGAIN_S
+
+
+class Watched:
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._lock = threading.Lock()
+        self._jobs: dict[str, _Viewed] = {}
+        self._seen_s: dict[str, float] = {}
+        self._closed = threading.Event()
+        threading.Thread(target=self._let_go, daemon=True, name="watched").start()
+
+    def now(self, job: str) -> JobNow:
+        """Raises UsageError for an unknown job."""
+        with self._lock:
+            self._seen_s[job] = time.monotonic()
+            known = self._jobs.get(job)
+            if known is None or known.is_due_again:
+                known = self._jobs[job] = _Viewed(self._begun(job), time.monotonic(), known.gauged if known else None)
+        if known.before and not known.gauged.heard.is_set():
+            return known.before.now()
+        known.gauged.heard.wait(FIRST_S)
+        return known.gauged.now()
+
+    def _begun(self, job: str) -> GaugedJob:
+        with opened(self._home) as controller:
+            gauged = GaugedJob(controller.jobs.find(job))
+        gauged.start()  # over its own connections
+        return gauged
+
+    def _let_go(self) -> None:
+        while not self._closed.wait(UNSEEN_S / 3):
+            with self._lock:
+                self._drop_unseen()
+
+    def _drop_unseen(self) -> None:
+        for job in [job for job, at_s in self._seen_s.items() if time.monotonic() - at_s > UNSEEN_S]:
+            del self._seen_s[job]
+            self._end(job)
+
+    def _end(self, job: str) -> None:
+        if found := self._jobs.pop(job, None):
+            found.gauged.leave()
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._lock:
+            for job in [*self._jobs]:
+                self._end(job)

@@ -21,8 +21,7 @@ from rich.text import Text
 
 from orchestrator.errors import OrchError
 from orchestrator.hosts.exec import together
-from orchestrator.text import clean_lines, one_line
-from orchestrator.units import format_age, format_figure, format_percent
+from orchestrator.units import clean_lines, format_age, format_figure, format_percent, one_line
 
 if TYPE_CHECKING:
     from orchestrator.results.curves import Interval

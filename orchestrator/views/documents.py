@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # `orch jobs` should not load the other documents' modules
     from orchestrator.jobs.job_store import JobRecord, Verdict
     from orchestrator.jobs.live_stats import HostNow, JobNow
     from orchestrator.jobs.pull import Output, OutputListing, Pulled
-    from orchestrator.jobs.rank_snapshots import HostSnapshot
+    from orchestrator.jobs.stall import HostSnapshot
     from orchestrator.paths import RunFolder
     from orchestrator.planning.launch_plan import LaunchPlan
     from orchestrator.planning.profiles import RankProfile

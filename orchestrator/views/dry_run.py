@@ -8,9 +8,8 @@ from rich.text import Text
 
 from orchestrator.hosts.cluster import MASK
 from orchestrator.planning.launch_plan import Faster, LaunchPlan, NodePlan
-from orchestrator.text import one_line, place, some
 from orchestrator.transport import shell
-from orchestrator.units import counted, format_bytes, format_percent
+from orchestrator.units import counted, format_bytes, format_percent, one_line, place, some
 from orchestrator.views import console
 
 FILES_SHOWN = 40

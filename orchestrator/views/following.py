@@ -18,7 +18,7 @@ from rich.text import Text
 
 from orchestrator.jobs.lines import Bars, LogLine
 from orchestrator.jobs.live import HostRow, Notice, RunProgress, Silence, Standstill
-from orchestrator.text import one_line
+from orchestrator.units import one_line
 from orchestrator.views import console
 from orchestrator.views.console import LEAST_NAME, clock, figure, local_second, percent
 

@@ -17,8 +17,7 @@ from orchestrator.planning.profiles import BlockTimes, RankProfile, measured_sha
 from orchestrator.results.network import Collectives, link_matrix
 from orchestrator.results.summary import NodeSummary, Summary
 from orchestrator.results.timeline import StageSummary
-from orchestrator.text import one_line
-from orchestrator.units import counted, format_bandwidth, format_bytes
+from orchestrator.units import counted, format_bandwidth, format_bytes, one_line
 from orchestrator.views import console
 from orchestrator.views import console as tables
 from orchestrator.views.console import LEAST_NAME, UNKNOWN, age, figure, percent, table

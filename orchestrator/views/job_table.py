@@ -14,10 +14,8 @@ from orchestrator.errors import HostError
 from orchestrator.hosts.exec import MOST_BYTES, Ran, host_set, reasons
 from orchestrator.jobs.job_queue import Rival
 from orchestrator.jobs.job_store import FirstFailure, JobRecord, Verdict
-from orchestrator.jobs.rank_snapshots import HostSnapshot, ProcessSnapshot, StackFrame
-from orchestrator.jobs.stall import alarm_words
-from orchestrator.text import clean_lines, one_line
-from orchestrator.units import format_bytes, format_duration
+from orchestrator.jobs.stall import HostSnapshot, ProcessSnapshot, StackFrame, alarm_words
+from orchestrator.units import clean_lines, format_bytes, format_duration, one_line
 from orchestrator.views import console
 from orchestrator.views.console import clock, has_room, local_minute, table
 

@@ -25,8 +25,7 @@ from orchestrator.results.network import Collectives, CollectiveTime, LinksCarri
 from orchestrator.results.summary import NodeSummary, RankEnd, Summary
 from orchestrator.results.timeline import load_timeline
 from orchestrator.studies.study import published_for
-from orchestrator.text import clean, clean_lines, one_line
-from orchestrator.units import counted, format_bandwidth, format_bytes, format_duration
+from orchestrator.units import clean, clean_lines, counted, format_bandwidth, format_bytes, format_duration, one_line
 from orchestrator.views.charts import MARKED, PALETTE, draw_throughput, svg
 from orchestrator.views.console import figure, percent
 from orchestrator.views.run_charts import GpuCharts, by_clock, curve_charts, gpu_charts, read_course, speed_chart

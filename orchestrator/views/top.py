@@ -14,8 +14,7 @@ from rich.text import Text
 
 from orchestrator.jobs.live_stats import HostNow, JobNow, Reading
 from orchestrator.jobs.stall import standstill
-from orchestrator.text import one_line
-from orchestrator.units import format_bytes
+from orchestrator.units import format_bytes, one_line
 from orchestrator.views.console import UNKNOWN, clock, figure, percent
 from orchestrator.views.following import time_words
 from orchestrator.views.job_table import STATE_COLOURS

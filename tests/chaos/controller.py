@@ -14,8 +14,8 @@ from pathlib import Path
 from orchestrator.hosts import Connections, load_inventory
 from orchestrator.jobs import JobRecord, RunningJob, claimed
 from orchestrator.jobs.collect import collect
+from orchestrator.jobs.follow import watch
 from orchestrator.jobs.launch import launch
-from orchestrator.jobs.watch import watch
 from orchestrator.paths import Home, RunFolder
 from orchestrator.planning import LaunchPlan
 from orchestrator.store import Store

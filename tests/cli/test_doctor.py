@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.doctor import CHECKS
-from orchestrator.owner import read_owner
-from orchestrator.paths import Home
+from orchestrator.paths import Home, read_owner
 from tests.support.local_cluster import Place
 from tests.support.ssh_rack import Rack, ssh_rack
 from tests.support.sshd import needs_sshd

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.notify import notify
+from orchestrator.cli.run import notify
 from orchestrator.jobs import JobRecord
 from tests.support.local_cluster import Place
 

@@ -205,7 +205,6 @@ def test_a_host_that_goes_away_is_said_and_asked_again(rack):
 
 
 def alice_id(person: Person) -> str:
-    from orchestrator.owner import read_owner
-    from orchestrator.paths import Home
+    from orchestrator.paths import Home, read_owner
 
     return read_owner(Home(person.folder / "home")).id

@@ -26,7 +26,7 @@ from orchestrator.forecast import (
     exchange_s,
     layers_of,
 )
-from trainer.compute.executor import Executor
+from trainer.compute.compiler import Executor
 from trainer.compute.models import build_model
 from trainer.compute.timer import CpuTimer
 from trainer.shared import Work, parse_settings

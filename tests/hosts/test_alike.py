@@ -6,8 +6,8 @@ import pytest
 
 from orchestrator.errors import AuthError, ConnectError, HostError, HostsError, StateError, UsageError
 from orchestrator.hosts import Problem, host_set, together
-from orchestrator.text import place
 from orchestrator.transport import Deadline, Hop, Peer, ssh_errors
+from orchestrator.units import place
 from orchestrator.views import console, job_table
 
 

@@ -14,7 +14,7 @@ from orchestrator.errors import ProbeError
 from orchestrator.hosts import NodeFacts, read_facts
 from orchestrator.hosts.facts import MAX_TEXT
 from orchestrator.remote import probe
-from orchestrator.remote.gpu_facts import gpu_facts
+from orchestrator.remote.probe import gpu_facts
 from tests.support.fuzz import strings
 
 DATA = Path(__file__).parents[1] / "data" / "facts"

@@ -16,7 +16,7 @@ import pytest
 
 from orchestrator.hosts import Connections
 from orchestrator.jobs import FilePiece, Notice, RunningJob
-from orchestrator.jobs.watch import watch
+from orchestrator.jobs.follow import watch
 from orchestrator.paths import Home
 from orchestrator.remote import processes
 from orchestrator.remote.output_writer import PIPE_BYTES, OutputWriter

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from orchestrator.jobs import MAX_ROW_CHARS as MAX_LINE_CHARS
 from orchestrator.jobs import FilePiece, Splitter
-from orchestrator.text import clean, clean_lines, message, one_line
+from orchestrator.units import clean, clean_lines, message, one_line
 
 
 def split(*pieces, file="rank-0/stdout.log"):

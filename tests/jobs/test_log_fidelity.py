@@ -21,7 +21,7 @@ import pytest
 
 from orchestrator.hosts import Cluster, load_inventory
 from orchestrator.jobs import FilePiece, Notice, RunningJob, claimed
-from orchestrator.jobs.watch import watch
+from orchestrator.jobs.follow import watch
 from orchestrator.paths import Home, RunFolder
 from orchestrator.store import Store
 from tests.support import forks
@@ -82,7 +82,7 @@ class Watched:
 @pytest.fixture
 def at_once(monkeypatch):
     """Dials a broken link again without a pause."""
-    monkeypatch.setattr("orchestrator.jobs.watch.RETRY_S", 0.0)
+    monkeypatch.setattr("orchestrator.jobs.follow.RETRY_S", 0.0)
 
 
 @pytest.fixture(scope="module")

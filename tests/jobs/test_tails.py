@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.jobs import FilePiece, LogLine, Notice, Splitter, last_of, parse_frame, rank_of_log, tails
-from orchestrator.jobs.watch import watch
+from orchestrator.jobs.follow import watch
 from orchestrator.remote.line_times import LineTimes
 from orchestrator.remote.output_writer import OutputWriter
 from orchestrator.remote.print_times import PrintTimes

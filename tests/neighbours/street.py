@@ -19,8 +19,7 @@ from pathlib import Path
 import lab_net
 import yaml
 
-from orchestrator.owner import read_owner
-from orchestrator.paths import Home
+from orchestrator.paths import Home, read_owner
 from tests.support import forks
 from tests.support.lab import Lab, lab
 

@@ -11,7 +11,7 @@ import tarfile
 import pytest
 
 from orchestrator.errors import UsageError
-from orchestrator.planning import JobSpec, bundle, pack_folder, parse_job, secret_files
+from orchestrator.planning import JobSpec, bundle, pack_folder, parse_job, variables
 from orchestrator.planning import bundle as git_asked
 from orchestrator.provision import read_manifest
 from tests.support.files import fill
@@ -174,7 +174,7 @@ def test_a_home_folder_is_refused_and_so_is_what_holds_it(tmp_path, monkeypatch)
             read_manifest(folder)
     assert shipped(home / "proj") == {"train.py"}
     monkeypatch.setenv("HOME", "/nowhere")  # what the password file says counts, too
-    monkeypatch.setattr(secret_files.pwd, "getpwuid", lambda uid: type("Entry", (), {"pw_dir": str(home)}))
+    monkeypatch.setattr(variables.pwd, "getpwuid", lambda uid: type("Entry", (), {"pw_dir": str(home)}))
     with pytest.raises(UsageError, match="home folder"):
         pack_folder(home)
     monkeypatch.chdir(home)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import HostsError
+from orchestrator.files import Owner
 from orchestrator.hosts import Who, work_folders
 from orchestrator.hosts.probe import probe
-from orchestrator.record import Owner
-from orchestrator.remote import answer, memory, processes
+from orchestrator.remote import answer, cgroups, processes
 from orchestrator.transport import ConnectedHost, LocalTransport
 from tests.support.disks import small_disk
 from tests.support.local_job import LAUNCHER, gang, launcher_arguments
@@ -226,7 +226,7 @@ def test_a_rank_goes_before_its_launcher_where_memory_runs_out(tmp_path):
         job.launch()
         job.wait()
         own, launchers = map(int, (job.folder("a") / "rank-0" / "stdout.log").read_text().split())
-    assert own == min(1000, launchers + memory.RANKS_FIRST)
+    assert own == min(1000, launchers + cgroups.RANKS_FIRST)
 
 
 CGROUPS = {
@@ -269,8 +269,8 @@ def test_the_kernels_count_of_kills_is_that_of_our_own_cgroup(tmp_path, case):
             "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n" if "oom" in name else "low 0\nmax 5\noom 4\noom_kill 3\n"
         )
         (at / folder / name).write_text(content)
-    assert memory.out_of_memory_kills(proc) == (3 if name else 7)
-    assert memory.out_of_memory_kills(tmp_path / "none") == 0
+    assert cgroups.out_of_memory_kills(proc) == (3 if name else 7)
+    assert cgroups.out_of_memory_kills(tmp_path / "none") == 0
 
 
 # ---- a keeper that stands still -----------------------------------------------------------------------------------

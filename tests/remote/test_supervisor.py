@@ -15,7 +15,7 @@ import pytest
 
 from orchestrator.errors import HostsError
 from orchestrator.jobs import FilePiece, launch
-from orchestrator.jobs.watch import watch
+from orchestrator.jobs.follow import watch
 from orchestrator.remote import processes
 from tests.support.local_job import LAUNCHER, gang, launcher_arguments, left
 

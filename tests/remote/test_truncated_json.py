@@ -5,10 +5,9 @@ import json
 import pytest
 
 from orchestrator.remote.host_state import MOST_REPORTED, HostState
-from orchestrator.remote.layout import RECORD_BYTES, RESERVE_BYTES, WorkFolder, write_final_record
+from orchestrator.remote.layout import RECORD_BYTES, RESERVE_BYTES, WorkFolder, fitted, write_final_record
 from orchestrator.remote.link import MAX_LINE
 from orchestrator.remote.messages import failure
-from orchestrator.remote.truncated_json import fitted
 
 LONG = "\U0001f642" * 500
 """A line as long as any that a log's end gives; each character takes 12 bytes in JSON."""

@@ -33,7 +33,7 @@ def orch() -> Callable[[list[str]], Any]:
     names = (
         "controller",
         "planning.variables",
-        "planning.secret_files",
+        "planning.variables",
         "forecast.imagined",
         "hosts.occupied",
         "views.following",
@@ -52,7 +52,7 @@ def orch() -> Callable[[list[str]], Any]:
     )
     made = {name: import_module(f"orchestrator.{name}") for name in names}
     import_module("rich._emoji_codes")
-    made["planning.secret_files"].is_secret(Path(__file__).parent, "forks.py")
+    made["planning.variables"].is_secret(Path(__file__).parent, "forks.py")
     made["views.report"]._environment().get_template("report.html.j2")
     sources = made["transport.sources"]
     for program in ("probe", "prepare", "control", "reader", "belongings"):

@@ -35,8 +35,8 @@ from orchestrator.hosts import Health, Inventory, Node, NodeFacts, checks, parse
 from orchestrator.jobs import Agent, FilePiece, JobRecord, LiveView, Notice, Splitter, combine, read_frames
 from orchestrator.planning import CodeFolder, LaunchPlan, NodePlan
 from orchestrator.remote import probe as remote_probe
-from orchestrator.remote.gpu_facts import gpu_facts
 from orchestrator.remote.occupants import occupants
+from orchestrator.remote.probe import gpu_facts
 from orchestrator.transport import CommandResult, ask
 from orchestrator.views import console, following, job_table
 

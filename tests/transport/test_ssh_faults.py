@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.errors import ConnectError, HostKeyError, HostsError
 from orchestrator.jobs import FilePiece, Notice, RunningJob
-from orchestrator.jobs.watch import watch
+from orchestrator.jobs.follow import watch
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from orchestrator.transport import ConnectedHost, ssh

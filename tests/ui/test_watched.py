@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from orchestrator.paths import Home
-from orchestrator.ui import Watched, watched_jobs
+from orchestrator.ui import Watched, app
 from tests.support.local_cluster import Place
 from tests.support.served_page import TRAINS
 from tests.support.sshd import wait_for
@@ -34,7 +34,7 @@ def test_a_job_that_cannot_be_heard_is_shown_so_and_heard_anew_once_it_can(
             assert all("no cluster" in host.silent for look in looks for host in look.hosts)
             file.write_bytes(kept)
             assert page.now(job).hosts[0].silent  # not at each look, of which there is one a second
-            monkeypatch.setattr(watched_jobs, "AGAIN_S", 0.0)
+            monkeypatch.setattr(app, "AGAIN_S", 0.0)
             wait_for(lambda: page.now(job).step, "the first step", 60)
             assert not any(host.silent for host in page.now(job).hosts)
             assert page.now(job).record.state == "running"
@@ -57,4 +57,4 @@ def test_what_is_no_longer_heard_is_begun_anew_unless_the_job_has_ended(
     is_over: bool, state: str, after_s: float, is_due: bool
 ) -> None:
     gauged: Any = SimpleNamespace(is_over=is_over, record=SimpleNamespace(state=state))
-    assert watched_jobs._Viewed(gauged, time.monotonic() - after_s).is_due_again is is_due
+    assert app._Viewed(gauged, time.monotonic() - after_s).is_due_again is is_due

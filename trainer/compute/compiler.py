@@ -13,6 +13,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from trainer.shared.gpu_work import Work
+
 COMPILER = "torch._dynamo"
 _UTILS, _RULES = f"{COMPILER}.utils", f"{COMPILER}.trace_rules"
 
@@ -71,3 +73,19 @@ def _nothing(*_: object, **__: object) -> None:
 
 def _as_it_is(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Callable[..., Any]:
     return function or _as_it_is
+
+
+# Runs a strategy's arithmetic, or only takes its time if a rank simulates a GPU. Imports no torch.
+
+
+class Executor:
+    """`standin.StandInExecutor` waits for the predicted time of `work` instead."""
+
+    def __call__(self, work: Work, arithmetic: Callable[[], object]) -> None:
+        arithmetic()
+
+    def beside(self) -> Executor:
+        return self
+
+
+ON_DEVICE = Executor()

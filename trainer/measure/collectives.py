@@ -22,8 +22,7 @@ from torch import Tensor
 
 from trainer.compute.timer import Timer, timer_for
 from trainer.ranks.agreement import agreed, gather_lines, together
-from trainer.ranks.devices import choose_device, use_threads
-from trainer.ranks.process_group import join, leave
+from trainer.ranks.process_group import choose_device, join, leave, use_threads
 from trainer.ranks.rank_info import RankInfo
 from trainer.setup.assemble import start_fields
 from trainer.shared.alpha_beta import algorithm_gbps, bus_factor, fit

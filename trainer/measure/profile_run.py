@@ -33,8 +33,7 @@ from trainer.measure.updates import Subject
 from trainer.paced.standin import StandIn, StandInOptimizer, most_samples
 from trainer.pipeline.chain import survey
 from trainer.ranks.agreement import together
-from trainer.ranks.devices import choose_device, use_threads
-from trainer.ranks.process_group import join, leave
+from trainer.ranks.process_group import choose_device, join, leave, use_threads
 from trainer.ranks.rank_info import RankInfo
 from trainer.setup.assemble import start_fields
 from trainer.setup.rank_network import stand_in

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.compute.buffers import bytes_of
-from trainer.compute.executor import Executor
+from trainer.compute.compiler import Executor
 from trainer.compute.models import Visit, meta_pass, skeleton_of, stages_of
 from trainer.paced.stopwatch import StageClock, Stopwatch
 from trainer.shared.errors import TrainError

@@ -23,7 +23,7 @@ from trainer.compute.arithmetic import (
     devices_of_all_ranks,
     use_arithmetic,
 )
-from trainer.compute.executor import ON_DEVICE, Executor
+from trainer.compute.compiler import ON_DEVICE, Executor
 from trainer.compute.graphs import Graphs, replayable, why_not
 from trainer.compute.microbatches import MicroBatches
 from trainer.compute.models import gradient_bytes, trainable
@@ -42,8 +42,7 @@ from trainer.paced.standin import (
 from trainer.pipeline.pipeline_strategy import Pipeline
 from trainer.ranks import process_group
 from trainer.ranks.agreement import gather_lines, sum_over_ranks, together
-from trainer.ranks.devices import choose_device, use_threads
-from trainer.ranks.process_group import join
+from trainer.ranks.process_group import choose_device, join, use_threads
 from trainer.ranks.rank_info import RankInfo
 from trainer.rebalance.balance import Balance
 from trainer.rebalance.rebalancer import Rebalancer
@@ -76,9 +75,8 @@ from trainer.strategies.single import Ddp
 from trainer.tensor.tensor_strategy import READER
 from trainer.training.ema import Ema
 from trainer.training.loss_sum import Weights
-from trainer.training.rank_console import Console
 from trainer.training.rates import Clipping, rates_of
-from trainer.training.run import Run
+from trainer.training.run import Console, Run
 
 
 @dataclass(frozen=True)

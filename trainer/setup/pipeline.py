@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainer.compute.arithmetic import DTYPES as COMPUTED_IN
 from trainer.compute.arithmetic import Full
-from trainer.compute.executor import Executor
+from trainer.compute.compiler import Executor
 from trainer.compute.microbatches import MicroBatches
 from trainer.compute.models import skeleton_of, stages_of, ties_of, trainable
 from trainer.compute.timer import InjectedDelay, Timer

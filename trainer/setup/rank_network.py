@@ -22,7 +22,7 @@ from trainer.shared.experiments import CHOSEN, DATA_SETS, DataSet
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.pace import Pace, no_pace_for
 from trainer.shared.settings import Settings
-from trainer.training.progress import random_state, set_random_state
+from trainer.training.rates import random_state, set_random_state
 
 
 def network(

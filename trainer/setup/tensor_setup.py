@@ -20,9 +20,8 @@ from trainer.shared.pace import Pace
 from trainer.shared.settings import Settings
 from trainer.shared.strategy_table import STRATEGIES
 from trainer.strategies.gradient_sum import GradientSum
-from trainer.tensor.paced_slices import PacedSlices
 from trainer.tensor.sliced_layers import Layer, Meeting, cut, layers_of
-from trainer.tensor.tensor_strategy import READER, SlicedParts, TensorParallel
+from trainer.tensor.tensor_strategy import READER, PacedSlices, SlicedParts, TensorParallel
 
 
 @dataclass(frozen=True)

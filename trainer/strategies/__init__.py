@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
-from trainer.compute.executor import ON_DEVICE, Executor
+from trainer.compute.compiler import ON_DEVICE, Executor
 from trainer.compute.timer import NO_DELAY, InjectedDelay, Timer
 from trainer.shared.doors import door
 from trainer.shared.errors import TrainError

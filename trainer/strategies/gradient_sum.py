@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.compute.buffers import bytes_of
-from trainer.compute.executor import ON_DEVICE, Executor
+from trainer.compute.compiler import ON_DEVICE, Executor
 from trainer.compute.timer import NO_DELAY, InjectedDelay
 from trainer.ranks.process_group import timeout
 from trainer.shared import gpu_work

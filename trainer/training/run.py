@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +25,81 @@ from trainer.shared.metrics import MetricsWriter
 from trainer.shared.settings import Settings
 from trainer.strategies import Strategy
 from trainer.strategies.base import Unused
-from trainer.training.ema import Ema
+from trainer.training.ema import Ema, Evaluation
 from trainer.training.loss_sum import Weights
-from trainer.training.rank_console import Console
 from trainer.training.rates import Clipping, Rates
+
+# Prints rank 0's progress, about a line per second, and other ranks' remarks.
+
+INTERVAL_S = 1.0
+
+
+class Console:
+    """Only rank 0 prints, except `aside`. Speeds are over all ranks, without warm-up and evaluations."""
+
+    def __init__(self, info: RankInfo, settings: Settings, steps: int, name: str) -> None:
+        self.prints, self.rank = info.rank == 0, info.rank
+        self.warmup_steps = settings.warmup_steps if steps > settings.warmup_steps else 0
+        self.steps = steps
+        self.first_step: int | None = None
+        self.samples, self.train_s = 0, 0.0
+        self.result: Evaluation | None = None
+        self.started_s = time.monotonic()
+        self.next_s = self.started_s
+        ranks = f"{info.world_size} rank{'s' if info.world_size > 1 else ''}"
+        self.paced = " (paced, not computed)" if info.pace else ""
+        what = name if settings.is_own else f"{settings.exp}: {settings.model} on {settings.data}"
+        how = f"strategy {settings.strategy}, fidelity {settings.fidelity}"
+        self.say(f"{what}, batch {settings.batch} over {ranks}, {how}{self.paced}")
+
+    def count(self, step: int, batch: int, step_ms: float) -> None:
+        """batch: of all ranks."""
+        self.first_step = step if self.first_step is None else self.first_step
+        if step - self.first_step >= self.warmup_steps:
+            self.samples += batch
+            self.train_s += step_ms / 1000
+
+    def is_due(self, step: int) -> bool:
+        return time.monotonic() >= self.next_s or step + 1 >= self.steps
+
+    def step(self, step: int, epoch: int, batch: int, own: int, loss: float | None, times: Mapping[str, float]) -> None:
+        """batch, own: samples of all ranks, and of this rank."""
+        self.next_s = time.monotonic() + INTERVAL_S
+        mean = f"loss {loss / own:.4f}" if own and loss is not None else "loss -"
+        self.say(
+            f"epoch {epoch + 1}  step {step + 1}/{self.steps}  {mean}  {batch / times['t_ms'] * 1000:.0f} samples/s  "
+            f"(load {times['load_ms']:.1f}  compute {times['compute_ms']:.1f}  exposed {times['exposed_ms']:.1f}  "
+            f"optimiser {times['optim_ms']:.1f} ms)"
+        )
+
+    def evaluation(self, epoch: int, train_loss: float, result: Evaluation) -> None:
+        self.result = result
+        self.say(
+            f"epoch {epoch + 1}  train loss {train_loss:.4f}  test loss {result.loss:.4f}  "
+            f"accuracy {result.accuracy:.2%} of {result.samples}"
+        )
+
+    def judged(self, epoch: int, samples: int, found: Mapping[str, float]) -> None:
+        """For a script, which names its numbers."""
+        self.say("  ".join([f"epoch {epoch + 1}", *(f"{name} {value:.4f}" for name, value in found.items())])
+                 + f"  of {samples}")  # fmt: skip
+
+    def reached(self, accuracy: float, updates: int, samples: int) -> None:
+        self.say(f"target accuracy reached: {accuracy:.2%} after {updates} updates, {samples:,} samples")
+
+    def finished(self, updates: int) -> None:
+        accuracy = f", accuracy {self.result.accuracy:.2%}" if self.result else ""
+        speed = self.samples / self.train_s if self.train_s else 0.0
+        total_s = time.monotonic() - self.started_s
+        self.say(f"done: {updates} steps in {total_s:.1f} s, {speed:.0f} samples/s{accuracy}")
+
+    def aside(self, line: str) -> None:
+        """For any rank's own log."""
+        print(line if self.prints else f"rank {self.rank}: {line}", flush=True)
+
+    def say(self, line: str) -> None:
+        if self.prints:
+            print(line, flush=True)
 
 
 @dataclass(frozen=True)

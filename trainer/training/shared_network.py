@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from trainer.compute.batch_norm_kernels import BATCHES, average_running_statistics, estimate_running_statistics
 from trainer.compute.models import has_batch_norm, moves_statistics
-from trainer.training.progress import random_state, set_random_state
+from trainer.training.rates import random_state, set_random_state
 
 if TYPE_CHECKING:
-    from trainer.training.progress import Progress
+    from trainer.training.rates import Progress
     from trainer.training.run import Run
 
 

@@ -25,7 +25,7 @@ from trainer.shared.metrics import MOST_TASKS, STAGE_TIMES
 from trainer.shared.stages import Task
 from trainer.strategies import Exchange
 from trainer.training.loss_sum import report_not_finite
-from trainer.training.progress import Progress
+from trainer.training.rates import Progress
 
 if TYPE_CHECKING:
     from trainer.training.run import Run

@@ -21,7 +21,7 @@ from trainer.strategies import Exchange, Strategy
 from trainer.strategies.base import without_effect
 from trainer.strategies.sync_batch_norm import refuse_other_ways
 from trainer.training.loss_sum import Weight, checked, scale
-from trainer.training.progress import Progress, random_state, set_random_state
+from trainer.training.rates import Progress, random_state, set_random_state
 from trainer.training.step_log import Step
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from orchestrator.forecast.links import LinkCosts
 from orchestrator.forecast.pipeline.block_costs import Chain, StageHost, times_of
-from orchestrator.forecast.pipeline.course import STATES, Course
+from orchestrator.forecast.pipeline.clock import STATES, Course
 from trainer.shared.pace import OPTIMISER
 
 ROUNDING = 1e-12

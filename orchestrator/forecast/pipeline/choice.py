@@ -20,10 +20,8 @@ from orchestrator.forecast.layers import FLOAT_BYTES, gradient_bytes, network_of
 from orchestrator.forecast.links import LinkCosts
 from orchestrator.forecast.pipeline.block_costs import Chain, StageHost, chain_from
 from orchestrator.forecast.pipeline.bound import Cut, Family
-from orchestrator.forecast.pipeline.clock import update_seconds
-from orchestrator.forecast.pipeline.course import STATES, Course, stages_setting
+from orchestrator.forecast.pipeline.clock import STATES, Course, stages_setting, sums_of, update_seconds
 from orchestrator.forecast.pipeline.solve import Space, solve
-from orchestrator.forecast.pipeline.sums import sums_of
 from orchestrator.forecast.step import HostSpeed
 from orchestrator.units import format_figure
 from trainer.shared import gpu_work

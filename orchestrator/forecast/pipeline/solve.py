@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from orchestrator.forecast.links import LinkCosts
 from orchestrator.forecast.pipeline.block_costs import Chain, StageHost
 from orchestrator.forecast.pipeline.bound import Cut, Family
-from orchestrator.forecast.pipeline.clock import update_seconds
-from orchestrator.forecast.pipeline.course import STATES, Course
+from orchestrator.forecast.pipeline.clock import STATES, Course, update_seconds
 from trainer.shared.stages import SPARE
 
 # Per micro-batch: smaller BatchNorm groups have noisier statistics. Chosen, not measured.

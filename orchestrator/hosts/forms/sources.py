@@ -7,18 +7,20 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import UsageError
+from orchestrator.errors import InventoryError, Mistake, UsageError
 from orchestrator.hosts.forms.ansible import read_ansible
 from orchestrator.hosts.forms.hostfile import SshHost, read_hostfile, read_ssh_hosts
-from orchestrator.hosts.forms.imported import Imported
-from orchestrator.hosts.node_names import names_in
-from orchestrator.hosts.yamlfile import read_text
-from orchestrator.text import one_line
+from orchestrator.hosts.forms.imported import Given, Imported, ImportedHost
+from orchestrator.hosts.grammar import names_in
+from orchestrator.hosts.inventory import once
+from orchestrator.hosts.inventory_file import parse_inventory
+from orchestrator.hosts.yamlfile import Document, KeyPath, read_text, yaml_of
+from orchestrator.units import one_line
 
 _LISTING_S = 120.0
 """For an inventory plugin that asks a cloud."""
@@ -103,3 +105,144 @@ def _with_tilde(options: Mapping[str, Any]) -> dict[str, Any]:
         f"~/{name.removeprefix(home)}" if name.startswith(home) else name for name in options.get("identityfile", [])
     ]
     return {**options, "identityfile": keys}
+
+
+# Writes an inventory file from imported hosts, after a check by the inventory's own reader. Pure.
+
+_ORDER = ("host", "port", "user", "key_file", "proxy_jump", "connect_timeout", "python", "ranks", "transport")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    cluster: str
+    source: str
+    """Origin of the hosts, for people."""
+    user: str | None = None
+    """For hosts without a user of their own."""
+    target: str = "rack.yaml"
+    """Name of the new file."""
+
+
+def inventory_text(found: Imported, wanted: Wanted) -> str:
+    """Raises InventoryError with all mistakes, by the lines of the hosts' own files."""
+    hosts = [_with_user(host, wanted.user) for host in found.hosts]
+    _check(found, hosts, wanted.cluster)
+    common = _common(hosts)
+    count = f"{len(hosts)} host{'s' if len(hosts) > 1 else ''}"
+    lines = [f"# Written by `orch init` from {one_line(wanted.source)}: {count}.", f"cluster: {wanted.cluster}"]
+    if common:
+        lines += [f"# Common to {'all of them' if len(hosts) > 2 else 'both'}.", f"defaults: {flow(_plain(common))}"]
+    lines.append("nodes:")
+    for host in hosts:
+        own = {key: given for key, given in host.keys.items() if key not in common}
+        lines.append(f"  - {flow({'name': host.name, **_plain(own)})}")
+    text = "\n".join(lines) + "\n"
+    parse_inventory(yaml_of(wanted.target, text, verbatim=["env"]))
+    return text
+
+
+def checked_template(wanted: Wanted) -> str:
+    """A template to fill in."""
+    text = template(wanted.cluster, scalar(wanted.user or "ubuntu"), wanted.target)
+    parse_inventory(yaml_of(wanted.target, text, verbatim=["env"]))
+    return text
+
+
+def _with_user(host: ImportedHost, user: str | None) -> ImportedHost:
+    keys = host.keys if user is None else {"user": Given(user, 0), **host.keys}
+    return ImportedHost(host.name, host.line, keys, host.file)
+
+
+def _plain(keys: Mapping[str, Given]) -> dict[str, Any]:
+    return {key: keys[key].value for key in _ORDER if key in keys}
+
+
+def _common(hosts: Sequence[ImportedHost]) -> dict[str, Given]:
+    """Keys with equal values on all of several hosts."""
+    first, *others = hosts
+    return {
+        key: given
+        for key, given in first.keys.items()
+        if key != "host" and others and all(host.keys.get(key, Given(None, 0)).value == given.value for host in others)
+    }
+
+
+# ---- the check -------------------------------------------------------------------------------------------------------
+
+
+def _check(found: Imported, hosts: Sequence[ImportedHost], cluster: str) -> None:
+    mistakes = list(found.mistakes)
+    for file in dict.fromkeys(host.file or found.file for host in hosts):
+        mistakes += _mistakes(file, [host for host in hosts if (host.file or found.file) == file], cluster)
+    if hosts and not mistakes:
+        mistakes += _mistakes(found.file, hosts, cluster)  # duplicates across files
+    if mistakes:
+        ordered = sorted(
+            dict.fromkeys(mistakes), key=lambda mistake: (mistake.file != found.file, mistake.file, mistake.line)
+        )
+        raise InventoryError(once(ordered))
+
+
+def _mistakes(file: str, hosts: Sequence[ImportedHost], cluster: str) -> Sequence[Mistake]:
+    """Mistakes found by the inventory's reader, with the lines of the hosts' own file."""
+    nodes = [{"name": host.name, **_plain(host.keys)} for host in hosts]
+    lines: dict[KeyPath, int] = {}
+    for position, host in enumerate(hosts):
+        lines[("nodes", position)] = host.line
+        lines |= {("nodes", position, key): given.line or host.line for key, given in host.keys.items()}
+    try:
+        parse_inventory(Document(file, {"cluster": cluster, "nodes": nodes}, lines, (), False))
+    except InventoryError as error:
+        return error.mistakes
+    return ()
+
+
+# Template for `orch init` without another source of hosts. Pure.
+
+_TEXT = """\
+# A cluster for `orch up {file}`. Fill in your hosts; every key: docs/reference/inventory.md.
+cluster: {cluster}
+
+# Values for every host that does not set its own.
+defaults:
+  user: {user}                        # the login name; training needs no root
+  # key_file: ~/.ssh/id_ed25519       # else the agent's keys and those in ~/.ssh/config
+  # python: /opt/conda/bin/python     # the one that has torch, else python3; `orch setup` makes one
+  # proxy_jump: me@gate.lab           # the host to go through
+  # workdir: ~/.orch                  # for code, jobs and logs
+
+nodes:
+  - name: gpu01
+    host: 192.168.1.41                # name, address or alias of ~/.ssh/config
+    # port: 22
+    # gpus: 1                         # the number of GPUs that it must show
+    # gpu: RTX A2000                  # a label, for people
+    # bandwidth: 2.5Gbps              # of its link
+
+  - name: gpu02
+    host: 192.168.1.42
+"""
+
+
+def template(cluster: str, user: str, file: str) -> str:
+    return _TEXT.format(cluster=cluster, user=user, file=one_line(file))
+
+
+# YAML values with one meaning for all readers: ours, PyYAML (YAML 1.1) and YAML 1.2. Pure.
+
+_PLAIN = re.compile(r"[A-Za-z~/][A-Za-z0-9_./~@+-]*|[0-9]+(\.[0-9]+){3}")
+_OTHER = re.compile(r"(y|n|yes|no|on|off|true|false|null|~)", re.IGNORECASE)
+"""Some readers take these for something other than text."""
+
+
+def scalar(value: str | int) -> str:
+    if isinstance(value, int):
+        return str(value)
+    if _PLAIN.fullmatch(value) and not _OTHER.fullmatch(value):
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def flow(values: Mapping[str, Any]) -> str:
+    """`{user: me, port: 22}`"""
+    return "{" + ", ".join(f"{key}: {scalar(value)}" for key, value in values.items()) + "}"
