@@ -16,7 +16,7 @@ from trainer.setup.assemble import set_up
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.settings import Settings
 from trainer.training.ema import judged
-from trainer.training.shared_network import shared_network
+from trainer.training.run import shared_network
 
 
 def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.forecast.layers import FLOAT_BYTES, Layer, gradient_bytes
-from orchestrator.hosts.cards import Card
+from orchestrator.hosts.election import Card
 from trainer.shared.shares import Speed
 
 # The rate of convolutional networks follows a GPU's memory bandwidth far better than its TFLOPS: ResNet-50 at 224 px in

@@ -16,7 +16,7 @@ from orchestrator.forecast.gpu_catalogue import estimate_speed
 from orchestrator.forecast.layers import Layer
 from orchestrator.forecast.links import GOODPUT, NCCL, LinkCosts, Site
 from orchestrator.forecast.step import HostSpeed, Workload
-from orchestrator.hosts.cards import CARDS, Card, find_card
+from orchestrator.hosts.election import CARDS, Card, find_card
 
 MOST_RANKS = 20_000
 _GROUP = re.compile(r"(?P<hosts>\d{1,6})x(?:(?P<gpus>\d{1,3})x)?(?P<gpu>[A-Za-z][A-Za-z0-9 .-]*|\d{4}[A-Za-z ]*)")

@@ -19,7 +19,7 @@ from orchestrator.forecast.gpu_catalogue import ERROR, activation_bytes, estimat
 from orchestrator.forecast.layers import Block, Layer, gradient_bytes, is_known, layers_in, network_like, network_of
 from orchestrator.forecast.links import MeasuredLinks, wire_of
 from orchestrator.forecast.step import PREDICTED, Fidelity, Forecast, HostSpeed, Way, Workload, predict
-from orchestrator.hosts.cards import find_card
+from orchestrator.hosts.election import find_card
 from orchestrator.planning.build import Draft
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.planning.profiles import BlockTimes, Profiles, profile_line

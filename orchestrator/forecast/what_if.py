@@ -1,4 +1,4 @@
-"""Faster ways to run a planned job, each with its `orch run` line. Pure.
+"""Faster ways to run a planned job, each with its `orch run` line.
 
     faster_ways(plan, view, chosen)         fewer hosts, other shares, another strategy
     without_slow(plan, view)                the same settings on fewer hosts
@@ -8,23 +8,54 @@ None loses more than the job's own fidelity.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from orchestrator.errors import UsageError
 from orchestrator.forecast.advice import Policy, Scene, fewer, preference, splits, ways
-from orchestrator.forecast.cut import pipeline_for
-from orchestrator.forecast.inputs import ForecastInputs, allowed, forecast_in, kept, parts_needed, way_of
-from orchestrator.forecast.outlook import prediction_of, runnable
-from orchestrator.forecast.step import Way
+from orchestrator.forecast.cut import (
+    BASIS,
+    pipeline_for,
+    prediction_of_pipeline,
+    settled,
+    slice_notes,
+    stage_notes,
+    with_stages,
+)
+from orchestrator.forecast.inputs import (
+    ForecastInputs,
+    allowed,
+    blocks_in,
+    forecast_in,
+    inputs_of,
+    kept,
+    memory_notes,
+    parts_needed,
+    speeds_of,
+    way_of,
+    with_rounds,
+)
+from orchestrator.forecast.layers import layers_in
+from orchestrator.forecast.links import read_network
+from orchestrator.forecast.step import HostSpeed, Way, alone_samples_per_s
+from orchestrator.hosts.election import Candidate
+from orchestrator.paths import RUNS
+from orchestrator.planning.build import Draft, build_plan
 from orchestrator.planning.job_forms import run_line
-from orchestrator.planning.launch_plan import Faster, LaunchPlan
-from orchestrator.results.single_host import WORTH, may_leave, settings_on
+from orchestrator.planning.launch_plan import Faster, LaunchPlan, Prediction
+from orchestrator.planning.placement import Worth
+from orchestrator.planning.profiles import Profiles
+from orchestrator.planning.request import RunRequest
+from orchestrator.results.straggler import WORTH, may_leave, settings_on
+from orchestrator.units import format_figure
 from trainer.shared.config import OF_PIPELINE, fields_of
 from trainer.shared.experiments import OWN
 from trainer.shared.setting_fields import SettingsError
 from trainer.shared.settings import Settings
-from trainer.shared.shares import BY_SPEED
+from trainer.shared.shares import BY_SPEED, parse_speeds
 
 MOST_CUTS = 4
 """With more hosts, a network is cut over all or not at all."""
@@ -206,3 +237,140 @@ def _what(plan: LaunchPlan, now: Settings, option: _Option) -> str:
     if len(out) <= FEW_NAMES:
         return f"the cluster without {', '.join(out)}"
     return f"{len(option.hosts)} of the {len(plan.nodes)} hosts"
+
+
+# Predicts the speed of a plan as it stands; for `strategy=auto`, chooses its strategy first. Pure.
+
+
+def prediction_of(plan: LaunchPlan, view: ForecastInputs) -> Prediction | None:
+    """With the plan's shares and micro-batches. None if its strategy is not predicted."""
+    settings = plan.training
+    if settings and settings.strategy == "pipeline":
+        return prediction_of_pipeline(settings, view)
+    way = way_of(settings) if settings else None
+    if settings is None or way is None:
+        return None
+    forecast = forecast_in(view.scene, way, plan.shares, settings.accumulate)
+    return Prediction(
+        step_ms=forecast.step_ms,
+        samples_per_s=forecast.samples_per_s,
+        binds=forecast.limited_by,
+        is_estimate=view.is_estimate,
+        basis=(*view.basis, *_way_words(way)),
+    )
+
+
+def _way_words(way: Way) -> Iterator[str]:
+    if way.exact_part:
+        yield f"the mean of the run: {100 * way.exact_part:.3g} % of its updates exact, then {way.fidelity}"
+    if way.sync_bn:
+        yield "sync_bn: ranks meet in every BatchNorm, forward and backward, so that no sum of gradients is hidden"
+    if way.strategy == "tensor":
+        yield BASIS
+
+
+def with_best_way(draft: Draft, settings: Settings, view: ForecastInputs) -> Draft:
+    """The fastest strategy that its fidelity and the trainer allow, with a note. settings: the draft's; the user's
+    choices stay. Raises UsageError if none fits.
+    """
+    fidelity, chosen = allowed(settings), draft.request.chosen
+    tried = ways(fidelity, kept(settings, chosen))
+    forecasts = [
+        (forecast_in(view.scene, way, draft.shares, settings.accumulate), changes)
+        for way in (tried if view.scene.holds_whole else ())
+        if (changes := runnable(settings, way, chosen))
+    ]
+    cut = pipeline_for(view.scene, settings, chosen)
+    speeds = (preference(each.way.strategy, each.samples_per_s) for each, _ in forecasts)
+    is_own = settings.model == OWN
+    if cut and preference("pipeline", cut.samples_per_s, is_own=is_own) > max(speeds, default=0.0):
+        return settled(draft, cut, f"strategy=auto ({fidelity})")
+    if not forecasts:
+        raise UsageError(f"strategy=auto: no strategy fits fidelity {fidelity} and these settings", "name one")
+    forecast, changes = max(forecasts, key=lambda each: preference(each[0].way.strategy, each[0].samples_per_s))
+    words = ", ".join(f"{key}={value}" for key, value in changes.items())
+    predicted = f"predicted at {format_figure(forecast.samples_per_s)} samples/s"
+    return draft.settled(changes, f"strategy=auto: {words} ({fidelity}), {predicted}")
+
+
+def runnable(settings: Settings, way: Way, chosen: Collection[str]) -> dict[str, Any] | None:
+    """Settings for this way, without chosen ones. None if the trainer would refuse them."""
+    if way.half_wire and way.fidelity == "local" and settings.wire not in ("bf16", "fp16"):
+        return None  # the user chose otherwise
+    changes: dict[str, Any] = {"strategy": way.strategy}
+    changes |= {"bucket_mib": way.bucket_mib} if way.strategy == "ddp" else {}
+    try:
+        dataclasses.replace(settings, **changes)
+    except SettingsError:
+        return None
+    return {name: value for name, value in changes.items() if name not in chosen}
+
+
+# Completes a plan: settings left open, prediction, notes, faster ways; rates hosts for `--hosts`.
+
+
+def predicted_plan(draft: Draft, profiles: Profiles, measured: Sequence[Path]) -> tuple[LaunchPlan, Faster | None]:
+    """Resolves strategy=auto, stages and local steps, and predicts the plan if speeds and links are known. Also returns
+    a faster plan on fewer hosts, if any. measured: more run folders of collectives. Raises UsageError if strategy=auto
+    lacks known speeds or links.
+    """
+    request, settings, plan = draft.request, draft.training, build_plan(draft)
+    if (request.kind != "experiment" and not settings) or (settings and settings.profile_s):
+        return plan, None
+    try:
+        may_cut = request.best_way or bool(settings and settings.strategy == "pipeline")
+        view = inputs_of(plan, profiles, read_network(RUNS, plan, measured), may_cut=may_cut)
+    except UsageError as error:
+        if request.best_way:
+            raise
+        return build_plan(with_rounds(draft, error)), None
+    if settings and request.best_way:
+        draft = with_best_way(draft, settings, view)
+    plan = build_plan(with_rounds(with_stages(draft, view), view))
+    notes = (*plan.notes, *stage_notes(plan.training, view), *slice_notes(plan, view), *memory_notes(plan, view))
+    outlook = {"prediction": prediction_of(plan, view), "faster": faster_ways(plan, view, request.chosen)}
+    return plan.model_copy(update={**outlook, "notes": notes}), without_slow(plan, view)
+
+
+def left_out_words(plan: LaunchPlan, better: Faster, request: RunRequest) -> str:
+    out = ", ".join(node.name for node in plan.nodes if node.name not in better.hosts)
+    why = "strategy=auto" if request.best_way else "shares=measured"
+    every = ",".join(node.name for node in plan.nodes)
+    return f"{why} leaves out {out}: {better.words}; --nodes {every} keeps them"
+
+
+# Value of hosts for a job that takes only some: by speed, else by GPU memory. Pure.
+#
+#     by_speed(plan, profiles)         Worth({"v100": 763.0, "a2000": 288.0}, "the fastest by profile")
+
+SOURCES = {
+    "profile": "profile",
+    "pace": "the inventory's pace",
+    "by hand": "the setting `speeds`",
+    "catalogue": "the hardware catalogue",
+}
+"""`inputs.speeds_of` in words."""
+
+
+def by_speed(plan: LaunchPlan, profiles: Profiles) -> Worth | None:
+    """samples/s with the whole batch; None if a speed is unknown. plan: with all hosts."""
+    settings = plan.training
+    if settings is None:
+        return None
+    by_hand = parse_speeds(settings.speeds)
+    try:
+        layers = layers_in(blocks_in(plan, settings, profiles))
+        known = {node.name: speeds_of(node, settings, by_hand, profiles, layers) for node in plan.nodes}
+    except UsageError:
+        return None
+    if any(speed.cap == 0 for speeds, _ in known.values() for speed in speeds):  # a host with too little memory
+        return None
+    figures = {name: alone_samples_per_s(HostSpeed(name, own), settings.batch) for name, (own, _) in known.items()}
+    sources = sorted({SOURCES[source] for _, source in known.values()})
+    return Worth(figures, f"the fastest alone by {' and '.join(sources)}")
+
+
+def by_memory(candidates: Sequence[Candidate]) -> Worth:
+    """All GPUs of a host; without GPUs the inventory's order."""
+    figures = {host.name: float(host.gpu_memory_bytes * host.gpus) for host in candidates}
+    return Worth(figures, "those with the most GPU memory" if any(figures.values()) else "the first in order")

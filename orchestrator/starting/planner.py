@@ -12,7 +12,7 @@ from orchestrator.clusters import Clusters, now_utc
 from orchestrator.errors import HostError, HostsError, UnlikeError, UsageError
 from orchestrator.forecast.inputs import ForecastInputs, inputs_of, with_rounds
 from orchestrator.forecast.links import COLLECTIVES, read_network
-from orchestrator.forecast.predicted_plan import by_memory, by_speed, left_out_words, predicted_plan
+from orchestrator.forecast.what_if import by_memory, by_speed, left_out_words, predicted_plan
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.paths import RUNS
 from orchestrator.planning import naming

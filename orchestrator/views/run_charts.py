@@ -15,9 +15,8 @@ from pathlib import Path
 
 from orchestrator.jobs.live_stats import Reading
 from orchestrator.results.curves import Curves, HostCourse, Place, placed
-from orchestrator.results.slowed import is_slowed
 from orchestrator.results.straggler import readings
-from orchestrator.results.summary import Summary
+from orchestrator.results.summary import Summary, is_slowed
 from orchestrator.views.charts import MOST_LINES, PALETTE, ChartLine, LineChart, Upright
 
 _TRAINING, _TEST = PALETTE[0], PALETTE[3]

@@ -30,7 +30,8 @@ from trainer.paced import PacedPart, StandIn, dissect
 from trainer.ranks import RankInfo, ending, join, read_rank_info
 from trainer.ranks.process_group import leave
 from trainer.session import Session
-from trainer.setup import assemble, rank_network, set_up, tensor_setup
+from trainer.setup import assemble, rank_network, set_up
+from trainer.setup import rank_network as tensor_setup
 from trainer.shared import MetricsWriter, parse_settings
 from trainer.strategies import ParameterAverage
 from trainer.train import train_epoch

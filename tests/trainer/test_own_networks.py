@@ -24,7 +24,7 @@ from trainer.ranks import RankInfo
 from trainer.session import Session
 from trainer.setup import CustomScript, assemble
 from trainer.shared import TrainError
-from trainer.training.shared_network import shared_network
+from trainer.training.run import shared_network
 
 SAMPLES, BATCH, EPOCHS, LR = 29, 10, 2, 0.05
 """The last batch of an epoch is a short one: 6 updates. 10 and 9 samples are cut into unequal micro-batches."""

@@ -28,9 +28,8 @@ from trainer.session import session
 from trainer.setup import assemble, training_task
 from trainer.shared import MetricsWriter, experiments, parse_settings
 from trainer.training import Evaluation, Progress
-from trainer.training import shared_network as shared
-from trainer.training.run import Run
-from trainer.training.shared_network import shared_network
+from trainer.training import run as shared
+from trainer.training.run import Run, shared_network
 
 SMALL = {"data": "synthetic", "device": "cpu", "num_workers": "0", "samples": "203", "batch": "32", "epochs": "3"}
 SMALL |= {"augment": "affine", "shares": "node0=3,node1=2,node2=2,node3=1"}  # 7 updates an epoch, 21 in all

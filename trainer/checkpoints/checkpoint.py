@@ -58,7 +58,7 @@ from trainer.shared.config import names_of
 from trainer.shared.errors import TrainError
 from trainer.shared.settings import Settings
 from trainer.training.rates import Progress, RandomState, random_state
-from trainer.training.shared_network import shared_network, trained_network
+from trainer.training.run import shared_network, trained_network
 
 if TYPE_CHECKING:
     from trainer.training.run import Run

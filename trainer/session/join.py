@@ -29,8 +29,7 @@ from trainer.data.augment import moved, tensors_of
 from trainer.data.script_data import Collate
 from trainer.measure.block_times import Visited
 from trainer.measure.ladder import Ladder, Measuring, again, climb, record_of
-from trainer.measure.passes import record_blocks
-from trainer.measure.profile_run import OF_BLOCKS, at_rest, held_beside
+from trainer.measure.profile_run import OF_BLOCKS, at_rest, held_beside, record_blocks
 from trainer.measure.updates import NoMemory, Times, Trainee
 from trainer.pipeline.chain import Block, survey_of
 from trainer.ranks.agreement import together

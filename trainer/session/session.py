@@ -44,8 +44,7 @@ from trainer.shared.errors import TrainError
 from trainer.shared.metrics import MetricsWriter
 from trainer.training.loss_sum import Weight, report_not_finite
 from trainer.training.rates import samples_before
-from trainer.training.run import Run
-from trainer.training.shared_network import shared_network
+from trainer.training.run import Run, shared_network
 from trainer.training.step_log import StepLog
 from trainer.training.update import FullUpdate, StageUpdate, Update
 

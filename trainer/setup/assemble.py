@@ -57,8 +57,17 @@ from trainer.setup.pipeline import (
     real_part,
     shares_of_readers,
 )
-from trainer.setup.rank_network import batch_norm_groups, facts_of, needs_pairs, network
-from trainer.setup.tensor_setup import TensorPlan, build_tensor, paced_slices, plan_tensor, shares_of_reader
+from trainer.setup.rank_network import (
+    TensorPlan,
+    batch_norm_groups,
+    build_tensor,
+    facts_of,
+    needs_pairs,
+    network,
+    paced_slices,
+    plan_tensor,
+    shares_of_reader,
+)
 from trainer.setup.training_task import EXAMPLES, Experiment, TrainingTask
 from trainer.setup.weights import first_weights
 from trainer.shared.errors import TrainError

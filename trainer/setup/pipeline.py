@@ -28,8 +28,7 @@ from trainer.pipeline.stage_layout import Layout
 from trainer.ranks.agreement import gather_lines, together
 from trainer.ranks.process_group import timeout
 from trainer.ranks.rank_info import RankInfo
-from trainer.setup.rank_network import check_batch_norm, check_pairs
-from trainer.setup.tensor_setup import keep_records, refuse_arithmetic
+from trainer.setup.rank_network import check_batch_norm, check_pairs, keep_records, refuse_arithmetic
 from trainer.setup.training_task import TrainingTask
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import CHOSEN, DATA_SETS

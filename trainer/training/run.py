@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.compute.arithmetic import Full
+from trainer.compute.batch_norm_kernels import BATCHES, average_running_statistics, estimate_running_statistics
 from trainer.compute.graphs import Graphs
 from trainer.compute.microbatches import MicroBatches
+from trainer.compute.models import has_batch_norm, moves_statistics
 from trainer.compute.timer import InjectedDelay, Timer
 from trainer.data.loading import Batches
 from trainer.data.sample_stream import RankBatches, SampleStream
@@ -27,7 +30,11 @@ from trainer.strategies import Strategy
 from trainer.strategies.base import Unused
 from trainer.training.ema import Ema, Evaluation
 from trainer.training.loss_sum import Weights
-from trainer.training.rates import Clipping, Rates
+from trainer.training.rates import Clipping, Rates, random_state, set_random_state
+
+if TYPE_CHECKING:
+    from trainer.training.rates import Progress
+
 
 # Prints rank 0's progress, about a line per second, and other ranks' remarks.
 
@@ -140,3 +147,51 @@ class Run:
     def stream(self) -> SampleStream:
         """With the current shares."""
         return self.order.stream
+
+
+# Lends the whole network to evaluations and checkpoints, then restores its buffers and random generators.
+#
+# with shared_network(run, progress) as network:           on every rank
+#     result = judged(network, run.strategy.outputs(network, batches), classes, run.device)
+
+
+@contextlib.contextmanager
+def shared_network(run: Run, progress: Progress) -> Iterator[nn.Module]:
+    """The common weights (with `ema` their average) with matching BatchNorm statistics. Do not change them."""
+    with run.ema.in_place() if run.ema else contextlib.nullcontext(), trained_network(run, progress) as network:
+        yield network
+
+
+@contextlib.contextmanager
+def trained_network(run: Run, progress: Progress, *, own_weights: bool = False) -> Iterator[nn.Module]:
+    """own_weights: the trained weights even if `ema` is on."""
+    random, network, again = random_state(), run.strategy.whole(), bool(run.ema) and not own_weights
+    own = [
+        (module, name, buffer, buffer.clone())
+        for module in network.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    try:
+        if run.strategy.parts:
+            run.strategy.average_statistics(network, training_images(run), again=again)
+        elif has_batch_norm(network):
+            keeps = (run.strategy.keeps_statistics and not again) or not moves_statistics(network)
+            samples = progress.recent if keeps else estimated_again(run, network)
+            average_running_statistics(network, run.group, samples)
+        yield network
+    finally:
+        for module, name, buffer, kept in own:
+            module._buffers[name] = buffer  # some forward passes replace the tensor
+            buffer.copy_(kept)
+        set_random_state(random)
+
+
+def estimated_again(run: Run, network: nn.Module) -> int:
+    return estimate_running_statistics(network, training_images(run))
+
+
+def training_images(run: Run) -> Iterator[Tensor]:
+    """This rank's, of the epoch's first updates."""
+    for step, (images, *_) in enumerate(run.batches_of(run.order.first(BATCHES))):
+        sizes = run.micro_batches.sizes(run.stream.shares_at(step, run.order.epoch), run.order.rank)
+        yield from (part for part in images.to(run.device).split(sizes) if len(part))
