@@ -1,4 +1,4 @@
-"""Atomic, durable writes and safe paths; file locks and hashes."""
+"""Atomic, durable writes, safe paths, file locks and hashes; the base class of JSON records and their files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""All file names on the controller: $ORCH_HOME (`Home`) and a collected run (`RunFolder`). File names on hosts are in
-`orchestrator/remote/`.
+"""All file names on the controller, $ORCH_HOME (`Home`) and a collected run (`RunFolder`), and whose $ORCH_HOME it is.
+File names on hosts are in `orchestrator/remote/`.
 """
 
 from __future__ import annotations

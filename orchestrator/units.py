@@ -1,4 +1,5 @@
-"""Parses and formats quantities: `2.5Gbps`, `16GiB`, `3m07s`. Pure. Bandwidth is in decimal bits per second."""
+"""Formats for people: quantities (`2.5Gbps`, `16GiB`, `3m07s`) and untrusted text, cleaned for terminals. Pure.
+Bandwidth is in decimal bits per second."""
 
 from __future__ import annotations
 

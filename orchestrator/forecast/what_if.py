@@ -1,4 +1,4 @@
-"""Faster ways to run a planned job, each with its `orch run` line.
+"""Predicts a planned job, completes its plan, and finds faster ways to run it, each with its `orch run` line.
 
     faster_ways(plan, view, chosen)         fewer hosts, other shares, another strategy
     without_slow(plan, view)                the same settings on fewer hosts

@@ -1,4 +1,4 @@
-"""Elects the master of a cluster, with the reason. Pure.
+"""Elects the master of a cluster, with the reason; catalogue of graphics cards. Pure.
 
     elect(inventory.nodes, facts).reason
     # "v100: same bandwidth as a2000 (2.5Gbps), more GPU memory (16.0GiB against 12.0GiB)"

@@ -1,4 +1,4 @@
-"""Validates and normalises each text of an inventory. Pure.
+"""Validates and normalises each text of an inventory, and expands node names like `gpu[01-16]`. Pure.
 
 Functions raise ValueError with the expected form. They are the first defence against option and shell injection: no
 accepted name begins with `-`, and names that become file names contain no separator.

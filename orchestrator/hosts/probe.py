@@ -1,6 +1,6 @@
-"""Probes a host for its facts and health in one round trip, and finds hosts that share a work folder.
+"""Probes a host for its facts and health in one round trip, validates the reply, and finds shared work folders.
 
-`answers` validates the reply, `checks` judges it.
+`checks` judges the result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copies a job's logs from its hosts into its run folder: only new bytes, checked by SHA-256.
+"""Copies a job's logs from its hosts into its run folder (only new bytes, checked by SHA-256), and reads the copies.
 
     with claimed(run):
         collected = collect(plan, hosts, run)

@@ -1,5 +1,5 @@
-"""Events for a user who follows a job, from the frames that its hosts send. Pure, except for the clock and the thread
-that diagnoses stalls.
+"""Receives frames from all hosts of a job, and turns them into events for a user who follows it. `Follow` is pure,
+except for the clock and the thread that diagnoses stalls.
 
     follow = Follow(plan, remember, until_end=True, ask=ask_why)
     for event in follow.events(watch(...)):     lines that came together, Notice, RunProgress, Bars, Silence, Standstill

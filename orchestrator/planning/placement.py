@@ -1,4 +1,4 @@
-"""Places a job on its hosts: rank numbers, training addresses, interfaces, devices and GPUs. Pure."""
+"""Chooses a job's hosts (`--hosts`) and places it on them: rank numbers, addresses, interfaces, devices, GPUs. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the environment variables of a job from `--env` and `--env-file`.
+"""Reads a job's environment variables from `--env` and `--env-file`, and recognises secrets and secret files.
 
 Precedence, highest first: `--env`, later files, earlier files, the inventory's `env`. A name without a value takes it
 from this machine's environment, which keeps secrets off command lines. Files have lines as for python-dotenv and

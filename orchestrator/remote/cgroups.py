@@ -1,4 +1,4 @@
-"""This process's control groups (cgroup v1 and v2) and their limits.
+"""This process's control groups (cgroup v1 and v2), their limits, and kernel out-of-memory kills.
 
 folders("memory")     # [Path("/sys/fs/cgroup/user.slice/..."), ..., Path("/sys/fs/cgroup")]: the nearest first
 limits()              # {"memory_bytes": 8589934592, "pids": None, "cpus": 4.0}: None if unlimited

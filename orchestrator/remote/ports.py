@@ -1,4 +1,4 @@
-"""Socket functions for `rendezvous`: bind a port, keep other jobs off it, filter foreign packets.
+"""The master's rendezvous port: binds it, keeps other jobs off it, filters foreign packets, lets members test it.
 
     claim = claim_port("10.0.0.1", 29500)      # this port if free, otherwise another
     admit(claim.store, {own_source(claim.store), "10.0.0.2"})

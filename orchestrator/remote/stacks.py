@@ -1,4 +1,4 @@
-"""Gets Python stacks from a rank's prepared processes (`script_start`), and the kernel's counts of transferred bytes.
+"""Gets Python stacks from a rank's prepared processes (`script_start`), its progress, and the kernel's byte counts.
 
     with asking(job.stacks(0)) as ask:      # one at a time; others wait
         ask(4711)                           # [Thread(is_main=True, frames=[("train.py", 12, "step"), ...])], or None

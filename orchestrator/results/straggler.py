@@ -1,4 +1,4 @@
-"""The straggler for which the others wait, the bottleneck of a step, and GPU use.
+"""The straggler for which the others wait, the bottleneck of a step, GPU use, and faster ways to repeat the run.
 
 find_straggler(plan, figures)   # Straggler(node="a2000", reason="takes 2.5x as long per sample as v100", ...)
 """

@@ -1,4 +1,5 @@
-"""Keeps torch's compiler from being imported, which takes three quarters as long as importing torch.
+"""Keeps torch's compiler from being imported, which takes three quarters as long as importing torch; executors of
+arithmetic.
 
 An optimiser, torchvision and DDP import it for a few functions that do nothing without compiled code. Stand-ins provide
 these; any other name loads the real compiler.

@@ -1,4 +1,4 @@
-"""Joins the process group, checks that NCCL works, shares failures between ranks, and leaves in order."""
+"""Chooses the device, joins the process group, checks NCCL, shares failures between ranks, and leaves in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds a rank's network, real or simulated, and checks that BatchNorm can use the split of the batch."""
+"""Builds a rank's network, real, simulated or sliced, and checks that BatchNorm can use the split of the batch."""
 
 from __future__ import annotations
 

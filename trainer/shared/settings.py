@@ -1,4 +1,5 @@
-"""The settings of a training: one flat frozen value, checked in one place. Imports no torch.
+"""The settings of a training: one flat frozen value, checked in one place, and the learning rate by them. Imports no
+torch.
 
 The names are the same in `--set key=value`, `python -m trainer --key value`, records and reports.
 """

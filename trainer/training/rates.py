@@ -1,4 +1,4 @@
-"""Learning rates during a run, and clipping of gradients."""
+"""Learning rates during a run, clipping of gradients, and the run's position and random generators."""
 
 from __future__ import annotations
 

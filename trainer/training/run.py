@@ -1,4 +1,4 @@
-"""Everything that stays the same during a run."""
+"""Everything that stays the same during a run, its console, and the whole network for an evaluation or checkpoint."""
 
 from __future__ import annotations
 

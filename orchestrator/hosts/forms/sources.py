@@ -1,4 +1,4 @@
-"""Reads hosts from this machine's hostfiles, Ansible inventories and SSH configuration."""
+"""Reads hosts from hostfiles, Ansible inventories and SSH configurations, and writes a new inventory file."""
 
 from __future__ import annotations
 
