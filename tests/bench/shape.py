@@ -1,9 +1,9 @@
 """How large and how scattered the code is: files, single-use modules, repeated names, walks, docstrings, tests.
 
-    python tests/bench/shape.py [--json] [--at REVISION ...]
+    python tests/bench/shape.py [--json] [--job] [--at REVISION ...]
 
 Prints one column for this checkout and one for each revision, about 10 s each. Needs no network and no GPU. Without the
-product's dependencies the walks stay empty.
+product's dependencies the walks stay empty. --job runs a job on this machine, for the walks of its commands.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -38,6 +39,19 @@ module of the product imports it, at its top or in a function; `programs` in thi
 docstrings: strings that are statements. code lines: neither blank nor comment nor docstring. private names:
 `from orchestrator... import _x`, and `name._x` and `setattr(name, "_x")` of an imported name."""
 WALKS = {"plan": "orch plan --exp resnet152_cifar", "train": "python -m trainer, 2 steps on the CPU"}
+JOB = {
+    "up": "up local.yaml",
+    "run": "run --detach --exp mnist_lenet --set data=synthetic --set samples=64 --set batch=8 --set eval_every=0",
+    "follow": "logs --follow",
+    "collect": "collect --out runs",
+    "report": "report --out runs",
+}
+NODES = """cluster: walk
+defaults: {{transport: local, device: cpu, ranks: 1}}
+nodes:
+  - {{name: a, address: 127.0.0.1, workdir: {folder}/a}}
+  - {{name: b, address: 127.0.0.1, workdir: {folder}/b}}
+"""
 
 
 @dataclass(frozen=True)
@@ -77,7 +91,7 @@ def sources(root: Path, *tops: str) -> list[Source]:
     return found
 
 
-def measure(root: Path) -> list[Row]:
+def measure(root: Path, runs_job: bool) -> list[Row]:
     product, tests = sources(root, "orchestrator", "trainer"), sources(root, "tests")
     modules = {source.module for source in product}
     return [
@@ -86,6 +100,7 @@ def measure(root: Path) -> list[Row]:
         single_use(product, modules),
         repeated_names(product),
         *(walk(root, name) for name in WALKS),
+        *(job_walks(root) if runs_job else ()),
         Row("CONTRIBUTING / CHANGELOG / README, kB", pages(root)),
         *docstring_rows(product),
         *test_rows(tests, modules),
@@ -160,9 +175,21 @@ def repeated_names(product: list[Source]) -> Row:
 
 
 def walk(root: Path, name: str) -> Row:
-    command = [sys.executable, str(ROOT / "tests/support/walk.py"), str(root), name]
-    title = f"modules entered / moves: {WALKS[name]}"
-    done = subprocess.run(command, capture_output=True, text=True)
+    return walked(root, WALKS[name], [name])
+
+
+def job_walks(root: Path) -> Iterator[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "local.yaml").write_text(NODES.format(folder=folder))
+        for name, line in JOB.items():
+            yield walked(root, f"orch {name} of a job on two nodes", ["orch", *line.split()], folder)
+
+
+def walked(root: Path, what: str, words: list[str], folder: str | None = None) -> Row:
+    command = [sys.executable, str(ROOT / "tests/support/walk.py"), str(root), *words]
+    title = f"modules entered / moves: {what}"
+    home = {**os.environ, "ORCH_HOME": f"{folder}/home"} if folder else None
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=home)
     if done.returncode:
         return Row(title, "-", (done.stderr.strip().rpartition("\n")[2],))
     order = [module for module, _ in json.loads(done.stdout)]
@@ -274,11 +301,11 @@ def root_name(node: ast.AST) -> str:
 # ---- the table ------------------------------------------------------------------------------------------------------
 
 
-def measured_at(revision: str) -> list[Row]:
+def measured_at(revision: str, runs_job: bool) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(["git", "-C", str(ROOT), "archive", revision], check=True, capture_output=True).stdout
         subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
-        return measure(Path(folder).resolve())
+        return measure(Path(folder).resolve(), runs_job)
 
 
 def show(columns: dict[str, list[Row]]) -> None:
@@ -301,8 +328,10 @@ def main() -> None:
         "--at", action="append", default=[], metavar="REVISION", help="measure this one too; repeatable"
     )
     parser.add_argument("--json", action="store_true", help="print a document")
+    parser.add_argument("--job", action="store_true", help="run a job on this machine, for the walks of its commands")
     asked = parser.parse_args()
-    columns = {revision: measured_at(revision) for revision in asked.at} | {"here": measure(ROOT)}
+    columns = {revision: measured_at(revision, asked.job) for revision in asked.at}
+    columns["here"] = measure(ROOT, asked.job)
     if asked.json:
         document: dict[str, Any] = {
             title: {row.name: {"value": row.value, "worst": row.worst} for row in rows}

@@ -1,8 +1,9 @@
-"""Lists the functions of ours that a command calls: `python tests/support/walk.py FOLDER plan|train`.
+"""Lists the functions of ours that a command calls: `python tests/support/walk.py FOLDER plan|train|orch WORD...`.
 
 plan: `orch plan --exp resnet152_cifar` on a remembered cluster of two hosts. train: `python -m trainer`, one rank on
-the CPU, two steps. FOLDER: the checkout whose code runs. Prints a JSON list of [module, function], in the order of
-first calls in the main thread, without lambdas, comprehensions and calls made while a module is imported.
+the CPU, two steps. orch: this command line, here and in the caller's $ORCH_HOME. FOLDER: the checkout whose code runs.
+Prints a JSON list of [module, function], in the order of first calls in the main thread, without lambdas,
+comprehensions and calls made while a module is imported.
 """
 
 from __future__ import annotations
@@ -59,13 +60,25 @@ def train() -> Callable[[], object]:
     return run
 
 
+def orch() -> Callable[[], object]:
+    from orchestrator.cli import main
+
+    def run() -> None:
+        sys.argv = sys.argv[2:]
+        with contextlib.suppress(SystemExit):
+            main()
+
+    return run
+
+
 def main() -> None:
     root, name = Path(sys.argv[1]).resolve(), sys.argv[2]
     sys.path[0] = str(root)
     walk = Walk(root)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-        os.chdir(folder)
-        run = {"plan": plan, "train": train}[name]()
+        if name != "orch":
+            os.chdir(folder)
+        run = {"plan": plan, "train": train, "orch": orch}[name]()
         sys.setprofile(walk)
         try:
             run()
