@@ -21,16 +21,19 @@ MOST_HOSTS = 8
 """With more hosts the search takes too long for a plan."""
 
 
-def pipeline_for(scene: Scene, settings: Settings, chosen: Collection[str]) -> PipelineChoice | None:
+def pipeline_for(
+    scene: Scene, settings: Settings, chosen: Collection[str], fidelity: str = ""
+) -> PipelineChoice | None:
     """The fastest cut, or the one in `stages`. None for a single rank, too little memory, or settings that the trainer
     refuses.
 
-    chosen: the user's settings, which stay. Raises UsageError if `stages` do not fit the job.
+    chosen: the user's settings, which stay. fidelity: in place of the settings' own. Raises UsageError if `stages` do
+    not fit the job.
     """
     if scene.wire.ranks < 2 or len(scene.hosts) > MOST_HOSTS:
         return None
     try:
-        asked = replace(settings, strategy="pipeline")
+        asked = replace(settings, strategy="pipeline", fidelity=fidelity or settings.fidelity)
     except SettingsError:
         return None
     if not asked.stages:

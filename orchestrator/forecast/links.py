@@ -39,6 +39,15 @@ class Site:
 
 
 @dataclass(frozen=True)
+class Transfers:
+    """Costs of single messages, as in Overheads."""
+
+    message_s: float
+    local_message_s: float
+    local_bps: float
+
+
+@dataclass(frozen=True)
 class Overheads:
     """Besides bytes on links."""
 
@@ -59,6 +68,8 @@ class Overheads:
     """In log2(n) rounds; else in pieces along a chain."""
     relays: bool
     """Ranks of one host add up first (`trainer.strategies.gradient_sum`)."""
+    of_cuts: Transfers | None = None
+    """For activations between stages; None: as for gradients."""
 
     def work_s(self, work: Work) -> float:
         return work.moved_bytes / self.moved_bytes_per_s + self.kernel_s * work.kernels
@@ -85,6 +96,9 @@ GLOO = Overheads(
     tree_broadcast=True,
     relays=True,
 )
+# Stages exchange activations over Gloo even if gradients travel over NCCL (`trainer.pipeline.stage`). Between two ranks
+# of one host that also compute, Gloo moved 8 Gbps.
+GLOO_CUTS = Transfers(GLOO.message_s, GLOO.local_message_s, local_bps=8e9)
 NCCL = Overheads(
     name="nccl",
     source="assumed, not measured: 50 us a message over TCP, PCIe 3 inside a host",
@@ -96,6 +110,7 @@ NCCL = Overheads(
     kernel_s=KERNEL_S,
     tree_broadcast=False,
     relays=False,
+    of_cuts=GLOO_CUTS,
 )
 
 
@@ -124,6 +139,15 @@ class LinkCosts:
         if source is target:
             return self.costs.local_bps
         return min(source.up_bps, target.down_bps, self.pairs.get((source.name, target.name), math.inf))
+
+    @cached_property
+    def cuts(self) -> Transfers:
+        own = self.costs
+        return own.of_cuts or Transfers(own.message_s, own.local_message_s, own.local_bps)
+
+    def cut_bps(self, source: Site, target: Site) -> float:
+        """As `path_bps`, for activations between stages."""
+        return self.cuts.local_bps if source is target else self.path_bps(source, target)
 
     @cached_property
     def _between(self) -> frozenset[float]:

@@ -246,6 +246,7 @@ def plan_json(found: Outlook) -> dict[str, Any]:
         "without": [_what_if(change, advice) for change in advice.without],
         "what_if": [_what_if(change, advice) for change in advice.what_if],
         "pipeline": _pipeline(found.pipeline, advice) if found.pipeline else None,
+        "pipelines": {fidelity: _pipeline(cut, advice) for fidelity, cut in found.pipelines.items()},
         "failures": asdict(found.failures) if found.failures else None,
         "faster": [each.model_dump() for each in found.faster],
         "command": found.command or None,

@@ -21,7 +21,7 @@ from orchestrator.forecast.inputs import ForecastInputs, allowed, kept, memory_w
 from orchestrator.forecast.layers import gradient_bytes, layers_in, network_of
 from orchestrator.forecast.links import GOODPUT
 from orchestrator.forecast.pipeline.choice import PipelineChoice
-from orchestrator.forecast.step import PREDICTED, HostSpeed
+from orchestrator.forecast.step import PREDICTED, Fidelity, HostSpeed
 from orchestrator.forecast.what_if import MOST_CUTS, faster_ways
 from orchestrator.planning.job_forms import run_line
 from orchestrator.planning.launch_plan import LIMITS, Faster, LaunchPlan
@@ -63,14 +63,19 @@ class Outlook:
     speeds_from: Mapping[str, str]
     failures: FailureCosts | None = None
     """Only for imagined hosts."""
-    pipeline: PipelineChoice | None = None
-    """The fastest, if the settings allow any."""
+    pipelines: Mapping[str, PipelineChoice] = field(default_factory=dict)
+    """The fastest of each fidelity, if the other settings allow any."""
     pipeline_then: Mapping[str, PipelineChoice] = field(default_factory=dict)
     """By change of the advice, if `pipeline` is the fastest now."""
     faster: tuple[Faster, ...] = ()
     """Than the current settings."""
     command: str = ""
     """The `orch run` line of the fastest allowed way; "" for imagined hosts."""
+
+    @property
+    def pipeline(self) -> PipelineChoice | None:
+        """Of the allowed fidelity."""
+        return self.pipelines.get(self.advice.fidelity)
 
     @property
     def samples_per_s(self) -> float:
@@ -140,14 +145,19 @@ def _advised(
 
 def _pipelines(scene: Scene, settings: Settings, chosen: Collection[str], advice: Advice) -> dict[str, Any]:
     """Fields of an Outlook."""
-    found = pipeline_for(scene, settings, chosen)
-    then: dict[str, PipelineChoice] = {}
+    pipelines = {
+        fidelity: cut
+        for fidelity in FIDELITIES
+        if fidelity == advice.fidelity or len(scene.hosts) <= MOST_CUTS
+        if (cut := pipeline_for(scene, settings, chosen, fidelity))
+    }
+    found, then = pipelines.get(advice.fidelity), dict[str, PipelineChoice]()
     if found and len(scene.hosts) <= MOST_CUTS and found.samples_per_s > advice.best[advice.fidelity].samples_per_s:
         for words, changed_scene in changed(scene):
             settings_then = replace(settings, stages="", batch=changed_scene.job.batch)
             if cut := pipeline_for(changed_scene, settings_then, chosen):
                 then[words] = cut
-    return {"pipeline": found, "pipeline_then": then}
+    return {"pipelines": pipelines, "pipeline_then": then}
 
 
 def _trust(unsure: Collection[str]) -> str:
@@ -178,13 +188,16 @@ def headline(found: Outlook) -> tuple[str, ...]:
 
 def rows(found: Outlook) -> list[tuple[str, ...]]:
     """Below TITLES. The allowed fidelity is marked."""
-    by_fidelity = {fidelity: [_row(found, found.advice.best[fidelity])] for fidelity in FIDELITIES}
-    allowed_rows = by_fidelity[found.advice.fidelity]
-    if found.pipeline:
-        allowed_rows.append(_pipeline_row(found, found.pipeline))
-    if tensor := _tensor(found.advice):
-        allowed_rows.append(_row(found, tensor))
-    return [row for each in by_fidelity.values() for row in each]
+    tensor = _tensor(found.advice)
+    return [row for fidelity in FIDELITIES for row in _rows_of(found, fidelity, tensor)]
+
+
+def _rows_of(found: Outlook, fidelity: Fidelity, tensor: Choice | None) -> Iterator[tuple[str, ...]]:
+    yield _row(found, found.advice.best[fidelity])
+    if cut := found.pipelines.get(fidelity):
+        yield _pipeline_row(found, fidelity, cut)
+    if tensor and fidelity == found.advice.fidelity:
+        yield _row(found, tensor)
 
 
 def _tensor(advice: Advice) -> Choice | None:
@@ -195,9 +208,9 @@ def _tensor(advice: Advice) -> Choice | None:
     return None if tensor == best else tensor
 
 
-def _pipeline_row(found: Outlook, cut: PipelineChoice) -> tuple[str, ...]:
+def _pipeline_row(found: Outlook, fidelity: str, cut: PipelineChoice) -> tuple[str, ...]:
     return (
-        f"{found.advice.fidelity} *",
+        _marked(found, fidelity),
         "pipeline",
         "whole" if cut.micro_batches == 1 else f"{cut.micro_batches} parts",
         f"{figure(1000 * cut.timed.seconds)} ms",
@@ -213,7 +226,7 @@ def _row(found: Outlook, choice: Choice) -> tuple[str, ...]:
     critical = forecast.ranks[forecast.critical]
     of_step = {"wire": forecast.sync_ms, "compute": critical.compute_ms}[forecast.limited_by] / forecast.step_ms
     return (
-        f"{fidelity}{' *' if fidelity == found.advice.fidelity else ''}",
+        _marked(found, fidelity),
         way_words(choice),
         share_words(choice),
         f"{figure(forecast.step_ms)} ms",
@@ -222,6 +235,10 @@ def _row(found: Outlook, choice: Choice) -> tuple[str, ...]:
         f"{figure(forecast.sync_ms)} ms",
         f"{LIMITS[forecast.limited_by]}, {percent(of_step)}",
     )
+
+
+def _marked(found: Outlook, fidelity: str) -> str:
+    return f"{fidelity}{' *' if fidelity == found.advice.fidelity else ''}"
 
 
 def way_words(choice: Choice) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from orchestrator.forecast import GLOO, LinkCosts, Site, estimate_speed, gradient_bytes, layers_of
+from orchestrator.forecast import GLOO, NCCL, LinkCosts, Site, estimate_speed, gradient_bytes, layers_of
 from orchestrator.forecast.pipeline import (
     Chain,
     ChainBlock,
@@ -81,6 +81,17 @@ def test_a_message_takes_its_bytes_and_its_delay():
     costs = dataclasses.replace(FREE, message_s=0.25)
     free = update_seconds(chain, [course], wire_of(hosts, 1e18, FREE))
     assert update_seconds(chain, [course], wire_of(hosts, 1e6, costs)) == pytest.approx(free + 2 * (1.0 + 0.25))
+
+
+def test_activations_cost_what_gloo_costs_though_gradients_travel_over_nccl():
+    hosts = (StageHost("a", 1, 0.0, 10.0), StageHost("b", 1, 0.0, 10.0))
+    course, chain = Course(hosts, (0, 1), batch=8, count=4), even_chain(cut_bytes=1)
+    over_nccl, over_gloo = (update_seconds(chain, [course], wire_of(hosts, costs=costs)) for costs in (NCCL, GLOO))
+    assert over_nccl == pytest.approx(over_gloo)
+    inside = (StageHost("a:0", 1, 0.0, 0.001, site="a"), StageHost("a:1", 1, 0.0, 0.001, site="a"))
+    wire = LinkCosts((Site("a", 2, 1e18, 1e18),), NCCL)
+    course, chain = Course(inside, (0, 1), batch=8, count=1), even_chain(cut_bytes=10**9)
+    assert update_seconds(chain, [course], wire) == pytest.approx(2 * 8 * 8e9 / wire.cuts.local_bps, rel=0.01)
 
 
 def test_a_link_that_carries_less_than_hosts_compute_sets_the_time():

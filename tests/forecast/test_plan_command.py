@@ -60,7 +60,7 @@ def write_collectives(folder, **changes):
 def test_the_best_of_each_fidelity_fits_a_hundred_columns(home):
     shown = orch("plan", *RESNET).stdout.splitlines()
     table = [line for line in shown if re.match(r"(fidelity|exact|half|compressed|local)\b", line)]
-    assert len(table) == 7
+    assert len(table) == 8
     assert any(line.startswith("exact *") and "pipeline" in line and "slowest stage" in line for line in table)
     assert all(len(line.rstrip()) <= 100 for line in table)
     assert any(line.startswith("exact *") and "ddp" in line and "network" in line for line in table)
@@ -90,6 +90,16 @@ def test_the_document_has_every_way_and_what_it_rests_on(home):
         "adding a host like v100",
     }
     assert document["failures"] is None
+
+
+def test_each_fidelity_has_its_row_of_a_cut_network(home):
+    document = planned()
+    assert document["pipelines"].keys() == {"exact", "half"}
+    assert document["pipelines"]["exact"] == document["pipeline"]
+    slow_link = planned("--bandwidth", "100Mbps")["pipelines"]
+    assert slow_link["half"]["samples_per_s"] > 1.2 * slow_link["exact"]["samples_per_s"]
+    shown = orch("plan", *RESNET, "--set", "fidelity=half").stdout.splitlines()
+    assert [line.split("pipeline")[0].strip() for line in shown if " pipeline " in line] == ["exact", "half *"]
 
 
 def test_the_same_plan_twice_says_the_same(home):

@@ -93,10 +93,11 @@ def test_a_plan_on_a_narrow_screen_drops_columns_and_no_digit(tmp_path, monkeypa
     monkeypatch.setattr(console.out, "width", width)
     lines = [line.rstrip() for line in orch("plan", *RESNET).stdout.splitlines()]
     header, *rows = [line for line in lines if re.match(r"(fidelity|exact|half|compressed|local)\b", line)]
-    assert len(rows) == 6 and max(map(len, (header, *rows))) <= width
+    assert len(rows) == 7 and max(map(len, (header, *rows))) <= width
     assert {"network", "of", "shares"} - set(header.split()) == dropped
     for row in rows:
-        best = tensor if " tensor " in row else document["pipeline"] if "pipeline" in row else found[row.split()[0]]
+        kind = document["pipelines"] if "pipeline" in row else found
+        best = tensor if " tensor " in row else kind[row.split()[0]]
         assert {figures.figure(best["samples_per_s"]), figures.figure(best["step_ms"])} <= set(row.split())
 
 

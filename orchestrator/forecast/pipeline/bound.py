@@ -53,11 +53,11 @@ class Family:
         ]
         sites = {site.name: site for site in wire.sites}
         self._byte_s = [
-            8 / wire.path_bps(sites[a.site], sites[b.site]) for a, b in zip(self.hosts, self.hosts[1:], strict=False)
+            8 / wire.cut_bps(sites[a.site], sites[b.site]) for a, b in zip(self.hosts, self.hosts[1:], strict=False)
         ]
         self._links_s = [self._sends_s(stage) for stage in range(self.stages - 1)]
         self._delays_s = [
-            wire.costs.local_message_s if a.site == b.site else wire.costs.message_s
+            wire.cuts.local_message_s if a.site == b.site else wire.cuts.message_s
             for a, b in zip(self.hosts, self.hosts[1:], strict=False)
         ]
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from orchestrator.forecast.advice import Scene
 from orchestrator.forecast.gpu_catalogue import activation_bytes
 from orchestrator.forecast.layers import FLOAT_BYTES, gradient_bytes, network_of
-from orchestrator.forecast.links import LinkCosts
+from orchestrator.forecast.links import LinkCosts, Transfers
 from orchestrator.forecast.pipeline.block_costs import Chain, StageHost, chain_from
 from orchestrator.forecast.pipeline.bound import Cut, Family
 from orchestrator.forecast.pipeline.clock import STATES, Course, stages_setting, sums_of, update_seconds
@@ -212,7 +212,8 @@ def time_update(chain: Chain, courses: Sequence[Course], wire: LinkCosts, averag
 
 
 def _free(wire: LinkCosts) -> LinkCosts:
-    costs = dataclasses.replace(wire.costs, message_s=0.0, call_s=0.0, local_message_s=0.0, local_bps=math.inf)
+    none = Transfers(message_s=0.0, local_message_s=0.0, local_bps=math.inf)
+    costs = dataclasses.replace(wire.costs, call_s=0.0, of_cuts=none, **vars(none))
     sites = [dataclasses.replace(site, up_bps=math.inf, down_bps=math.inf) for site in wire.sites]
     return LinkCosts(sites, costs)
 

@@ -90,7 +90,7 @@ FREE, INPUT, GRADIENT, SUMMED, UPDATED = range(5)
 
 class _Clock:
     def __init__(self, chain: Chain, courses: Sequence[Course], wire: LinkCosts) -> None:
-        self.wire, self.delay_s = wire, wire.costs.message_s
+        self.wire, self.delay_s = wire, wire.cuts.message_s
         self.sites = {site.name: site for site in wire.sites}
         self.links = {site.name: _Link() for site in wire.sites}
         self.events: list[tuple[float, int, int, _Rank, int]] = []
@@ -137,7 +137,7 @@ class _Clock:
 
     def _byte_s(self, source: StageCost, target: StageCost) -> float:
         """Seconds per sample on both hosts' links, or inside a host."""
-        return 8 * source.cut_bytes / self.wire.path_bps(self.sites[source.host.site], self.sites[target.host.site])
+        return 8 * source.cut_bytes / self.wire.cut_bps(self.sites[source.host.site], self.sites[target.host.site])
 
     # ---- what happens ------------------------------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class _Clock:
         """now: when the message is ready. Reserving ahead is safe, since the rank sends nothing else until then."""
         out, into = source.link, target.link
         if out is into:
-            self._at(now + travels_s + self.wire.costs.local_message_s, what, target, place)
+            self._at(now + travels_s + self.wire.cuts.local_message_s, what, target, place)
             return
         gone = max(now, out.out_s, into.in_s) + travels_s
         out.out_s = into.in_s = gone
