@@ -6,9 +6,11 @@ import multiprocessing
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
+import orchestrator.hosts.cards
 import trainer.compute  # noqa: F401 - before torchvision, for what it keeps out
 from tests.support import memory_folder, shared_servers, tiers
 from tests.support.workers import Workers
@@ -16,6 +18,9 @@ from tests.support.workers import Workers
 # Two threads that share a small sum spin while they wait for each other: on busy cores that takes twenty times the
 # processor. It is read where torch is imported, so the servers that ranks are forked from need it, too.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# A new figure in the catalogue of cards changes no test of a plan.
+orchestrator.hosts.cards.FILE = Path(__file__).parent / "data" / "cards.yaml"
 
 # Without its bytecode a program is compiled at every start, and each test file at every run.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -1,7 +1,8 @@
-"""Estimates a GPU's training speed from its memory bandwidth, and time that a cluster loses to failures. Pure.
+"""Estimates a GPU's training speed from the catalogue of cards, and time that a cluster loses to failures. Pure.
 
-estimate_speed(find_card("Tesla V100-16GB"), layers)      Speed(fixed_ms=33.6, sample_ms=0.128, cap=...), see ERROR
-failures(hosts=1000, state_bytes=7e8)                     failures a day and their cost
+found = estimate(find_card("Tesla V100-16GB"), layers, amp="none")
+found.speed, found.launch_ms, found.error       Speed(fixed_ms=10.7, sample_ms=0.187, cap=...), 24.3, 0.10
+failures(hosts=1000, state_bytes=7e8)           failures a day and their cost
 """
 
 from __future__ import annotations
@@ -10,33 +11,64 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from orchestrator.errors import UsageError
 from orchestrator.forecast.layers import FLOAT_BYTES, Layer, gradient_bytes
-from orchestrator.hosts.election import Card
+from orchestrator.hosts.cards import Card, all_cards
+from orchestrator.units import format_percent
 from trainer.shared.shares import Speed
 
-# The rate of convolutional networks follows a GPU's memory bandwidth far better than its TFLOPS: ResNet-50 at 224 px in
-# fp32 runs at 0.50 images/s per GB/s (standard deviation 0.06 over 16 cards, from Lambda's published logs; leave one
-# out: 11 % mean error). Other networks are scaled by their multiplications: RESNET50_WORK for one image, forward.
-IMAGES_PER_GB = 0.50
+# The rate of convolutional networks follows a GPU's memory bandwidth far better than its TFLOPS. Other networks are
+# scaled by their multiplications: RESNET50_WORK for one image of 224 px, forward.
 RESNET50_WORK = 4.09e9
-# Per layer: some ten kernels for forward, backward and update at about 10 us each. Assumed. An H100 took 0.06 ms with
-# CUDA graphs, 0.35 without (docs/gpu.md, "Measured").
-LAUNCH_MS = 0.1
+SMALL_PIXELS = 64
+"""Images below it have maps of few pixels in later layers."""
 # Reads and writes of all weights per step: forward 1, backward 3, SGD with momentum 5. Counted.
 WEIGHT_PASSES = 9
 # GPU memory kept for CUDA and the allocator. Assumed.
 RESERVED_BYTES = 2**30
-ERROR = "sample time +-25 % (worst card of the rule: 28 %), more for images below 224 px; fixed time +-50 %"
 
 
-def estimate_speed(card: Card, layers: Sequence[Layer]) -> Speed:
-    """By memory bandwidth; see ERROR. cap: from estimated activations."""
-    work = sum(layer.work for layer in layers)
-    images_per_s = IMAGES_PER_GB * card.gb_per_s * RESNET50_WORK / work
+@dataclass(frozen=True)
+class Estimate:
+    """speed: with CUDA graphs. launch_ms: the least time of a micro-batch without them, spent by the host. error: of a
+    sample's time, relative.
+    """
+
+    speed: Speed
+    launch_ms: float
+    error: float
+    source: str
+
+
+def estimate(card: Card, layers: Sequence[Layer], amp: str) -> Estimate:
+    """cap: from estimated activations. Raises UsageError for bf16 on a card that only emulates it."""
+    if amp == "bf16" and not card.bf16:
+        raise UsageError(
+            f"amp=bf16: a {card.name} has no bf16 arithmetic, so the trainer refuses it there", "use --set amp=fp16"
+        )
+    rate, rule = card.rate(amp), card.rule
+    images_per_s = rate.images_per_s * RESNET50_WORK / sum(layer.work for layer in layers)
+    sample_ms = 1000 / images_per_s * (card.small_maps if _is_small(layers) else 1.0)
     weights_ms = WEIGHT_PASSES * gradient_bytes(layers) / (1e6 * card.gb_per_s)
+    kernels_ms = len(layers) * rule.layer_us["fp32" if amp == "none" else "half"] / 1000
     free = card.memory_gib * 2**30 - RESERVED_BYTES - 3 * gradient_bytes(layers)
-    cap = max(0, int(free // activation_bytes(layers)))
-    return Speed(LAUNCH_MS * len(layers) + weights_ms, 1000 / images_per_s, cap)
+    kept = activation_bytes(layers) * (1.0 if amp == "none" else 0.5)
+    speed = Speed(kernels_ms + weights_ms, sample_ms, max(0, int(free // kept)))
+    return Estimate(speed, len(layers) * rule.launch_us / 1000, rate.error, rate.source)
+
+
+def error_words(found: Sequence[Estimate]) -> str:
+    """Of the least sure one. "" for none."""
+    if not found:
+        return ""
+    worst, table = max(each.error for each in found), all_cards()
+    fixed = format_percent(table.cards[0].rule.fixed_error)
+    return f"version {table.version}: a sample's time +-{format_percent(worst)}, fixed time +-{fixed}"
+
+
+def _is_small(layers: Sequence[Layer]) -> bool:
+    """By the first layer's inputs, of three channels at most."""
+    return 0 < layers[0].inputs < 3 * SMALL_PIXELS**2
 
 
 def activation_bytes(layers: Sequence[Layer]) -> int:

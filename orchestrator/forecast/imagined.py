@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from orchestrator.errors import UsageError
 from orchestrator.forecast.advice import Scene
-from orchestrator.forecast.gpu_catalogue import estimate_speed
+from orchestrator.forecast.gpu_catalogue import estimate
 from orchestrator.forecast.layers import Layer
 from orchestrator.forecast.links import GOODPUT, NCCL, LinkCosts, Site
 from orchestrator.forecast.step import HostSpeed, Workload
-from orchestrator.hosts.election import CARDS, Card, find_card
+from orchestrator.hosts.cards import Card, all_cards, find_card
 
 MOST_RANKS = 20_000
 _GROUP = re.compile(r"(?P<hosts>\d{1,6})x(?:(?P<gpus>\d{1,3})x)?(?P<gpu>[A-Za-z][A-Za-z0-9 .-]*|\d{4}[A-Za-z ]*)")
@@ -57,7 +57,7 @@ def parse_groups(text: str) -> tuple[HostGroup, ...]:
             )
         gpu = find_card(match["gpu"])
         if gpu is None:
-            known = ", ".join(each.name for each in CARDS)
+            known = ", ".join(each.name for each in all_cards().cards)
             raise UsageError(f"{match['gpu']} is not in the catalogue", f"it has {known}")
         groups.append(HostGroup(int(match["hosts"]), int(match["gpus"] or 1), gpu))
     ranks = sum(group.hosts * group.gpus for group in groups)
@@ -66,12 +66,15 @@ def parse_groups(text: str) -> tuple[HostGroup, ...]:
     return tuple(groups)
 
 
-def imagine(groups: Sequence[HostGroup], layers: tuple[Layer, ...], batch: int, bandwidth_bps: float) -> Scene:
-    """bandwidth_bps: of every host's link, as declared. Raises UsageError if a GPU is too small."""
+def imagine(
+    groups: Sequence[HostGroup], layers: tuple[Layer, ...], batch: int, bandwidth_bps: float, amp: str = "none"
+) -> Scene:
+    """bandwidth_bps: of every host's link, as declared. Raises UsageError if a GPU is too small or has no `amp`."""
     hosts, sites = list[HostSpeed](), list[Site]()
     bps = GOODPUT * bandwidth_bps
     for group in groups:
-        speeds = (estimate_speed(group.gpu, layers),) * group.gpus
+        found = estimate(group.gpu, layers, amp)
+        speeds = (found.speed,) * group.gpus
         if speeds[0].cap == 0:
             raise UsageError(
                 f"not one sample fits into the {group.gpu.memory_gib:g} GiB of an {group.gpu.name}",
@@ -79,7 +82,7 @@ def imagine(groups: Sequence[HostGroup], layers: tuple[Layer, ...], batch: int, 
             )
         for _ in range(group.hosts):
             name = f"{group.gpu.name}-{len(hosts)}"
-            hosts.append(HostSpeed(name, speeds, group.kind))
+            hosts.append(HostSpeed(name, speeds, group.kind, launch_ms=found.launch_ms))
             sites.append(Site(name, group.gpus, bps, bps))
     costs = NCCL.on_gpus(min(group.gpu.gb_per_s for group in groups))
     return Scene(Workload(layers, batch), tuple(hosts), LinkCosts(tuple(sites), costs))

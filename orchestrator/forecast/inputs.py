@@ -9,21 +9,21 @@ A rank's speed is from its profile, else its pace, else the hardware catalogue.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.errors import UsageError
 from orchestrator.forecast.advice import BUCKETS_MIB, FIDELITIES, Kept, Scene
-from orchestrator.forecast.gpu_catalogue import ERROR, activation_bytes, estimate_speed
+from orchestrator.forecast.gpu_catalogue import Estimate, activation_bytes, error_words, estimate
 from orchestrator.forecast.layers import Block, Layer, gradient_bytes, is_known, layers_in, network_like, network_of
 from orchestrator.forecast.links import MeasuredLinks, wire_of
 from orchestrator.forecast.step import PREDICTED, Fidelity, Forecast, HostSpeed, Way, Workload, predict
-from orchestrator.hosts.election import find_card
+from orchestrator.hosts.cards import find_card
 from orchestrator.planning.build import Draft
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.planning.profiles import BlockTimes, Profiles, profile_line
-from orchestrator.units import format_figure
+from orchestrator.units import format_figure, format_percent
 from trainer.shared.experiments import OWN
 from trainer.shared.settings import Settings, overlap_of
 from trainer.shared.shares import Speed, Speeds, parse_speeds
@@ -66,16 +66,48 @@ def inputs_of(
         if any(speed.cap == 0 for speed in speeds) and not may_cut:
             remedy = "leave it out with --nodes, or cut the network with --set strategy=pipeline"
             raise UsageError(f"{name}: not one sample fits into its memory", remedy)
-    hosts = tuple(_host(node, *known[node.name], profiles) for node in plan.nodes)
+    hosts = tuple(_host(node, *known[node.name], profiles, _estimate(node, settings, layers)) for node in plan.nodes)
     speeds_from = {name: source for name, (_, source) in known.items()}
     wire, words = wire_of(plan, network, bandwidth_bps)
     scene = Scene(Workload(layers, settings.batch, blocks), hosts, wire)
-    return ForecastInputs(scene, speeds_from, (*_speed_words(speeds_from), *_changed_words(plan, profiles), *words))
+    by_profile = (host for host in hosts if speeds_from[host.name] == "profile")
+    basis = (
+        *_speed_words(speeds_from, plan, settings, layers),
+        *_outside_words(by_profile, plan, settings, layers),
+        *_changed_words(plan, profiles),
+        *words,
+    )
+    return ForecastInputs(scene, speeds_from, basis)
 
 
-def _host(node: NodePlan, speeds: tuple[Speed, ...], source: str, profiles: Profiles) -> HostSpeed:
+def _host(
+    node: NodePlan, speeds: tuple[Speed, ...], source: str, profiles: Profiles, estimated: Estimate | None
+) -> HostSpeed:
     memory_bytes = node.paced.get("memory_bytes") if node.paced else None
-    return HostSpeed(node.name, speeds, blocks=_blocks(node, source, profiles), memory_bytes=memory_bytes)
+    blocks = _blocks(node, source, profiles)
+    launch_ms = estimated.launch_ms if estimated and source == "catalogue" else 0.0
+    return HostSpeed(node.name, speeds, blocks=blocks, memory_bytes=memory_bytes, launch_ms=launch_ms)
+
+
+def _estimate(node: NodePlan, settings: Settings, layers: Sequence[Layer]) -> Estimate | None:
+    """None if the node has no GPU of the catalogue. Raises UsageError for an `amp` that the GPU has not."""
+    gpu = find_card(node.gpu or "") if node.device == "cuda" and not node.paced else None
+    return estimate(gpu, layers, settings.amp) if gpu else None
+
+
+def in_16_bits(plan: LaunchPlan, view: ForecastInputs) -> Scene | None:
+    """The same hosts with `amp=fp16`. None unless all speeds are the catalogue's, in 32 bits."""
+    settings = plan.training
+    if settings is None or settings.amp != "none" or {*view.speeds_from.values()} != {"catalogue"}:
+        return None
+    half, layers = replace(settings, amp="fp16"), view.scene.job.layers
+    found = {node.name: _estimate(node, half, layers) for node in plan.nodes}
+    hosts = [
+        replace(host, speeds=(each.speed,) * len(host.speeds), launch_ms=each.launch_ms)
+        for host in view.scene.hosts
+        if (each := found[host.name])
+    ]
+    return replace(view.scene, hosts=tuple(hosts))
 
 
 def blocks_in(plan: LaunchPlan, settings: Settings, profiles: Profiles) -> tuple[Block, ...]:
@@ -108,9 +140,8 @@ def speeds_of(
         return tuple(profiles[rank].speed for rank in ranks), "profile"
     if node.paced:
         return (_pace(node.paced, layers),) * node.ranks, "pace"
-    gpu = find_card(node.gpu or "") if node.device == "cuda" else None
-    if gpu:
-        return (estimate_speed(gpu, layers),) * node.ranks, "catalogue"
+    if found := _estimate(node, settings, layers):
+        return (found.speed,) * node.ranks, "catalogue"
     what = f"its GPU, {node.gpu}," if node.device == "cuda" else "a CPU"
     raise UsageError(
         f"{node.name}: its speed is unknown: no profile, and {what} is not in the catalogue",
@@ -131,17 +162,34 @@ def _pace(paced: dict[str, Any], layers: Sequence[Layer]) -> Speed:
     return Speed(float(paced.get("fixed_ms") or 0.0), 1000 / float(paced["samples_per_s"]), cap)
 
 
-def _speed_words(speeds_from: dict[str, str]) -> Iterator[str]:
+def _speed_words(
+    speeds_from: Mapping[str, str], plan: LaunchPlan, settings: Settings, layers: Sequence[Layer]
+) -> Iterator[str]:
+    estimated = (_estimate(node, settings, layers) for node in plan.nodes if speeds_from[node.name] == "catalogue")
+    error = error_words([each for each in estimated if each])
     words = {
         "profile": "from profiles",
         "pace": "the pace in the inventory, not measured",
         "by hand": "the setting `speeds`",
-        "catalogue": f"an estimate from the hardware catalogue ({ERROR}); `orch profile` measures",
+        "catalogue": f"an estimate from the hardware catalogue ({error}); `orch profile` measures",
     }
     for source, meaning in words.items():
         names = [name for name, found in speeds_from.items() if found == source]
         if names:
             yield f"speed of {', '.join(names)}: {meaning}"
+
+
+def _outside_words(
+    by_profile: Iterable[HostSpeed], plan: LaunchPlan, settings: Settings, layers: Sequence[Layer]
+) -> Iterator[str]:
+    """Profiles that contradict the catalogue by more than its error: something may be wrong on the host."""
+    nodes = {node.name: node for node in plan.nodes}
+    for host in by_profile:
+        found = _estimate(nodes[host.name], settings, layers)
+        ratio = max(speed.sample_ms for speed in host.speeds) / found.speed.sample_ms if found else 1.0
+        if found and not 1 - found.error <= ratio <= 1 + found.error:
+            card = f"the catalogue's {nodes[host.name].gpu} (+-{format_percent(found.error)}, {found.source})"
+            yield f"{host.name}: a sample takes {format_figure(ratio)} times as long as for {card}; the profile counts"
 
 
 def _changed_words(plan: LaunchPlan, profiles: Profiles) -> Iterator[str]:

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 from orchestrator.errors import OrchError, UsageError
-from orchestrator.hosts.election import find_card
+from orchestrator.hosts.cards import find_card
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.results.network import Collectives, link_matrix

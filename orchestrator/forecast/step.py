@@ -41,6 +41,8 @@ class HostSpeed:
     """By rank; empty, or None, if not measured."""
     memory_bytes: int | None = None
     """Per rank; a speed's cap follows from it."""
+    launch_ms: float = 0.0
+    """The least time of a micro-batch without CUDA graphs, in which the host launches its kernels."""
 
 
 @dataclass(frozen=True)

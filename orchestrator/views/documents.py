@@ -247,6 +247,7 @@ def plan_json(found: Outlook) -> dict[str, Any]:
         "what_if": [_what_if(change, advice) for change in advice.what_if],
         "pipeline": _pipeline(found.pipeline, advice) if found.pipeline else None,
         "pipelines": {fidelity: _pipeline(cut, advice) for fidelity, cut in found.pipelines.items()},
+        "in_half": asdict(found.in_half) if found.in_half else None,
         "failures": asdict(found.failures) if found.failures else None,
         "faster": [each.model_dump() for each in found.faster],
         "command": found.command or None,

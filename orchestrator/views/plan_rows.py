@@ -15,20 +15,21 @@ from typing import Any
 
 from orchestrator.forecast.advice import FIDELITIES, GAIN, Advice, Choice, Scene, WhatIf, advise, changed
 from orchestrator.forecast.cut import pipeline_for
-from orchestrator.forecast.gpu_catalogue import ERROR, HOST_DAYS, RESTART_S, FailureCosts, failures
+from orchestrator.forecast.gpu_catalogue import HOST_DAYS, RESTART_S, FailureCosts, error_words, estimate, failures
 from orchestrator.forecast.imagined import HostGroup, imagine
-from orchestrator.forecast.inputs import ForecastInputs, allowed, kept, memory_words
-from orchestrator.forecast.layers import gradient_bytes, layers_in, network_of
+from orchestrator.forecast.inputs import ForecastInputs, allowed, in_16_bits, kept, memory_words
+from orchestrator.forecast.layers import Layer, gradient_bytes, layers_in, network_of
 from orchestrator.forecast.links import GOODPUT
 from orchestrator.forecast.pipeline.choice import PipelineChoice
 from orchestrator.forecast.step import PREDICTED, Fidelity, HostSpeed
 from orchestrator.forecast.what_if import MOST_CUTS, faster_ways
+from orchestrator.hosts.cards import Card
 from orchestrator.planning.job_forms import run_line
 from orchestrator.planning.launch_plan import LIMITS, Faster, LaunchPlan
 from orchestrator.planning.profiles import GPU_SETTINGS
 from orchestrator.units import counted, format_bandwidth, format_duration
 from orchestrator.views.console import figure, percent
-from trainer.shared.setting_fields import declared
+from trainer.shared.setting_fields import SettingsError, declared
 from trainer.shared.settings import Settings
 from trainer.shared.shares import WORDS
 
@@ -41,13 +42,23 @@ UNSEEN: dict[str, tuple[object, ...]] = {
     **{each.name: known for each in fields(Settings) if (known := declared(each).predicted)},
 }
 """Settings that affect speed but not the prediction, with the values for which the prediction holds."""
-UNSEEN_OF_CATALOGUE: dict[str, tuple[object, ...]] = {"amp": ("none",), **dict.fromkeys(GPU_SETTINGS, ("auto",))}
-"""For estimated speeds; a profile includes its own amp and GPU settings."""
+UNSEEN_OF_CATALOGUE: dict[str, tuple[object, ...]] = dict.fromkeys(GPU_SETTINGS, ("auto",))
+"""For estimated speeds; a profile includes its own GPU settings."""
 UNSEEN_OF_IMAGINED: dict[str, tuple[object, ...]] = {
     "device": ("auto", "cuda"),
     "backend": ("auto", "nccl"),
     "speeds": ("",),
 }
+
+
+@dataclass(frozen=True)
+class InHalf:
+    """Samples/s with `amp=fp16`: of the fastest allowed way, of the fastest host alone."""
+
+    samples_per_s: float
+    way: str
+    host: str
+    alone_samples_per_s: float
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,8 @@ class Outlook:
     """The fastest of each fidelity, if the other settings allow any."""
     pipeline_then: Mapping[str, PipelineChoice] = field(default_factory=dict)
     """By change of the advice, if `pipeline` is the fastest now."""
+    in_half: InHalf | None = None
+    """If the speeds are the catalogue's, in 32 bits."""
     faster: tuple[Faster, ...] = ()
     """Than the current settings."""
     command: str = ""
@@ -98,6 +111,7 @@ def outlook_of(plan: LaunchPlan, view: ForecastInputs, chosen: Collection[str]) 
         basis=(*view.basis, *(f"sets {setting.words}" for setting in plan.nccl), *limits),
         speeds_from=view.speeds_from,
         **_pipelines(view.scene, plan.training, chosen, advice),
+        in_half=_in_half(in_16_bits(plan, view), plan.training, chosen),
         faster=faster,
         command=faster[0].command if faster else run_line(plan),
     )
@@ -107,7 +121,7 @@ def imagined_outlook(
     groups: Sequence[HostGroup], settings: Settings, bandwidth_bps: float, chosen: Collection[str]
 ) -> Outlook:
     layers = layers_in(network_of(settings))
-    scene = imagine(groups, layers, settings.batch, bandwidth_bps)
+    scene = imagine(groups, layers, settings.batch, bandwidth_bps, settings.amp)
     unseen = {**UNSEEN, **UNSEEN_OF_CATALOGUE, **UNSEEN_OF_IMAGINED}
     advice, limits = _advised(scene, settings, chosen, {}, unseen)
     gpus = {group.gpu.name: group.gpu for group in groups}.values()
@@ -117,8 +131,9 @@ def imagined_outlook(
         scene=scene,
         advice=advice,
         basis=(
-            f"speeds: estimates by memory bandwidth ({ERROR})",
-            *(f"{gpu.name}: {gpu.gb_per_s:.0f} GB/s, {gpu.memory_gib:.0f} GiB ({_trust(gpu.unsure)})" for gpu in gpus),
+            f"speeds: estimates from the hardware catalogue "
+            f"({error_words([estimate(gpu, layers, settings.amp) for gpu in gpus])})",
+            *(_card_words(gpu, settings.amp) for gpu in gpus),
             f"links: {format_bandwidth(bandwidth_bps)} for every host, as given, times {GOODPUT} of payload",
             f"{scene.wire.costs.name}: {scene.wire.costs.source}",
             f"failures: one a host every {HOST_DAYS:.0f} days and {RESTART_S:.0f} s to start again, both assumed",
@@ -126,6 +141,7 @@ def imagined_outlook(
         ),
         speeds_from={group.gpu.name: "catalogue" for group in groups},
         **_pipelines(scene, settings, chosen, advice),
+        in_half=_in_half(_imagined_in_half(groups, layers, settings, bandwidth_bps), settings, chosen),
         failures=failures(len(scene.hosts), 2 * gradient_bytes(layers)),
     )
 
@@ -158,6 +174,36 @@ def _pipelines(scene: Scene, settings: Settings, chosen: Collection[str], advice
             if cut := pipeline_for(changed_scene, settings_then, chosen):
                 then[words] = cut
     return {"pipelines": pipelines, "pipeline_then": then}
+
+
+def _imagined_in_half(
+    groups: Sequence[HostGroup], layers: tuple[Layer, ...], settings: Settings, bandwidth_bps: float
+) -> Scene | None:
+    return imagine(groups, layers, settings.batch, bandwidth_bps, "fp16") if settings.amp == "none" else None
+
+
+def _in_half(scene: Scene | None, settings: Settings, chosen: Collection[str]) -> InHalf | None:
+    """scene: with the speeds of 16 bits."""
+    if scene is None or settings.device == "cpu":
+        return None
+    try:
+        half = replace(settings, amp="fp16")
+    except SettingsError:
+        return None
+    advice = advise(scene, allowed(half), kept(half, chosen))
+    best, cut = advice.best[advice.fidelity], pipeline_for(scene, half, chosen)
+    way, fastest = way_words(best), best.samples_per_s
+    if cut and cut.samples_per_s > fastest:
+        way, fastest = "pipeline", cut.samples_per_s
+    host = max(advice.alone, key=lambda name: advice.alone[name])
+    kind = next(each.kind for each in scene.hosts if each.name == host)
+    return InHalf(fastest, way, kind or host, advice.alone[host])
+
+
+def _card_words(gpu: Card, amp: str) -> str:
+    rate = gpu.rate(amp)
+    seen = f"{gpu.gb_per_s:.0f} GB/s, {gpu.memory_gib:.0f} GiB ({_trust(gpu.unsure)})"
+    return f"{gpu.name}: {seen}; {figure(rate.images_per_s)} images/s of ResNet-50 ({rate.source})"
 
 
 def _trust(unsure: Collection[str]) -> str:
@@ -280,6 +326,12 @@ def changes(found: Outlook) -> Iterator[str]:
         cut = found.pipeline_then.get(change.change)
         by_cut = cut is not None and cut.samples_per_s > change.choice.samples_per_s
         yield f"{change.change}: {_gain_by_cut(cut, now) if cut and by_cut else _gain(change, now)}"
+    if half := found.in_half:
+        yield (
+            f"in 16 bits (--set amp=fp16, which rounds): {figure(half.samples_per_s)} samples/s, "
+            f"{_compared(half.samples_per_s / now)} ({half.way}); {half.host} alone "
+            f"{figure(half.alone_samples_per_s)} samples/s"
+        )
     yield from _rings(found)
     if found.failures:
         yield _failure_words(found.failures)

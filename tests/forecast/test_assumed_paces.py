@@ -18,7 +18,7 @@ from orchestrator.forecast import (
     Way,
     Workload,
     alone_samples_per_s,
-    estimate_speed,
+    estimate,
     layers_of,
     predict,
 )
@@ -44,7 +44,7 @@ WAYS = (
 
 
 def estimated(gpu):
-    return estimate_speed(find_card(gpu), RESNET)
+    return estimate(find_card(gpu), RESNET, "none").speed
 
 
 @pytest.mark.parametrize("path", PACED, ids=lambda path: path.stem)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from orchestrator.forecast import GLOO, NCCL, LinkCosts, Site, estimate_speed, gradient_bytes, layers_of
+from orchestrator.forecast import GLOO, NCCL, LinkCosts, Site, estimate, gradient_bytes, layers_of
 from orchestrator.forecast.pipeline import (
     Chain,
     ChainBlock,
@@ -43,7 +43,7 @@ def wire_of(hosts, bps=2.35e9, costs=GLOO):
 
 
 def card(name, part_of_fixed=1.0):
-    speed = estimate_speed(find_card(name), LAYERS)
+    speed = estimate(find_card(name), LAYERS, "none").speed
     return StageHost(name, 1, part_of_fixed * speed.fixed_ms, speed.sample_ms)
 
 

@@ -268,7 +268,7 @@ def test_a_thousand_hosts_that_one_does_not_have(tmp_path, monkeypatch):
     shown = orch("plan", *RESNET, *words).stdout
     assert "500 hosts A2000, 500 hosts V100" in shown
     assert "failures: 2.7 a day" in shown
-    assert "estimates by memory bandwidth" in shown
+    assert "estimates from the hardware catalogue (version 0: " in shown
 
 
 def imagined(*words):
@@ -362,13 +362,21 @@ def test_what_a_plan_does_not_look_at_is_said(home, settings, said):
     assert found == ([f"not included in the prediction: {said}"] if said else [])
 
 
-def test_an_estimate_looks_at_no_amp(home, tmp_path):
-    assert (
-        "not included in the prediction: amp=bf16, backend=gloo"
-        in planned(*THOUSAND, "--set", "amp=bf16", "--set", "backend=gloo")["basis"]
-    )
+def test_16_bits_change_the_speeds_of_cards_and_are_offered(home, tmp_path):
     remember(tmp_path, "a2000_v100.yaml")
-    assert "not included in the prediction: amp=bf16" in planned("--set", "amp=bf16")["basis"]
+    for words in (THOUSAND, ()):
+        fp32, fp16 = planned(*words), planned(*words, "--set", "amp=fp16")
+        assert fp16["sum_of_parts_samples_per_s"] > 1.1 * fp32["sum_of_parts_samples_per_s"]
+        best = max(fp16["best"]["exact"]["samples_per_s"], (fp16["pipeline"] or fp16["best"]["exact"])["samples_per_s"])
+        assert fp32["in_half"]["samples_per_s"] == pytest.approx(best)
+        assert fp16["in_half"] is None
+    assert "--set amp=fp16, which rounds" in orch("plan", *RESNET).stdout
+    assert "V100 has no bf16" in orch("plan", *RESNET, "--set", "amp=bf16", code=2).stderr
+
+
+def test_an_estimate_names_what_it_leaves_out(home, tmp_path):
+    assert "not included in the prediction: backend=gloo" in planned(*THOUSAND, "--set", "backend=gloo")["basis"]
+    remember(tmp_path, "a2000_v100.yaml")
     assert "not included in the prediction: cuda_graph=off" in planned("--set", "cuda_graph=off")["basis"]
 
 

@@ -7,7 +7,7 @@ CPUs. A figure outside of its range is a finding, not an error.
 
 from __future__ import annotations
 
-from orchestrator.forecast import estimate_speed, gradient_bytes, layers_of
+from orchestrator.forecast import estimate, gradient_bytes, layers_of
 from orchestrator.hosts import find_card
 
 from .network import GBPS
@@ -15,8 +15,6 @@ from .row import Range
 
 _LAYERS = layers_of("resnet152", (3, 32, 32), 10)
 GRADIENT_BYTES = gradient_bytes(_LAYERS)
-_SAMPLE_OFF, _FIXED_OFF = 0.25, 0.50
-"""How far off the catalogue may be by its own word (`catalogue.ERROR`), of the time a sample and of the fixed part."""
 _LAUNCH_BOUND = Range(0.4, 1.5, "between tensor cores and launches: 16 bits add 47 % of these, counted on the stand-in")
 _FASTER = Range(None, 0.8, "tensor cores, and half the bytes: large batches should be clearly faster")
 
@@ -26,13 +24,12 @@ def step_ms(gpu: str, batch: int) -> Range | None:
     card = find_card(gpu)
     if card is None:
         return None
-    speed = estimate_speed(card, _LAYERS)
-    fixed_ms, samples_ms = speed.fixed_ms, batch * speed.sample_ms
-    low = (1 - _FIXED_OFF) * fixed_ms + (1 - _SAMPLE_OFF) * samples_ms
-    high = (1 + _FIXED_OFF) * fixed_ms + (1 + _SAMPLE_OFF) * samples_ms
-    return Range(
-        round(low, 1), round(high, 1), f"catalogue's estimate for {card.name}, fp32: sample +-25 %, fixed +-50 %"
-    )
+    found = estimate(card, _LAYERS, "none")
+    fixed_ms, samples_ms, fixed_off = found.speed.fixed_ms, batch * found.speed.sample_ms, card.rule.fixed_error
+    low = (1 - fixed_off) * fixed_ms + (1 - found.error) * samples_ms
+    high = (1 + fixed_off) * fixed_ms + (1 + found.error) * samples_ms
+    errors = f"sample +-{found.error:.0%}, fixed +-{fixed_off:.0%}"
+    return Range(round(low, 1), round(high, 1), f"the catalogue's estimate for {card.name}, fp32: {errors}")
 
 
 def half_of_full(batch: int) -> Range | None:

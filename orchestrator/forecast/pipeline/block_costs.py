@@ -126,7 +126,8 @@ def chain_from(blocks: Sequence[Block], sent_bytes: int) -> Chain:
 @dataclass(frozen=True)
 class StageHost:
     """A host, or one rank of it (`a16:0`), for a stage. site: the host. fixed_ms, sample_ms: of the whole network on
-    one rank. memory_bytes: per rank, None if unknown. blocks: measured times.
+    one rank. memory_bytes: per rank, None if unknown. blocks: measured times. launch_ms: the least time of a
+    micro-batch in the whole network, by the host's launches.
     """
 
     name: str
@@ -136,6 +137,7 @@ class StageHost:
     memory_bytes: int | None = None
     blocks: BlockTimes | None = None
     site: str = ""
+    launch_ms: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "site", self.site or self.name)
@@ -152,11 +154,12 @@ class StageHost:
         speeds: Sequence[Speed],
         memory_bytes: int | None = None,
         blocks: Sequence[BlockTimes | None] = (),
+        launch_ms: float = 0.0,
     ) -> StageHost:
         """speeds, blocks: by rank; the slowest decides, since micro-batches take turns."""
         slowest = max(range(len(speeds)), key=lambda rank: (speeds[rank].sample_ms, speeds[rank].fixed_ms))
         speed, own = speeds[slowest], blocks[slowest] if blocks else None
-        return StageHost(name, len(speeds), speed.fixed_ms, speed.sample_ms, memory_bytes, own)
+        return StageHost(name, len(speeds), speed.fixed_ms, speed.sample_ms, memory_bytes, own, launch_ms=launch_ms)
 
     @property
     def samples_per_s(self) -> float:
@@ -166,13 +169,14 @@ class StageHost:
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds per micro-batch and per sample."""
+    """Seconds per micro-batch and per sample. least_s: per micro-batch, since the host launches meanwhile."""
 
     fixed_s: float
     sample_s: float
+    least_s: float = 0.0
 
     def at(self, samples: float) -> float:
-        return self.fixed_s + self.sample_s * samples
+        return max(self.least_s, self.fixed_s + self.sample_s * samples)
 
 
 @dataclass(frozen=True)
@@ -181,14 +185,19 @@ class TaskSums:
 
     fixed_s: tuple[float, ...]
     sample_s: tuple[float, ...]
+    least_s: tuple[float, ...] = ()
+    """Empty: 0."""
 
     def line(self, first: int, end: int) -> Line:
-        return Line(self.fixed_s[end] - self.fixed_s[first], self.sample_s[end] - self.sample_s[first])
+        least_s = self.least_s[end] - self.least_s[first] if self.least_s else 0.0
+        return Line(self.fixed_s[end] - self.fixed_s[first], self.sample_s[end] - self.sample_s[first], least_s)
 
     def up_to(self, micro_batches: float, samples: float) -> tuple[float, ...]:
-        """Total seconds."""
+        """Total seconds; a lower bound of any blocks' if launches take longer than some tasks."""
         pairs = zip(self.fixed_s, self.sample_s, strict=True)
-        return tuple(micro_batches * fixed_s + samples * sample_s for fixed_s, sample_s in pairs)
+        computed = tuple(micro_batches * fixed_s + samples * sample_s for fixed_s, sample_s in pairs)
+        launched = tuple(micro_batches * least_s for least_s in self.least_s)
+        return launched if launched and launched[-1] > computed[-1] else computed
 
 
 @dataclass(frozen=True)
@@ -225,4 +234,9 @@ def _stage_host_sums(times_ms: Sequence[float]) -> tuple[float, ...]:
 def _part(host: StageHost, fixed: Sequence[float], sums: Sequence[float]) -> TaskSums:
     """fixed, sums: parts of the whole network."""
     fixed_s, sample_s = (1 - OPTIMISER) * host.fixed_ms / 3000, (1 - OPTIMISER) * host.sample_ms / 1000
-    return TaskSums(tuple(fixed_s * part for part in fixed), tuple(sample_s * part for part in sums))
+    least_s = (1 - OPTIMISER) * host.launch_ms / 3000
+    return TaskSums(
+        tuple(fixed_s * part for part in fixed),
+        tuple(sample_s * part for part in sums),
+        tuple(least_s * part for part in fixed) if least_s else (),
+    )

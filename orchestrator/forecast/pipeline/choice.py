@@ -18,7 +18,7 @@ from orchestrator.forecast.advice import Scene
 from orchestrator.forecast.gpu_catalogue import activation_bytes
 from orchestrator.forecast.layers import FLOAT_BYTES, gradient_bytes, network_of
 from orchestrator.forecast.links import LinkCosts, Transfers
-from orchestrator.forecast.pipeline.block_costs import Chain, StageHost, chain_from
+from orchestrator.forecast.pipeline.block_costs import Chain, Line, StageHost, chain_from
 from orchestrator.forecast.pipeline.bound import Cut, Family
 from orchestrator.forecast.pipeline.clock import STATES, Course, stages_setting, sums_of, update_seconds
 from orchestrator.forecast.pipeline.solve import Space, solve
@@ -28,7 +28,7 @@ from trainer.shared import gpu_work
 from trainer.shared.pace import OPTIMISER
 from trainer.shared.settings import Settings, overlap_of
 from trainer.shared.shares import scale_shares
-from trainer.shared.stages import PER_STAGE, check_stages, parse_stages
+from trainer.shared.stages import PER_STAGE, Route, check_stages, parse_stages
 from trainer.shared.strategy_table import LOCAL_STEPS
 
 # Parallel pipelines for many hosts: more stages wait longer for each other. Pure. Each gets a part of the batch by its
@@ -224,7 +224,7 @@ def _stage_times(chain: Chain, course: Course, update_s: float) -> Iterator[Stag
     for number, cost in enumerate(course.stages(chain)):
         first, end, ranks = course.starts[number], ends[number], cost.host.ranks
         tasks = (cost.forward, cost.backward, cost.weights)
-        times = [(len(routes) * line.fixed_s + course.batch * line.sample_s) / ranks for line in tasks]
+        times = [sum(line.at(route.size) for route in routes) / ranks for line in tasks]
         optimiser_s = OPTIMISER * sum(times)
         yield StageTime(
             host=cost.host.name,
@@ -235,13 +235,18 @@ def _stage_times(chain: Chain, course: Course, update_s: float) -> Iterator[Stag
             backward_s=times[1],
             weights_s=times[2],
             optimiser_s=optimiser_s,
-            fixed_s=(1 + OPTIMISER) * len(routes) / ranks * sum(line.fixed_s for line in tasks),
+            fixed_s=(1 + OPTIMISER) / ranks * sum(_fixed_s(line, routes) for line in tasks),
             waiting_s=max(0.0, update_s - sum(times) - optimiser_s),
             out_bytes=course.batch * (cost.cut_bytes + came),
             weight_bytes=chain.weight_bytes(first, end),
             memory_bytes=memory[number],
         )
         came = cost.cut_bytes
+
+
+def _fixed_s(line: Line, routes: Sequence[Route]) -> float:
+    """Besides the samples' own time."""
+    return sum(line.at(route.size) - line.sample_s * route.size for route in routes)
 
 
 CHOSEN = ("accumulate", "in_flight", "schedule")
@@ -331,7 +336,10 @@ def chain_for(scene: Scene, settings: Settings) -> Chain:
 
 
 def stage_hosts(scene: Scene) -> tuple[StageHost, ...]:
-    return tuple(StageHost.of(host.name, host.speeds, _memory_bytes(scene, host), host.blocks) for host in scene.hosts)
+    return tuple(
+        StageHost.of(host.name, host.speeds, _memory_bytes(scene, host), host.blocks, host.launch_ms)
+        for host in scene.hosts
+    )
 
 
 def _memory_bytes(scene: Scene, host: HostSpeed) -> int | None:

@@ -1,0 +1,98 @@
+"""Catalogue of graphics cards (`cards.yaml`): memory, its bandwidth, and published training speeds, by the names that
+people and drivers use.
+
+    find_card("Tesla V100-16GB").rate("fp16")       Rate(images_per_s=841, error=0.35, source="Lambda's logs ...")
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict
+
+FILE = Path(__file__).with_name("cards.yaml")
+Precision = Literal["fp32", "half"]
+
+
+class Rule(BaseModel):
+    """For cards without a rate of their own; see the file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    images_per_gb: dict[Precision, float]
+    layer_us: dict[Precision, float]
+    launch_us: float
+    error: float
+    fixed_error: float
+
+
+@dataclass(frozen=True)
+class Rate:
+    """images_per_s: ResNet-50 at 224 px. error: relative."""
+
+    images_per_s: float
+    error: float
+    source: str
+
+
+class Card(BaseModel):
+    """Published figures of one GPU model. unsure: names of estimated or unverified ones."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    gb_per_s: float
+    memory_gib: float
+    bf16: bool = True
+    tensor_cores: bool = True
+    small_maps: float = 1.0
+    images_per_s: dict[Precision, tuple[float, float, str]] = {}
+    unsure: frozenset[Literal["gb_per_s", "memory_gib"]] = frozenset()
+    rule: Rule
+
+    def rate(self, amp: str) -> Rate:
+        """amp: the setting."""
+        precision: Precision = "half" if amp != "none" and self.tensor_cores else "fp32"
+        if known := self.images_per_s.get(precision):
+            return Rate(*known)
+        return Rate(self.rule.images_per_gb[precision] * self.gb_per_s, self.rule.error, "by memory bandwidth")
+
+
+@dataclass(frozen=True)
+class Cards:
+    version: int
+    cards: tuple[Card, ...]
+
+
+def all_cards() -> Cards:
+    return read_cards(FILE)
+
+
+@lru_cache(maxsize=2)
+def read_cards(file: Path) -> Cards:
+    document = yaml.safe_load(file.read_text(encoding="utf-8"))
+    entries: dict[str, dict[str, Any]] = document["cards"]
+    rule = Rule(**document["rule"])
+    return Cards(document["version"], tuple(_card(name, entries, rule) for name in entries))
+
+
+def _card(name: str, entries: dict[str, dict[str, Any]], rule: Rule) -> Card:
+    own = dict(entries[name])
+    return Card(**{**entries.get(own.pop("like", ""), {}), **own, "name": name, "rule": rule})
+
+
+def find_card(label: str) -> Card | None:
+    """Accepts labels like `RTX A2000`, `Tesla V100-16GB`, `NVIDIA GeForce RTX 3090`."""
+    words = _words(label)
+    fitting = [card for card in all_cards().cards if _words(card.name) <= words]
+    return max(fitting, key=lambda card: len(_words(card.name)), default=None)
+
+
+def _words(label: str) -> frozenset[str]:
+    joined = re.sub(r"(\d)\s+(ti|gb)\b", r"\1\2", label.lower())
+    return frozenset(re.sub(r"^(rtx|gtx)(?=.)", "", word) for word in re.split(r"[^a-z0-9]+", joined))
