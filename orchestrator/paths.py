@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.errors import StateError
-from orchestrator.files import SCHEMA, Owner, RecordError, locked, own_folder, read_record, write_json
+from orchestrator.files import locked, own_folder, write_json
+from orchestrator.record import SCHEMA, Owner, RecordError, read_record
 
 RUNS = Path("runs")
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.errors import OrchError, StateError
-from orchestrator.files import make_folder, write_record
+from orchestrator.files import make_folder
 from orchestrator.hosts.cluster import ListedCluster
 from orchestrator.jobs.job_store import ENDED, JobStore
+from orchestrator.record import write_record
 
 if TYPE_CHECKING:
     from orchestrator.planning.profiles import Kind, Profile, Rank

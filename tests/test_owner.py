@@ -7,9 +7,9 @@ import pytest
 
 from orchestrator.controller import Controller
 from orchestrator.errors import StateError
-from orchestrator.files import Owner
 from orchestrator.hosts import Connections
 from orchestrator.paths import Home, read_owner
+from orchestrator.record import Owner
 from orchestrator.store import Store
 from tests.support.local_job import gang
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from orchestrator.errors import OrchError
-from orchestrator.files import RECORD_LIMIT, Owner, Record, RecordError, read_record, require_record
+from orchestrator.record import RECORD_LIMIT, Owner, Record, RecordError, read_record, require_record
 
 SOUND = {"schema": 1, "id": "0" * 32, "name": "ann@desk"}
 

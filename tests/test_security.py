@@ -21,7 +21,6 @@ import pytest
 
 from orchestrator.controller import Controller
 from orchestrator.errors import HostError, OrchError, ProbeError, UsageError
-from orchestrator.files import Owner
 from orchestrator.hosts import Cleared, Cluster, Who, work_folders
 from orchestrator.hosts.facts import Interface
 from orchestrator.jobs import RunningJob, read_frames
@@ -29,6 +28,7 @@ from orchestrator.jobs import launch as control
 from orchestrator.jobs.collect import collect
 from orchestrator.jobs.launch import launch
 from orchestrator.paths import Home, RunFolder
+from orchestrator.record import Owner
 from orchestrator.remote.processes import MARK
 from orchestrator.store import Store
 from orchestrator.transport import CommandResult, ConnectedHost, LocalTransport, for_each

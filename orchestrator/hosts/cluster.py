@@ -19,21 +19,12 @@ from typing import Any
 from pydantic import ConfigDict, Field
 
 from orchestrator.errors import HostError, StateError, UsageError
-from orchestrator.files import (
-    SCHEMA,
-    AnyRecord,
-    Record,
-    RecordError,
-    locked,
-    own_folder,
-    read_record,
-    write_atomic,
-    write_record,
-)
+from orchestrator.files import locked, own_folder, write_atomic
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.grammar import NAME, names_in
 from orchestrator.hosts.inventory import Node
 from orchestrator.paths import Home
+from orchestrator.record import SCHEMA, AnyRecord, Record, RecordError, read_record, write_record
 
 
 class Problem(Record):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.files import Owner
+from orchestrator.record import Owner
 from orchestrator.transport.ask import ConnectedHost, ask, understood, words_of
 from orchestrator.units import one_line
 

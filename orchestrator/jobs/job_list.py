@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import HostError, OrchError, StateError
-from orchestrator.files import SCHEMA, Owner
 from orchestrator.hosts import work_folders
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
@@ -26,6 +25,7 @@ from orchestrator.jobs.stall import needs_diagnosis
 from orchestrator.jobs.state import combine
 from orchestrator.paths import read_owner
 from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.record import SCHEMA, Owner
 from orchestrator.transport.fanout import errors_by_node, values
 from orchestrator.units import clean, counted
 

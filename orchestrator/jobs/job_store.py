@@ -22,21 +22,11 @@ from typing import IO, Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, Field
 
 from orchestrator.errors import NoJobError, OrchError, UsageError
-from orchestrator.files import (
-    SCHEMA,
-    Record,
-    Words,
-    flock,
-    is_at,
-    locked,
-    make_folder,
-    write_atomic,
-    write_json,
-    write_record,
-)
+from orchestrator.files import flock, is_at, locked, make_folder, write_atomic, write_json
 from orchestrator.hosts.cluster import RememberedClusters, damaged
 from orchestrator.paths import Home
 from orchestrator.planning.launch_plan import Attempt, HostChoice, LaunchPlan
+from orchestrator.record import SCHEMA, Record, Words, write_record
 from orchestrator.units import message, one_line
 
 LATEST = "latest"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import HostError, UsageError
-from orchestrator.files import own_folder, write_record
+from orchestrator.files import own_folder
 from orchestrator.hosts.connections import CONNECT_S, Connections
 from orchestrator.jobs import collect, launch, pull
 from orchestrator.jobs.collect import is_removed, nothing_left, tails
@@ -35,6 +35,7 @@ from orchestrator.jobs.state import combine, is_gone, is_half_started
 from orchestrator.paths import RunFolder, read_owner
 from orchestrator.planning.job_forms import spec_of, write_job
 from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.record import write_record
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost, understood, words_of
 from orchestrator.transport.fanout import errors_by_node, for_each, values

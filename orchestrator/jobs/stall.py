@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from orchestrator.files import Record, Words
 from orchestrator.jobs.job_store import FINAL_STATES, Answer, JobRecord, Stall, StillRank, Verdict
 from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.record import Record, Words
 from orchestrator.units import format_duration
 
 if TYPE_CHECKING:

@@ -18,13 +18,14 @@ from pydantic import ValidationError
 
 from orchestrator.controller import Controller
 from orchestrator.errors import OrchError, UsageError
-from orchestrator.files import SCHEMA, locked, own_folder, write_atomic
+from orchestrator.files import locked, own_folder, write_atomic
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.jobs.job_store import FINAL_STATES
 from orchestrator.jobs.running import RunningJob
 from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.launch_plan import NodePlan
 from orchestrator.planning.request import parse_job
+from orchestrator.record import SCHEMA
 from orchestrator.results.summary import Summary
 from orchestrator.studies.ledger import Chosen, Done, Ledger, Outcome, RowRun, choose_nodes, hosts_words
 from orchestrator.studies.study import FIGURES, Study, StudyRow

@@ -17,9 +17,9 @@ from pydantic import (
     field_validator,
 )
 
-from orchestrator.files import SCHEMA, Owner, Record
 from orchestrator.hosts.cluster import mask, masked_env
 from orchestrator.planning.job_spec import JobSpec, key_of
+from orchestrator.record import SCHEMA, Owner, Record
 from orchestrator.units import format_figure, format_percent
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from orchestrator.errors import UsageError
-from orchestrator.files import SCHEMA, Record
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
+from orchestrator.record import SCHEMA, Record
 from orchestrator.units import format_percent
 from trainer.shared.config import names_of
 from trainer.shared.experiments import OWN

@@ -15,10 +15,10 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from orchestrator.errors import HostError, Mistake, ProbeError, UsageError
-from orchestrator.files import Owner
 from orchestrator.hosts import grammar
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.wheels import OLDEST_TORCH, RELEASES, WHEELS_FOR, has_cu126, misfit, newest_for, numbers
+from orchestrator.record import Owner
 from orchestrator.transport.ask import ConnectedHost, exchange, understood
 from orchestrator.transport.fanout import for_each
 from orchestrator.units import one_line

@@ -20,13 +20,14 @@ from typing import Any, Literal, TypeVar
 from pydantic import ValidationError
 
 from orchestrator.errors import OrchError
-from orchestrator.files import RECORD_LIMIT, SCHEMA, require_record, write_json
+from orchestrator.files import write_json
 from orchestrator.jobs.job_store import FirstFailure, JobRecord
 from orchestrator.jobs.metric_lines import count, number, text
 from orchestrator.jobs.stall import last_words
 from orchestrator.paths import RunFolder
 from orchestrator.planning.job_forms import run_line
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
+from orchestrator.record import RECORD_LIMIT, SCHEMA, require_record
 from orchestrator.results import caveats
 from orchestrator.results.batch_norm_groups import read_batch_norm, read_rebalances
 from orchestrator.results.caveats import left_on_hosts, left_out, tried_before

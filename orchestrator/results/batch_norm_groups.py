@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from orchestrator.files import Record
 from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.record import Record
 from orchestrator.results.events import Events
 from orchestrator.results.timeline import Place, read_places
 from trainer.shared.shares import scale_shares

@@ -17,9 +17,9 @@ from typing import Any
 
 from pydantic import Field
 
-from orchestrator.files import SCHEMA, Record
 from orchestrator.jobs.job_store import NotFinite
 from orchestrator.paths import RunFolder
+from orchestrator.record import SCHEMA, Record
 from orchestrator.results.curves import LEAST_STEPS, Curves, Interval, Place, interval, placed, ratio
 from orchestrator.results.summary import NodeSummary, Summary
 from orchestrator.results.tables import read_steps

@@ -18,9 +18,9 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
-from orchestrator.files import Record
 from orchestrator.jobs.metric_lines import count, number
 from orchestrator.planning.launch_plan import read_settings
+from orchestrator.record import Record
 from orchestrator.results.events import Events
 from orchestrator.units import format_duration, format_percent
 from trainer.shared.metrics import LARGEST

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import Any
 
-from orchestrator.files import Record, Words
 from orchestrator.jobs.metric_lines import count, number, text
 from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.record import Record, Words
 from orchestrator.results.events import Events
 from orchestrator.units import format_bytes
 from trainer.shared.alpha_beta import BUS_FACTORS, algorithm_gbps, bus_factor, fit

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from orchestrator.files import SCHEMA, Record, Words, require_record
 from orchestrator.jobs.job_store import FirstFailure, NotFinite
 from orchestrator.jobs.live_stats import POWER_CAP, REASONS, Reading, slowed_by_words
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import CodeFolder, Faster, Prediction, RecordedSettings, System, read_settings
+from orchestrator.record import SCHEMA, Record, Words, require_record
 from orchestrator.results.batch_norm_groups import BatchNorm, Rebalance
 from orchestrator.results.curves import AccuracyTarget, Curves, SpeedCourse
 from orchestrator.results.network import Collectives

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import OrchError
-from orchestrator.files import Record, RecordError, read_record, write_record
 from orchestrator.jobs.metric_lines import count
 from orchestrator.planning.launch_plan import LaunchPlan, read_settings
+from orchestrator.record import Record, RecordError, read_record, write_record
 from orchestrator.results.events import Events
 from trainer.shared.metrics import LARGEST, MOST_TASKS, TASKS
 from trainer.shared.stages import Pipelines, parse_stages, ranks_of

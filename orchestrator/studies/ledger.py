@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from orchestrator.files import SCHEMA, Record
 from orchestrator.planning.launch_plan import NodePlan
+from orchestrator.record import SCHEMA, Record
 from orchestrator.results.curves import Epoch
 from orchestrator.studies.study import Study, StudyRow
 

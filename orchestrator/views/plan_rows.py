@@ -87,7 +87,7 @@ class Outlook:
 
     @property
     def pipeline(self) -> PipelineChoice | None:
-        """Of the allowed fidelity."""
+        """The allowed fidelity's."""
         return self.pipelines.get(self.advice.fidelity)
 
     @property

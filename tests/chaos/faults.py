@@ -23,11 +23,11 @@ from lab_net import Link
 
 from orchestrator.doctor import look as doctor
 from orchestrator.errors import HostError, OrchError
-from orchestrator.files import Owner
 from orchestrator.hosts import Connections, Who, work_folders
 from orchestrator.jobs import launch, snapshots_of
 from orchestrator.paths import Home
 from orchestrator.planning import RENDEZVOUS_PORT
+from orchestrator.record import Owner
 from orchestrator.transport import ConnectedHost, ask
 
 from .rounds import US, Expected, Round, at_once

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import OrchError
-from orchestrator.files import Owner
 from orchestrator.hosts import Who
 from orchestrator.jobs import Collected, JobRecord, claimed, combine
 from orchestrator.jobs import launch as control
@@ -25,6 +24,7 @@ from orchestrator.jobs.collect import collect
 from orchestrator.jobs.launch import launch
 from orchestrator.paths import RunFolder
 from orchestrator.planning import RENDEZVOUS_PORT, LaunchPlan, NodePlan, pack_folder, torchrun_arguments
+from orchestrator.record import Owner
 from tests.support.local_job import LAUNCHER, launcher_arguments
 
 from . import invariants

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from orchestrator.files import Owner
 from orchestrator.hosts import Who, work_folders
+from orchestrator.record import Owner
 from orchestrator.remote import belongings as mending
 from orchestrator.remote import layout, processes
 from orchestrator.remote.claim import claimed

@@ -21,12 +21,12 @@ import pytest
 
 from orchestrator.controller import Controller
 from orchestrator.errors import HostError, HostsError, UsageError
-from orchestrator.files import Owner
 from orchestrator.hosts import Connections, Inventory, Node, Who, checks, work_folders
 from orchestrator.hosts.probe import probe
 from orchestrator.jobs import launch
 from orchestrator.paths import Home, read_owner
 from orchestrator.provision import venvs
+from orchestrator.record import Owner
 from orchestrator.remote import claim, layout, processes
 from orchestrator.store import Store
 from orchestrator.transport import ConnectedHost, LocalTransport

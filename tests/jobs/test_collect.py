@@ -12,13 +12,13 @@ import pytest
 
 from orchestrator.controller import Controller
 from orchestrator.errors import ConnectError, OrchError
-from orchestrator.files import write_record
 from orchestrator.hosts import Connections
 from orchestrator.jobs import FilePiece, HeldError, claimed
 from orchestrator.jobs import collect as collecting
 from orchestrator.jobs.collect import collect
 from orchestrator.jobs.follow import watch
 from orchestrator.paths import Home, RunFolder
+from orchestrator.record import write_record
 from orchestrator.results.analyse import analyse
 from orchestrator.store import Store
 from tests.support.broken_link import breaking

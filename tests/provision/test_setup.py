@@ -18,9 +18,9 @@ import pytest
 
 from orchestrator.cli.hosts import _setup_question
 from orchestrator.errors import HostError, UsageError
-from orchestrator.files import Owner
 from orchestrator.hosts import RELEASES, Cluster, Venv
 from orchestrator.provision import Made, Requirements, WantedVersions, choose, venvs
+from orchestrator.record import Owner
 from orchestrator.remote import environment
 from orchestrator.transport import ConnectedHost, LocalTransport
 from tests.support.lab import lab

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import HostsError
-from orchestrator.files import Owner
 from orchestrator.hosts import Who, work_folders
 from orchestrator.hosts.probe import probe
+from orchestrator.record import Owner
 from orchestrator.remote import answer, cgroups, processes
 from orchestrator.transport import ConnectedHost, LocalTransport
 from tests.support.disks import small_disk

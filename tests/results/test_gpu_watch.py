@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.files import write_json, write_record
+from orchestrator.files import write_json
 from orchestrator.jobs import FilePiece, launch
 from orchestrator.jobs.collect import collect
 from orchestrator.jobs.follow import watch
 from orchestrator.paths import RunFolder
+from orchestrator.record import write_record
 from orchestrator.remote import gpus, processes
 from orchestrator.results.analyse import analyse
 from tests.support.local_job import gang
