@@ -20,7 +20,7 @@ from tests.support.workers import Workers
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # A new figure in the catalogue of cards changes no test of a plan.
-orchestrator.hosts.cards.FILE = Path(__file__).parent / "data" / "cards.yaml"
+orchestrator.hosts.cards.FILE = Path(__file__).parent / "data" / "cards.json"
 
 # Without its bytecode a program is compiled at every start, and each test file at every run.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -58,7 +58,7 @@ def estimate(card: Card, layers: Sequence[Layer], amp: str) -> Estimate:
 
 
 def error_words(found: Sequence[Estimate]) -> str:
-    """Of the least sure one. "" for none."""
+    """The largest error; "" without estimates."""
     if not found:
         return ""
     worst, table = max(each.error for each in found), all_cards()

@@ -96,7 +96,7 @@ def _estimate(node: NodePlan, settings: Settings, layers: Sequence[Layer]) -> Es
 
 
 def in_16_bits(plan: LaunchPlan, view: ForecastInputs) -> Scene | None:
-    """The same hosts with `amp=fp16`. None unless all speeds are the catalogue's, in 32 bits."""
+    """Predicts these hosts with `amp=fp16`. None unless all speeds are the catalogue's, in 32 bits."""
     settings = plan.training
     if settings is None or settings.amp != "none" or {*view.speeds_from.values()} != {"catalogue"}:
         return None

@@ -1,4 +1,4 @@
-"""Catalogue of graphics cards (`cards.yaml`): memory, its bandwidth, and published training speeds, by the names that
+"""Catalogue of graphics cards (`cards.json`): memory, its bandwidth, and published training speeds, by the names that
 people and drivers use.
 
     find_card("Tesla V100-16GB").rate("fp16")       Rate(images_per_s=841, error=0.35, source="Lambda's logs ...")
@@ -6,26 +6,24 @@ people and drivers use.
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict
-
-FILE = Path(__file__).with_name("cards.yaml")
+FILE = Path(__file__).with_name("cards.json")
 Precision = Literal["fp32", "half"]
 
 
-class Rule(BaseModel):
-    """For cards without a rate of their own; see the file."""
+@dataclass(frozen=True)
+class Rule:
+    """For cards without a rate of their own; see the file's notes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    images_per_gb: dict[Precision, float]
-    layer_us: dict[Precision, float]
+    images_per_gb: Mapping[Precision, float]
+    layer_us: Mapping[Precision, float]
     launch_us: float
     error: float
     fixed_error: float
@@ -40,20 +38,19 @@ class Rate:
     source: str
 
 
-class Card(BaseModel):
+@dataclass(frozen=True)
+class Card:
     """Published figures of one GPU model. unsure: names of estimated or unverified ones."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     gb_per_s: float
     memory_gib: float
+    rule: Rule
     bf16: bool = True
     tensor_cores: bool = True
     small_maps: float = 1.0
-    images_per_s: dict[Precision, tuple[float, float, str]] = {}
-    unsure: frozenset[Literal["gb_per_s", "memory_gib"]] = frozenset()
-    rule: Rule
+    images_per_s: Mapping[Precision, tuple[float, float, str]] = field(default_factory=dict)
+    unsure: tuple[str, ...] = ()
 
     def rate(self, amp: str) -> Rate:
         """amp: the setting."""
@@ -75,7 +72,7 @@ def all_cards() -> Cards:
 
 @lru_cache(maxsize=2)
 def read_cards(file: Path) -> Cards:
-    document = yaml.safe_load(file.read_text(encoding="utf-8"))
+    document = json.loads(file.read_text(encoding="utf-8"))
     entries: dict[str, dict[str, Any]] = document["cards"]
     rule = Rule(**document["rule"])
     return Cards(document["version"], tuple(_card(name, entries, rule) for name in entries))
@@ -83,7 +80,7 @@ def read_cards(file: Path) -> Cards:
 
 def _card(name: str, entries: dict[str, dict[str, Any]], rule: Rule) -> Card:
     own = dict(entries[name])
-    return Card(**{**entries.get(own.pop("like", ""), {}), **own, "name": name, "rule": rule})
+    return Card(**{**entries.get(own.pop("like", ""), {}), **own}, name=name, rule=rule)
 
 
 def find_card(label: str) -> Card | None:

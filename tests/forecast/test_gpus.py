@@ -47,7 +47,7 @@ def test_a_label_means_a_card(label, name):
     assert (found.name if found else None) == name
 
 
-OURS = read_cards(Path(cards.__file__).with_name("cards.yaml"))
+OURS = read_cards(Path(cards.__file__).with_name("cards.json"))
 """The catalogue as users have it; the other tests have a copy of their own."""
 H100_MS = {
     "none": {2: 9.4, 32: 12.5, 256: 21.1, 1024: 80.9, 2048: 141.0},
