@@ -123,7 +123,10 @@ def blocks_in(plan: LaunchPlan, settings: Settings, profiles: Profiles) -> tuple
             "the script's network is unknown: it has not been profiled, has too many layers, or not 32 bits",
             f"measure it: `{profile_line(settings)}`, with the same --set",
         )
-    return tuple(Block(tuple(Layer(each.shapes, each.work) for each in block.layers), block.outputs) for block in seen)
+    return tuple(
+        Block(tuple(Layer(each.shapes, each.work, batch_norm=each.batch_norm) for each in block.layers), block.outputs)
+        for block in seen
+    )
 
 
 # ---- how fast the ranks are -----------------------------------------------------------------------------------------
@@ -335,6 +338,8 @@ def _too_large(
 
 NEAR = 0.99
 """Part of the best speed that counts as equally good."""
+MANY_STEPS = (48, 64, 96, 128, 192, 256)
+"""Tried for slow networks, besides all up to LOCAL_STEPS."""
 SAME = 0.999
 """Part of the speed with half of the steps overlapping that fewer overlapping steps have to reach."""
 
@@ -360,15 +365,17 @@ def with_rounds(draft: Draft, view: ForecastInputs | UsageError) -> Draft:
     every, overlap = fewest_steps(speed, asked)
     predicted = f"predicted at {format_figure(speed(every, overlap))} samples/s"
     words = f"{every}, {overlap} of them while an average travels: {predicted}"
-    return _decided(draft, every, overlap, f"{words}, within 1 % of the most that {LOCAL_STEPS} would bring")
+    price = "; more than 32 cost accuracy, see docs/strategies.md" if every > LOCAL_STEPS else ""
+    return _decided(draft, every, overlap, f"{words}, within 1 % of the most that {MANY_STEPS[-1]} would bring{price}")
 
 
 def fewest_steps(speed: Callable[[int, int], float], asked: int) -> tuple[int, int]:
     """(steps between averages, overlapping steps). speed: samples/s by both. asked: `local_overlap`; -1 allows up to
     half of the steps (a quarter if the user sets `local_steps`).
     """
-    most = max(LOCAL_STEPS, asked + 1)
-    speeds = {every: speed(every, every // 2 if asked < 0 else asked) for every in range(max(1, asked + 1), most + 1)}
+    least = max(1, asked + 1)
+    tried = [*range(least, max(LOCAL_STEPS, least) + 1), *(many for many in MANY_STEPS if many > least)]
+    speeds = {every: speed(every, every // 2 if asked < 0 else asked) for every in tried}
     every = next(steps for steps in speeds if speeds[steps] >= NEAR * max(speeds.values()))
     overlaps = range(every // 2 + 1) if asked < 0 else (asked,)
     return every, next(overlap for overlap in overlaps if speed(every, overlap) >= SAME * speeds[every])

@@ -28,9 +28,13 @@ class Layer:
     """Forward, per image."""
     inputs: int = 0
     """Numbers per image; 0 if unused, as for BatchNorm."""
+    batch_norm: bool | None = None
+    """None: by its shapes."""
 
     @cached_property
     def is_batch_norm(self) -> bool:
+        if self.batch_norm is not None:
+            return self.batch_norm
         return len(self.shapes) == 2 and all(len(shape) == 1 for shape in self.shapes)
 
     @property

@@ -81,6 +81,8 @@ class SeenLayer(Record):
 
     shapes: Annotated[tuple[Annotated[tuple[Samples, ...], Field(max_length=8)], ...], Field(max_length=64)]
     work: Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
+    batch_norm: bool | None = None
+    """None in profiles of older versions, and for layers of other shapes."""
 
 
 class SeenBlock(Record):

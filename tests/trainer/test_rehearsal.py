@@ -171,6 +171,14 @@ def test_a_network_of_more_layers_than_a_record_holds_is_not_described():
     assert visited.blocks(1) is None
 
 
+def test_batch_norm_is_told_from_other_normalisations():
+    network = nn.Sequential(nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4), nn.LayerNorm(5))
+    visited = Visited(network)
+    network(torch.zeros(2, 3, 5))
+    layers = [layer for block in visited.blocks(2) for layer in block["layers"]]
+    assert [layer.get("batch_norm") for layer in layers] == [None, True, False]
+
+
 def test_work_is_counted_by_the_positions_of_a_weight():
     assert work_of(nn.Conv2d(3, 8, 5), inputs=3 * 32 * 32, outputs=8 * 28 * 28) == 3 * 8 * 25 * 28 * 28
     assert work_of(nn.ConvTranspose2d(8, 3, 5), inputs=8 * 28 * 28, outputs=3 * 32 * 32) == 3 * 8 * 25 * 28 * 28

@@ -256,12 +256,18 @@ class Visited:
         for layer, work in [each for each in self._layers if id(each[0]) in inside]:
             shapes = _fresh(layer.parameters(recurse=False), seen)
             if shapes or not layers:
-                layers.append({"shapes": shapes, "work": 0.0})
+                layers.append({"shapes": shapes, "work": 0.0, **_norm_of(layer, shapes)})
             layers[-1]["work"] += work / samples
         if beside := _fresh(self._chain[number].parameters(), seen):  # used by a module that was not called
             layers.append({"shapes": beside, "work": 0.0})
         whole = [layer for layer in layers if layer["shapes"]]
         return {"layers": whole, "outputs": self._outputs.get(number, 0) // samples}
+
+
+def _norm_of(layer: nn.Module, shapes: list[list[int]]) -> dict[str, bool]:
+    """`batch_norm`, for layers that have its shapes: other normalisations do not mix samples."""
+    is_like = len(shapes) == 2 and all(len(shape) == 1 for shape in shapes)
+    return {"batch_norm": isinstance(layer, nn.modules.batchnorm._BatchNorm)} if is_like else {}
 
 
 def _fresh(weights: Iterator[nn.Parameter], seen: set[int]) -> list[list[int]]:

@@ -104,8 +104,8 @@ EVENTS: dict[str, dict[str, str]] = {
         "sizes of micro-batches; forward, backward (for inputs) and weights, fixed_ms and sample_ms per block; "
         "stretches, timed by themselves; of_whole, all blocks' time at the largest size as a part of the network's",
         "batch": "samples of an update over all ranks, by the settings or the script",
-        "network": "per block: outputs, numbers per sample that leave it; layers, with the shapes of their weights and "
-        "work, multiplications per sample; null: too many layers, or not 32 bits",
+        "network": "per block: outputs, numbers per sample that leave it; layers, with the shapes of their weights, "
+        "work, multiplications per sample, and batch_norm; null: too many layers, or not 32 bits",
     },
     "rebalance": {
         "step": "the first update with the new shares, in the whole run",

@@ -21,7 +21,7 @@ from orchestrator.forecast.links import LinkCosts, Transfers
 from orchestrator.forecast.pipeline.block_costs import Chain, Line, StageHost, chain_from
 from orchestrator.forecast.pipeline.bound import Cut, Family
 from orchestrator.forecast.pipeline.clock import STATES, Course, stages_setting, sums_of, update_seconds
-from orchestrator.forecast.pipeline.solve import Space, solve
+from orchestrator.forecast.pipeline.solve import LEAST_SAMPLES, Space, solve
 from orchestrator.forecast.step import HostSpeed
 from orchestrator.units import format_figure
 from trainer.shared import gpu_work
@@ -288,7 +288,9 @@ def choose(scene: Scene, settings: Settings, chosen: Collection[str] = CHOSEN) -
     """
     if len(scene.hosts) < 2:
         return None
-    space = Space(splits="schedule" not in chosen or settings.schedule == "zero_bubble")
+    # Without BatchNorm a sample does not depend on its micro-batch.
+    least_samples = LEAST_SAMPLES if any(layer.is_batch_norm for layer in scene.job.layers) else 1
+    space = Space(splits="schedule" not in chosen or settings.schedule == "zero_bubble", least_samples=least_samples)
     if "accumulate" in chosen and settings.accumulate:
         space = dataclasses.replace(space, counts=(settings.accumulate,), least_samples=1)
     if "in_flight" in chosen and settings.in_flight:
