@@ -196,6 +196,8 @@ class _Pull:
     def held(self) -> dict[str, Held]:
         found = {}
         for name in names_of(self._node.rank_numbers):
+            for aside in self._folder.glob(f"{name}.aside-*"):
+                _append(aside, self._folder / f"{name}.previous")
             with contextlib.suppress(FileNotFoundError), open(self._folder / name, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 found[name] = Held(size, self._inodes.get(name), file.read(HEAD_BYTES))
@@ -228,16 +230,16 @@ class _Pull:
         previous = path.with_name(f"{path.name}.previous")
         if not path.exists():
             return f"{self._node.name}: {name} {why}; it is pulled anew"
+        sync(path)
         if previous.exists():
             refuse_if_full(path.parent, path.stat().st_size)
-            with open(path, "rb") as old, open(previous, "ab") as kept:
-                shutil.copyfileobj(old, kept)
-            sync(previous)
-            path.unlink()
+            aside = path.with_name(f"{path.name}.aside-{previous.stat().st_size}")
+            path.rename(aside)
+            sync(path.parent)
+            _append(aside, previous)
         else:
-            sync(path)
             path.rename(previous)
-        sync(path.parent)
+            sync(path.parent)
         return f"{self._node.name}: {name} {why}; it is pulled anew, and its earlier content is in {previous.name}"
 
     def note_left(self, note: Path, left: Mapping[str, int]) -> list[str]:
@@ -254,6 +256,17 @@ class _Pull:
         for path in [*grown, *{path.parent for path in grown}]:
             sync(path)
         self._grown.clear()
+
+
+def _append(aside: Path, previous: Path) -> None:
+    """Removes `aside`, whose name ends in the size of `previous` before: after a kill it is appended from there again."""
+    before_bytes = int(aside.name.rpartition("-")[2])
+    with open(aside, "rb") as old, open(previous, "ab") as kept:
+        kept.truncate(min(before_bytes, kept.tell()))
+        shutil.copyfileobj(old, kept)
+    sync(previous)
+    aside.unlink()
+    sync(previous.parent)
 
 
 def _read_inodes(note: Path) -> dict[str, int | None]:

@@ -195,6 +195,31 @@ def test_nothing_that_was_pulled_is_lost_however_often_a_file_restarts(ended, ru
     assert pull(ended, run).notices == []
 
 
+def test_a_kill_while_earlier_content_is_kept_neither_doubles_nor_loses_it(ended, run, monkeypatch):
+    path = ended.folder("a") / "rank-0" / "stdout.log"
+
+    def printed(text):
+        path.unlink()
+        path.write_text(text)
+
+    def killed(found, **_):
+        if found.name.startswith("stdout.log"):
+            raise KeyboardInterrupt
+        os.unlink(found)
+
+    for text in ("first\n", "second one\n"):
+        printed(text)
+        pull(ended, run)
+    printed("last\n")
+    monkeypatch.setattr(Path, "unlink", killed)
+    with pytest.raises(KeyboardInterrupt):
+        pull(ended, run)
+    monkeypatch.undo()
+    pull(ended, run)
+    texts = {found.name: found.read_text() for found in run.rank("a", 0).glob("stdout.log*")}
+    assert texts == {"stdout.log.previous": "first\nsecond one\n", "stdout.log": "last\n"}
+
+
 def test_a_disk_without_room_for_the_earlier_content_changes_nothing_here(ended, run, monkeypatch):
     path = ended.folder("a") / "rank-0" / "stdout.log"
     for text in ("first\n", "second one\n"):
