@@ -83,12 +83,27 @@ def pull(
     reopen: Callable[[str], ConnectedHost],
 ) -> dict[str, Pulled | HostError]:
     """Skips files that are here. show: called from several threads. reopen: opens a lost connection again. Needs the
-    lock of `collect.alone`. Raises OrchError if the local disk has too little room.
+    lock of `collect.alone`. A file larger than the free space is left. Raises OrchError if the others have too little
+    room.
     """
+    too_large = {node: _too_large(run, node, outputs) for node, outputs in wanted.items()}
+    wanted = {node: [one for one in outputs if one.name not in too_large[node]] for node, outputs in wanted.items()}
     _refuse_too_much(run, wanted)
     hosts = {name: hosts[name] for name in wanted if name in hosts}
-    sessions = {name: _Session(host, plan.job, run, wanted[name], show) for name, host in hosts.items()}
+    sessions = {
+        name: _Session(host, plan.job, run, wanted[name], too_large[name], show) for name, host in hosts.items()
+    }
     return on_each_link(sessions, reopen)
+
+
+def _too_large(run: RunFolder, node: str, outputs: Sequence[Output]) -> dict[str, str]:
+    """Files that do not fit even without the others, and why they stay on the host: often sparse files."""
+    free = shutil.disk_usage(run.root).free
+    return {
+        one.name: f"{format_bytes(one.size)} do not fit on the disk here ({format_bytes(free)} free)"
+        for one in outputs
+        if one.size - _partial_size(_partial(run, node, one)) + SPARE_BYTES > free and not is_here(run, node, one)
+    }
 
 
 def _refuse_too_much(run: RunFolder, wanted: Mapping[str, Sequence[Output]]) -> None:
@@ -123,6 +138,7 @@ class _Session:
         job: str,
         run: RunFolder,
         wanted: Sequence[Output],
+        left: Mapping[str, str],
         show: Callable[[PullProgress], None],
     ) -> None:
         self.host = host
@@ -134,7 +150,7 @@ class _Session:
         self._lacking = {output.name: output for output in wanted if not is_here(run, host.node, output)}
         self._here_bytes = self._total_bytes - sum(output.size for output in self._lacking.values())
         self._files, self._bytes, self._unlooked_bytes = 0, 0, 0
-        self._left: dict[str, str] = {}
+        self._left = {**left}
         self._stuck, self._breaks = set[str](), 0
         self._coming: _Incoming | None = None
         self._whole: list[tuple[_Incoming, Whole]] = []

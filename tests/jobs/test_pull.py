@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import sys
 import threading
@@ -425,17 +426,24 @@ def test_a_link_in_the_run_folder_is_not_followed_either(wrote, run, tmp_path):
     assert here(run, "a") == {"src/empty": b""}
 
 
-def test_a_disk_that_is_too_small_here_is_reported_before_anything_comes(wrote, run, monkeypatch):
+def test_a_disk_that_is_too_small_for_all_files_is_reported_before_anything_comes(wrote, run, monkeypatch):
+    room = max(output.size for output in listed(wrote)["a"].files)  # each of them would fit
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 0, 17 << 20))
-    with pytest.raises(
-        OrchError,
-        match=r"and 17.0MiB are free there; the largest file is src/snapshot.pt of a \(2.9MiB\)",
-    ):
-        bring(wrote, run, ["src/snapshot.pt"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 0, pulling.SPARE_BYTES + room))
+    with pytest.raises(OrchError, match=r"free there; the largest file is src/snapshot.pt of a \(2.9MiB\)"):
+        bring(wrote, run, WRITTEN)
     assert not run.nodes.exists()
     bring(wrote, run, ["src/settings.yaml"])  # for this one there is room
     assert is_here(run, "a", next(o for o in listed(wrote)["a"].files if o.name == "src/settings.yaml"))
+
+
+def test_a_file_that_is_larger_than_the_disk_stays_and_the_others_come(wrote, run):
+    with open(wrote.folder("a") / "src" / "sparse", "wb") as file:
+        file.truncate(1 << 43)
+    found, _ = bring(wrote, run, ["src/sparse", "src/settings.yaml"])
+    assert list(found["a"].left) == ["src/sparse"]
+    assert re.fullmatch(r"8.0TiB do not fit on the disk here \(.+ free\)", found["a"].left["src/sparse"])
+    assert list(here(run, "a")) == ["src/settings.yaml"]
 
 
 def test_copies_of_checkpoints_that_the_master_has_are_not_brought_twice():
