@@ -23,6 +23,7 @@ from orchestrator.hosts.occupied import OccupiedError
 from orchestrator.jobs.job_store import ENDED, FINAL_STATES, JobRecord, JobStore, WaitingRun
 from orchestrator.paths import read_owner
 from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.remote.gpu_queue import MOST_NUMBER, number_after
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import errors, errors_by_node, for_each, values
@@ -111,7 +112,7 @@ def _rival(node: str, row: Mapping[str, Any]) -> Rival:
     since_s, number = row.get("since_s"), int(row.get("number", 0))
     if since_s is not None and not (math.isfinite(since_s) and since_s >= 0):
         since_s = None
-    if not 0 <= number < 1 << 53:
+    if not 0 <= number <= MOST_NUMBER:
         raise ValueError(f"number {number}")
     return Rival(one_line(row["job"], 120), one_line(row["user"], 60), since_s, (node,), number)
 
@@ -238,7 +239,7 @@ class Turn:
         answers = self._hosts.ask("look")
         if not errors(answers):
             numbers = (ticket.number for answer in values(answers).values() for ticket in answer.tickets)
-            answers = self._hosts.ask("take", number=1 + max(numbers, default=0))
+            answers = self._hosts.ask("take", number=number_after(numbers))
         if errors(answers):
             raise RefusedError(errors(answers))
         run = WaitingRun(schema=1, job=self._plan.job, cluster=self._plan.cluster, nodes=tuple(self._hosts.names))

@@ -53,6 +53,7 @@ from .processes import age_s, identify
 
 LEASE_S = 60.0
 MOST_LEASE_S = 600.0
+MOST_NUMBER = (1 << 53) - 1
 MOST, AT_ONCE = 256, 64  # most tickets of one login that are read, and asked at a time
 REQUEST_BYTES, ANSWER_BYTES = 1 << 12, 1 << 14
 ANSWER_S = 2.0  # for all holders' answers together, and for a request to arrive at its holder
@@ -83,6 +84,11 @@ def ahead(job: str, gpus: Collection[str], tickets: Iterable[Ticket]) -> list[Ti
 
 def _order(ticket: Ticket) -> tuple[int, str]:
     return ticket.number, ticket.job
+
+
+def number_after(numbers: Iterable[int]) -> int:
+    """Of a new ticket. Any login may take the largest number: later tickets share it, in the order of their jobs."""
+    return min(MOST_NUMBER, 1 + max(numbers, default=0))
 
 
 def refuse_before_turn(job: str, gpus: Sequence[str]) -> None:
@@ -247,7 +253,7 @@ def _ticket(answer: Mapping[str, Any], user: str) -> Ticket:
     job, number, gpus = answer["job"], answer["number"], answer["gpus"]
     if not (isinstance(job, str) and 0 < len(job) <= 200 and isinstance(gpus, list) and len(gpus) <= 64):
         raise ValueError("no ticket")
-    if type(number) is not int or not 0 < number < 1 << 53 or not all(isinstance(gpu, str) for gpu in gpus):
+    if type(number) is not int or not 0 < number <= MOST_NUMBER or not all(isinstance(gpu, str) for gpu in gpus):
         raise ValueError("no ticket")
     return Ticket(job, number, gpus, user, float(answer["since_s"]))
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from orchestrator.errors import HostsError
+from orchestrator.jobs import read_answer
 from orchestrator.remote import gpu_queue
 from orchestrator.remote.answer import Refused
 from orchestrator.remote.gpu_queue import Ticket
@@ -131,6 +132,17 @@ def test_a_ticket_that_is_asked_for_again_is_the_same_one(gpu):
         assert [row["number"] for row in answer["tickets"]] == [3] and answer["ahead"] == answer["held"] == []
         with pytest.raises(Refused):
             gpu_queue.act({**asked, "number": 4})
+
+
+@needs_root
+def test_a_ticket_with_the_largest_number_makes_no_later_ticket_invalid(gpu):
+    with taken("absurd", (1 << 53) - 1, gpu, uid=NOBODY):
+        number = gpu_queue.number_after(ticket.number for ticket in those_for(gpu))
+        with taken("later", number, gpu):
+            assert [ticket.job for ticket in those_for(gpu)] == ["absurd", "later"]
+            asked = {"action": "look", "workdir": "/nowhere", "node": "a", "job": "later", "gpus": [gpu]}
+            answer = read_answer("a", gpu_queue.act(asked))
+            assert [rival.job for rival in answer.ahead] == ["absurd"]
 
 
 def test_what_answers_nonsense_under_a_tickets_name_is_no_ticket():
