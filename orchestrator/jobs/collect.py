@@ -259,7 +259,7 @@ class _Pull:
 
 
 def _append(aside: Path, previous: Path) -> None:
-    """Removes `aside`, whose name ends in the size of `previous` before: after a kill it is appended from there again."""
+    """Removes `aside`. Its name has the earlier size of `previous`: after a kill it is appended there once more."""
     before_bytes = int(aside.name.rpartition("-")[2])
     with open(aside, "rb") as old, open(previous, "ab") as kept:
         kept.truncate(min(before_bytes, kept.tell()))
