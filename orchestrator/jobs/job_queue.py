@@ -223,9 +223,8 @@ class Turn:
         if any(answer.cancelled for answer in present.values()):
             raise TurnError(f"{self._plan.job} was cancelled while it waited", "", exit_code=1)
         if lost := [name for name, answer in present.items() if answer.lost]:
-            self._leave()
-            self._take()
-            self._say(f"{', '.join(lost)} {LOST}")
+            if not errors(answers):  # else hosts are still coming back, one by one
+                self._take_anew(lost)
             return False
         self._report_silent(present)
         queue = place_of(present)
@@ -233,6 +232,16 @@ class Turn:
             self._pause_s = min(POLL_S * max(1, queue.place - 1), MOST_POLL_S)
             self._report(queue.behind, f"{self._plan.job} waits: {queue.words()}")
         return queue.is_turn and not errors(answers)
+
+    def _take_anew(self, lost: Sequence[str]) -> None:
+        self._leave()
+        try:
+            self._take()
+        except RefusedError as error:
+            if any(type(each) is HostError for each in error.errors):  # a refusal; any other type: no answer came
+                raise
+            return
+        self._say(f"{', '.join(lost)} {LOST}")
 
     def _take(self) -> None:
         """Raises RefusedError."""

@@ -13,7 +13,7 @@ import pytest
 from orchestrator.remote import gpu_claim, gpu_queue
 from tests.support.forks import Forked
 from tests.support.gpu_rack import UNTIL_TOLD, GpuRack, Person, gpu_rack
-from tests.support.sshd import needs_sshd
+from tests.support.sshd import needs_sshd, wait_for
 
 DIES_ONCE = """import os, signal, sys, time
 if not os.path.exists(sys.argv[1] + ".died"):
@@ -202,6 +202,30 @@ def test_a_host_that_goes_away_is_said_and_asked_again(rack):
         rack.servers["b"].start()
         first.ends()
         second.starts().ends()
+
+
+def test_hosts_that_come_back_one_by_one_without_their_tickets_are_waited_for(rack):
+    """As after a power cut."""
+    alice = rack.person("alice")
+    first = Run(alice, "first", "a").starts()
+    second = Run(alice, "second", "", "--wait").waits()
+    with ended(first, second):
+        for server in rack.servers.values():
+            server.stop()
+        second.until("asking again for 5m")
+        for node in rack.servers:
+            gpu_queue.send(second.job, node, {"do": "leave", "owner": alice_id(alice)})
+        before = requests(rack, "a")
+        rack.servers["a"].start()
+        wait_for(lambda: requests(rack, "a") > before + 3, "a to be asked several times while b is away", 120)
+        rack.servers["b"].start()
+        second.until("a, b lost its ticket for this job; it is at the end of the queue again")
+        first.ends()
+        second.starts().ends()
+
+
+def requests(rack: GpuRack, node: str) -> int:
+    return rack.servers[node].log().count("Starting session")
 
 
 def alice_id(person: Person) -> str:
