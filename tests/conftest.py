@@ -12,7 +12,7 @@ import pytest
 
 import orchestrator.hosts.cards
 import trainer.compute  # noqa: F401 - before torchvision, for what it keeps out
-from tests.support import memory_folder, shared_servers, tiers
+from tests.support import guard, memory_folder, shared_servers, tiers
 from tests.support.workers import Workers
 
 # Two threads that share a small sum spin while they wait for each other: on busy cores that takes twenty times the
@@ -53,6 +53,8 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
+    if config.option.workers > 1:
+        guard.stand_guard()
     config.pluginmanager.register(FailuresAtOnce(config), "failures-at-once")
     config.pluginmanager.register(tiers.Tiers(config), "tiers")
     if config.option.workers > 1:

@@ -121,7 +121,7 @@ def lab(
     trains: the same, and their ranks have the real torch; torchrun: so has what starts the ranks.
     """
     _skip_unless_possible()
-    _remove_the_dead()
+    remove_the_dead()
     content = yaml.safe_load(inventory.read_text() if isinstance(inventory, Path) else inventory)
     content["cluster"] = f"{content['cluster']}-t{os.getpid()}-{next(_count)}"
     content["defaults"] = {"user": USER, "key_file": str(STATE / "id_ed25519"), **(content.get("defaults") or {})}
@@ -174,8 +174,8 @@ def _skip_unless_possible() -> None:
         pytest.skip(_obstacle())
 
 
-def _remove_the_dead() -> None:
-    """Labs of test runs that were killed."""
+def remove_the_dead() -> None:
+    """Removes the labs of test runs that have ended."""
     for cluster in os.listdir(STATE) if STATE.is_dir() else []:
         owner = re.fullmatch(r".*-t(\d+)-\d+", cluster)
         if owner and not Path("/proc", owner[1]).exists():

@@ -20,14 +20,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def use() -> None:
-    """From here on temporary files lie there; where root, mounts or memory are wanting, where they did."""
-    if os.geteuid() or _free_kb() < NEEDED_KB:
+    """As root: only the tests see their mounts, and if there is memory enough, their temporary files lie in it."""
+    if os.geteuid():
         return
     folder = Path(tempfile.gettempdir(), "orch-tests")
     with contextlib.suppress(OSError):
         folder.mkdir(exist_ok=True)
         _ask(_libc.unshare(_CLONE_NEWNS))
         _ask(_libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None))
+        if _free_kb() < NEEDED_KB:
+            return
         _ask(_libc.mount(b"tmpfs", bytes(folder), b"tmpfs", _MS_NOSUID, b"size=50%,mode=1777"))
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
 

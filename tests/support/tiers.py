@@ -74,6 +74,7 @@ SECOND = {
     "tests/remote/test_watched_steps.py::test_processes": "processes that a script starts",
     "tests/studies/test_sweep.py::test_a_row": "ranks that the trainer starts",
     "tests/studies/test_sweep.py::test_a_sweep": "a sweep that is taken up again",
+    "tests/test_interrupted": "runs that signals end",
     "tests/trainer/test_ending.py::test_a_checkpoint": "compiled networks",
     "tests/trainer/test_ending.py::test_a_script_that_a": "processes that load",
     "tests/trainer/test_generated_scripts": "scripts by a seed",

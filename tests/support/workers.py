@@ -60,7 +60,9 @@ class Workers:
                 self._hear(session)
         finally:
             for worker in self._workers:
-                worker.end()
+                worker.interrupt()
+            for worker in self._workers:
+                worker.join()
         return True
 
     def _start(self, session: pytest.Session, number: int) -> None:
@@ -133,9 +135,13 @@ class Worker:
             report = pytest.TestReport(item.nodeid, item.location, {}, "failed", how, "call")
             self._session.config.hook.pytest_runtest_logreport(report=report)
 
-    def end(self) -> None:
+    def interrupt(self) -> None:
+        """Its test may take the signal for its own: without the pipe no other test follows."""
+        self.pipe.close()
         if self._process.pid and self._process.is_alive():
             os.kill(self._process.pid, signal.SIGINT)
+
+    def join(self) -> None:
         self._process.join()
 
 
