@@ -87,7 +87,7 @@ def _order(ticket: Ticket) -> tuple[int, str]:
 
 
 def number_after(numbers: Iterable[int]) -> int:
-    """Of a new ticket. Any login may take the largest number: later tickets share it, in the order of their jobs."""
+    """Any login may take the largest number: later tickets share it, in the order of their jobs."""
     return min(MOST_NUMBER, 1 + max(numbers, default=0))
 
 
