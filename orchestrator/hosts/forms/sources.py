@@ -43,7 +43,9 @@ def _json_of(path: Path, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: no JSON of `ansible-inventory --list` ({error})", "list it anew") from error
+        raise UsageError(
+            f"{path}: not the JSON of `ansible-inventory --list` ({error})", "run `ansible-inventory --list` again"
+        ) from error
 
 
 def _listed(path: Path) -> str:
@@ -53,7 +55,10 @@ def _listed(path: Path) -> str:
         raise UsageError(f"{path}: no such file", "give the path of an Ansible inventory")
     if not program:
         line = f"`ansible-inventory -i {path} --list > hosts.json`"
-        raise UsageError("this machine has no `ansible-inventory`", f"{line} where it is, then --ansible hosts.json")
+        raise UsageError(
+            "this machine has no `ansible-inventory`",
+            f"run {line} on a machine that has it, then `orch init --ansible hosts.json`",
+        )
     environment = {
         **os.environ,
         "ANSIBLE_INVENTORY_ANY_UNPARSED_IS_FAILED": "1",
@@ -83,9 +88,12 @@ def from_ssh_config(listed: str) -> Imported:
 
     files = config_files()
     file = str(files[0]) if files else "~/.ssh/config"
-    known = {one.name: one for one in aliases()}
+    known = {host.name: host for host in aliases()}
     if not known:
-        raise UsageError(f"{file} names no hosts", "write `Host NAME` with its HostName there, or `orch init` alone")
+        raise UsageError(
+            f"{file} names no hosts",
+            "write `Host NAME` with its HostName there, or run `orch init` without --ssh-config",
+        )
     names = names_in(listed, list(known), file)
     if not names:
         raise UsageError("--ssh-config names no host", f"'*' takes all of {file}")
@@ -93,7 +101,7 @@ def from_ssh_config(listed: str) -> Imported:
         near = "a host that only matches a pattern like `Host gpu*` needs its own `Host` line"
         raise UsageError(f"{file} has no `Host {missing[0]}`", near)
     chosen = [known[name] for name in names]
-    hosts = [SshHost(one.name, one.file, one.line, _with_tilde(one.options), one.problem) for one in chosen]
+    hosts = [SshHost(host.name, host.file, host.line, _with_tilde(host.options), host.problem) for host in chosen]
     found = read_ssh_hosts(file, hosts)
     return replace(found, left_out=(*found.left_out, *left_out()))
 
@@ -116,7 +124,7 @@ _ORDER = ("host", "port", "user", "key_file", "proxy_jump", "connect_timeout", "
 class Wanted:
     cluster: str
     source: str
-    """Origin of the hosts, for people."""
+    """Origin of the hosts, shown to people."""
     user: str | None = None
     """For hosts without a user of their own."""
     target: str = "rack.yaml"
@@ -203,21 +211,21 @@ _TEXT = """\
 # A cluster for `orch up {file}`. Fill in your hosts; every key: docs/reference/inventory.md.
 cluster: {cluster}
 
-# Values for every host that does not set its own.
+# Defaults of all hosts; a host's own values replace them.
 defaults:
   user: {user}                        # the login name; training needs no root
-  # key_file: ~/.ssh/id_ed25519       # else the agent's keys and those in ~/.ssh/config
-  # python: /opt/conda/bin/python     # the one that has torch, else python3; `orch setup` makes one
-  # proxy_jump: me@gate.lab           # the host to go through
+  # key_file: ~/.ssh/id_ed25519       # default: keys of the agent and of ~/.ssh/config
+  # python: /opt/conda/bin/python     # a Python with torch; python3 if not given; `orch setup` makes it
+  # proxy_jump: me@gate.lab           # jump host
   # workdir: ~/.orch                  # for code, jobs and logs
 
 nodes:
   - name: gpu01
     host: 192.168.1.41                # name, address or alias of ~/.ssh/config
     # port: 22
-    # gpus: 1                         # the number of GPUs that it must show
-    # gpu: RTX A2000                  # a label, for people
-    # bandwidth: 2.5Gbps              # of its link
+    # gpus: 1                         # expected number of GPUs
+    # gpu: RTX A2000                  # a label for people
+    # bandwidth: 2.5Gbps              # of this host's link
 
   - name: gpu02
     host: 192.168.1.42
