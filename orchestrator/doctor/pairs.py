@@ -23,9 +23,9 @@ MOST_JUDGED_BPS = 10e9
 LONG_S = 0.02
 """A round trip within one building is at least ten times faster."""
 _WORDS = {
-    "silent": "no connection is made, and nothing at that address answers",
-    "filtered": "no connection is made, though that address answers on another port",
-    "refused": "the connection is refused, though it listens there",
+    "silent": "no connection is made, and the address does not answer",
+    "filtered": "no connection is made, but the address answers on another port",
+    "refused": "the connection is refused, although the host listens there",
     "unreachable": "there is no route to that host",
     "mute": "another program or host accepts the connection",
     "hung up": "the connection breaks",
@@ -56,7 +56,7 @@ def _sight(pair: Pair) -> RawFinding:
         remedy = f"is a firewall on {pair.end}? Open all TCP ports to the job's hosts there: `{pair.opens}`"
     else:
         remedy = (
-            f"does another host have {pair.end}'s training address, too? `ip neigh` on {pair.start} shows who answers"
+            f"does another host have {pair.end}'s training address? `ip neigh` on {pair.start} shows which host answers"
         )
     return _of_way(pair, _WORDS[pair.kind] + reason, remedy)
 
@@ -64,8 +64,8 @@ def _sight(pair: Pair) -> RawFinding:
 def large_packets(seen: Observations) -> Iterator[RawFinding]:
     for pair in seen.mesh.pairs if seen.mesh else ():
         if pair.kind == "small only":
-            words = "small packets pass and large ones do not"
-            remedy = "give all hosts the smallest MTU on the way: `ip link set IFACE mtu 1400` there, as root"
+            words = "small packets pass, but large packets do not"
+            remedy = "set the smallest MTU of the path on all hosts, as root: `ip link set IFACE mtu 1400`"
             yield _of_way(pair, words, remedy)
 
 
@@ -73,19 +73,17 @@ def speeds(seen: Observations) -> Iterator[RawFinding]:
     """If all links of a host are slow, and others are not, it reports the host instead of each link."""
     measured = [pair for pair in seen.open_pairs if pair.bits_per_s]
     slow = [pair for pair in measured if is_slow(pair, seen.host(pair.start), seen.host(pair.end))]
-    remedy = "look at cables, switch ports and what else uses them; or correct `bandwidth:`"
+    remedy = "check cables, switch ports and other traffic on them, or correct `bandwidth:`"
     blamed = [host.name for host in seen.hosts if 1 < len(_at(host.name, slow)) == len(_at(host.name, measured))]
     blamed = blamed if len(slow) < len(measured) else []
     for name in blamed:
         own = _at(name, slow)
         most = format_bandwidth(max(pair.bits_per_s or 0 for pair in own))
-        yield RawFinding(
-            (name,), f"no more than {most} passes from or to it, of {_declared(seen, own[0])} declared", remedy
-        )
+        yield RawFinding((name,), f"at most {most} to or from it, with {_declared(seen, own[0])} declared", remedy)
     for pair in slow:
         if pair.start not in blamed and pair.end not in blamed:
             passed = format_bandwidth(pair.bits_per_s or 0)
-            yield _of_way(pair, f"{passed} passed, of {_declared(seen, pair)} declared", remedy)
+            yield _of_way(pair, f"{passed} measured, with {_declared(seen, pair)} declared", remedy)
 
 
 def is_slow(pair: Pair, start: Host, end: Host) -> bool:
@@ -118,13 +116,13 @@ def collective(seen: Observations) -> Iterator[RawFinding]:
     found = seen.collective
     if not found or not found.failure:
         return
-    everybody = tuple(host.name for host in seen.hosts)
+    names = tuple(host.name for host in seen.hosts)
     logs = f"`orch logs --job {found.job}`" if found.job else "`orch up` again shows the host's error"
-    how = {1: "not without that host", 2: "not without either of them"}.get(len(found.guilty), "")
-    words = f"an all-reduce by {found.backend} fails" + (f", and {how}" if how else "")
+    how = {1: "works without that host", 2: "works if either is left out"}.get(len(found.guilty), "")
+    words = f"an all-reduce by {found.backend} fails" + (f", but {how}" if how else "")
     if len(found.guilty) == 1:
-        logs += f"; until it is mended: `orch node release {found.guilty[0]}`"
-    yield RawFinding(found.guilty or everybody, f"{words}: {found.failure}", logs, is_way=len(found.guilty) == 2)
+        logs += f"; until it is repaired: `orch node release {found.guilty[0]}`"
+    yield RawFinding(found.guilty or names, f"{words}: {found.failure}", logs, is_way=len(found.guilty) == 2)
 
 
 def _of_way(pair: Pair, words: str, remedy: str) -> RawFinding:
@@ -169,14 +167,14 @@ class Conductor:
         self._seconds = TRANSFER_S
 
     def lines(self, name: str) -> Iterator[bytes]:
-        """Orders to this host, as they are given; ends with the last."""
+        """Orders to this host, each as soon as it is given."""
         while line := self._lines[name].get():
             yield line
 
     def found(self) -> Mesh:
         """Includes links that were not tried."""
-        everybody = [(start, end) for start in self._hosts for end in self._hosts if start != end]
-        return Mesh(tuple(self._pairs.get(pair) or Pair(*pair, "not tried") for pair in everybody), dict(self._closed))
+        links = [(start, end) for start in self._hosts for end in self._hosts if start != end]
+        return Mesh(tuple(self._pairs.get(pair) or Pair(*pair, "not tried") for pair in links), dict(self._closed))
 
     def take(self, name: str, message: Mapping[str, Any]) -> None:
         """message: {} is a sign of life. Raises ValueError, TypeError, KeyError if it is malformed."""
@@ -196,7 +194,7 @@ class Conductor:
             if message:
                 self._awaited.discard(name)
             else:
-                self._present -= self._awaited  # they are late
+                self._present -= self._awaited  # late hosts
                 self._awaited = set()
             self._go_on()
 
@@ -258,7 +256,7 @@ class Conductor:
             self._go_on()
 
     def _send(self, pairs: Sequence[tuple[str, str]]) -> None:
-        """pairs: of one slot, so that no host is in two of them."""
+        """pairs: of one slot, in which each host occurs once."""
         ready = [pair for pair in pairs if {*pair} <= self._present and self._is_open(pair)]
         self._show(f"measuring links, {len(self._slots or ())} rounds left")
         self._await([start for start, _ in ready], SEND_S)

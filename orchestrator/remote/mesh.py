@@ -262,7 +262,7 @@ async def dial(place: Place, name: str, key: bytes, moving: Callable[[], None]) 
             await ask(link, number, CHECK_BYTES, moving)
     except asyncio.TimeoutError:
         link.close()
-        words = "small packets pass and large ones do not: is the MTU too large somewhere on the way?"
+        words = "small packets pass, but large packets do not: is the MTU too large somewhere on the way?"
         raise Trouble("small only", words, is_cut=True, bear_s=SILENT_S) from None
     except (OSError, ValueError) as error:
         link.close()

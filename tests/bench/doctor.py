@@ -443,8 +443,8 @@ SEEDS: dict[str, Seed] = {
     ),
     "P17": Seed(lambda bench: second_entry(bench, workdir="~/.orch-delta"), (SICK, "delta"), "they are one machine"),
     "P18": Seed(other_family, NAMES, f"IPv4 on {OTHERS}; IPv6 on {SICK}"),
-    "P19": Seed(filtered(SICK, BIG_FROM_OTHERS), ("alpha", SICK), "large ones do not"),
-    "P20": Seed(slow_link, G, "passes from or to it, of 1Gbps declared"),
+    "P19": Seed(filtered(SICK, BIG_FROM_OTHERS), ("alpha", SICK), "large packets do not"),
+    "P20": Seed(slow_link, G, "to or from it, with 1Gbps declared"),
     "P21": Seed(infiniband, G, "may lock .* of memory"),
     "P22": Seed(lambda bench: bench.kernel_says("/sys", IOMMU), G, "IOMMU stands between GPU 0 and 1"),
     "P24": Seed(root("install -d -m 755 /home/lab/.orch", "rm -r /home/lab/.orch"), G, "belongs to root"),
@@ -533,7 +533,7 @@ def smoke() -> Outcome:
         person.types("up", str(hosts.inventory))
         hosts.host_exec(SICK, ["touch", "/home/lab/sick"], check=True)
         document = person.asks("doctor", "--collective", exit_code=None)
-    return outcome_of("P23", G, "an all-reduce by gloo fails, and not without that host", document)
+    return outcome_of("P23", G, "an all-reduce by gloo fails, but works without that host", document)
 
 
 def healthy(runs: int) -> None:

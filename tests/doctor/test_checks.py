@@ -180,7 +180,7 @@ FAULTS = {
         seen(mesh=Mesh(pairs(kind="silent", opens="sudo ufw")), master="a16"),
         "block",
         ("a2000", "a16"),
-        "nothing at that address",
+        "the address does not answer",
         "sudo ufw",
     ),
     "P14 silent": (
@@ -262,7 +262,7 @@ FAULTS = {
         "`address:`",
     ),
     "P18": (seen(a16(address="fd00::43")), "block", NAMES, "IPv4 on a2000, v100; IPv6 on a16", "IPv4"),
-    "P19 way": (way(kind="small only"), "block", ("a2000", "a16"), "large ones do not", "MTU"),
+    "P19 way": (way(kind="small only"), "block", ("a2000", "a16"), "large packets do not", "MTU"),
     "P19 MTU": (
         seen(of_facts(interfaces=(link(mtu=9000, speed_bps=2.5e9),))),
         "warn",
@@ -270,7 +270,7 @@ FAULTS = {
         "1500 on a2000, v100; 9000 on a16",
         "mtu 1500",
     ),
-    "P20 slow": (way(bits_per_s=0.9e9), "warn", ("a2000", "a16"), "900Mbps passed, of 2.5Gbps", "cables"),
+    "P20 slow": (way(bits_per_s=0.9e9), "warn", ("a2000", "a16"), "900Mbps measured, with 2.5Gbps", "cables"),
     "P20 host": (
         seen(
             mesh=Mesh(
@@ -279,7 +279,7 @@ FAULTS = {
         ),
         "warn",
         ("a16",),
-        "no more than 100Mbps passes from or to it, of 2.5Gbps",
+        "at most 100Mbps to or from it, with 2.5Gbps",
         "cables",
     ),
     "P20 far": (way(round_trip_s=0.05), "warn", ("a2000", "a16"), "50.0 ms", "orch plan"),
@@ -323,14 +323,14 @@ FAULTS = {
         failed(guilty=("a16",)),
         "block",
         ("a16",),
-        "by nccl fails, and not without that host: no answer",
+        "by nccl fails, but works without that host: no answer",
         "node release a16",
     ),
     "P23 pair": (
         failed(guilty=("v100", "a16")),
         "block",
         ("v100", "a16"),
-        "not without either of them",
+        "works if either is left out",
         "logs --job j",
     ),
     "P23 all": (failed(), "block", NAMES, "an all-reduce by nccl fails: no answer", "logs --job j"),
