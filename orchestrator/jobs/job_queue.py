@@ -23,7 +23,6 @@ from orchestrator.hosts.occupied import OccupiedError
 from orchestrator.jobs.job_store import ENDED, FINAL_STATES, JobRecord, JobStore, WaitingRun
 from orchestrator.paths import read_owner
 from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.remote.gpu_queue import MOST_NUMBER, number_after
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import errors, errors_by_node, for_each, values
@@ -35,6 +34,7 @@ from orchestrator.units import format_duration, one_line, some
 #     queue_of({"a": ..., "b": ...})                       all waiting jobs in order
 
 MOST = 4096
+MOST_NUMBER = (1 << 53) - 1  # as in remote/gpu_queue.py
 SHOWN = 3
 
 
@@ -122,6 +122,11 @@ def place_of(answers: Mapping[str, HostAnswer]) -> PlaceInQueue:
     started = {rival.job for rival in holders}  # a job keeps its tickets until all its hosts have started it
     before = _in_order(rival for answer in answers.values() for rival in answer.ahead if rival.job not in started)
     return PlaceInQueue(tuple(holders), tuple(before))
+
+
+def number_after(numbers: Iterable[int]) -> int:
+    """Any login may take the largest number: later tickets share it, in the order of their jobs."""
+    return min(MOST_NUMBER, 1 + max(numbers, default=0))
 
 
 def queue_of(answers: Mapping[str, HostAnswer]) -> tuple[Rival, ...]:

@@ -53,7 +53,7 @@ from .processes import age_s, identify
 
 LEASE_S = 60.0
 MOST_LEASE_S = 600.0
-MOST_NUMBER = (1 << 53) - 1
+MOST_NUMBER = (1 << 53) - 1  # as in jobs/job_queue.py
 MOST, AT_ONCE = 256, 64  # most tickets of one login that are read, and asked at a time
 REQUEST_BYTES, ANSWER_BYTES = 1 << 12, 1 << 14
 ANSWER_S = 2.0  # for all holders' answers together, and for a request to arrive at its holder
@@ -84,11 +84,6 @@ def ahead(job: str, gpus: Collection[str], tickets: Iterable[Ticket]) -> list[Ti
 
 def _order(ticket: Ticket) -> tuple[int, str]:
     return ticket.number, ticket.job
-
-
-def number_after(numbers: Iterable[int]) -> int:
-    """Any login may take the largest number: later tickets share it, in the order of their jobs."""
-    return min(MOST_NUMBER, 1 + max(numbers, default=0))
 
 
 def refuse_before_turn(job: str, gpus: Sequence[str]) -> None:
