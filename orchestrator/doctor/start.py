@@ -140,7 +140,7 @@ HALF = ("bf16", "fp16")
 
 def needed_bytes(plan: LaunchPlan, node: NodePlan) -> int:
     settings = plan.training
-    if settings is None or not is_known(settings.model):
+    if settings is None or not is_known(settings):
         return RESERVED_BYTES
     layers = layers_in(network_of(settings))
     kept = activation_bytes(layers) * (0.5 if settings.amp in HALF else 1.0)

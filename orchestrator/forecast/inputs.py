@@ -16,7 +16,17 @@ from typing import Any
 from orchestrator.errors import UsageError
 from orchestrator.forecast.advice import BUCKETS_MIB, FIDELITIES, Kept, Scene
 from orchestrator.forecast.gpu_catalogue import Estimate, activation_bytes, error_words, estimate
-from orchestrator.forecast.layers import Block, Layer, gradient_bytes, is_known, layers_in, network_like, network_of
+from orchestrator.forecast.layers import (
+    Block,
+    Layer,
+    gradient_bytes,
+    has_depthwise,
+    is_known,
+    is_written_here,
+    layers_in,
+    network_like,
+    network_of,
+)
 from orchestrator.forecast.links import MeasuredLinks, wire_of
 from orchestrator.forecast.step import PREDICTED, Fidelity, Forecast, HostSpeed, Way, Workload, predict
 from orchestrator.hosts.cards import find_card
@@ -116,7 +126,7 @@ def blocks_in(plan: LaunchPlan, settings: Settings, profiles: Profiles) -> tuple
     if like:
         return network_like(str(like))
     seen = next((profile.network for profile in profiles.values() if profile.network), None)
-    if is_known(settings.model) or (seen is None and settings.model != OWN):
+    if is_known(settings) or (seen is None and settings.model != OWN):
         return network_of(settings)
     if seen is None:
         raise UsageError(
@@ -170,6 +180,8 @@ def _speed_words(
 ) -> Iterator[str]:
     estimated = (_estimate(node, settings, layers) for node in plan.nodes if speeds_from[node.name] == "catalogue")
     error = error_words([each for each in estimated if each])
+    if error and has_depthwise(layers):
+        error += "; depthwise convolutions may take several times as long"
     words = {
         "profile": "from profiles",
         "pace": "the pace in the inventory, not measured",
@@ -263,7 +275,7 @@ def kept(settings: Settings, chosen: Collection[str]) -> Kept:
         buckets_mib=(own_mib,) if own_mib else BUCKETS_MIB,
         exact_parts={each: exact_part_of(settings, each) for each in ("compressed", "local")},
         sync_bn=settings.sync_bn,
-        slices=not settings.sync_bn and settings.model != OWN,
+        slices=not settings.sync_bn and is_written_here(settings.model),
         half_outputs=settings.amp != "none",
     )
 

@@ -7,10 +7,14 @@ Pure.
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from math import prod
+from pathlib import Path
+from typing import Any
 
 from orchestrator.errors import UsageError
 from trainer.shared.experiments import CHOSEN, DATA_SETS
@@ -66,24 +70,41 @@ def layers_in(blocks: Sequence[Block]) -> tuple[Layer, ...]:
 
 def blocks_of(model: str, image: tuple[int, int, int], classes: int) -> tuple[Block, ...]:
     """Like `trainer.compute.models.stages_of`."""
+    if not is_written_here(model):
+        return tuple(_recorded(model, image[1], classes))
     blocks = _lenet if model == "lenet" else partial(_resnet, _RESNETS[model])
     return tuple(blocks(*image[:2], classes))
 
 
-def is_known(model: str) -> bool:
+def is_written_here(model: str) -> bool:
+    """With the inputs of each layer, which `tensor` needs."""
     return model == "lenet" or model in _RESNETS
+
+
+def is_known(settings: Settings) -> bool:
+    model = settings.model
+    return is_written_here(model) or (model in _records() and settings.data_set.shape[1] in PIXELS)
 
 
 def network_of(settings: Settings) -> tuple[Block, ...]:
     """Raises UsageError for an unknown network."""
-    if not is_known(settings.model):
-        known = ", ".join(["lenet", *_RESNETS])
+    if not is_known(settings):
+        known = ", ".join(["lenet", *_RESNETS]) + f", and {len(_records())} of torchvision's for {_or(PIXELS)} pixels"
         raise UsageError(
             f"{settings.model}: its layers are not known here, so that nothing is predicted",
             f"known: {known}, and others after `orch profile` has measured them on your hosts, with the same "
             "--set; `orch run` trains it all the same",
         )
     return blocks_of(settings.model, settings.data_set.shape, settings.data_set.classes)
+
+
+def _or(sizes: Sequence[int]) -> str:
+    return " or ".join(map(str, sizes))
+
+
+def has_depthwise(layers: Sequence[Layer]) -> bool:
+    """Convolutions of one channel each, which are limited by memory and take far longer than their work."""
+    return any(len(shape) == 4 and shape[1] == 1 for layer in layers[1:] for shape in layer.shapes)
 
 
 def network_like(exp: str) -> tuple[Block, ...]:
@@ -94,6 +115,38 @@ def network_like(exp: str) -> tuple[Block, ...]:
 
 def gradient_bytes(layers: Sequence[Layer]) -> int:
     return sum(layer.bytes for layer in layers)
+
+
+# torchvision's networks, written by deploy/networks.py.
+NETWORKS = Path(__file__).with_name("networks.json.gz")
+PIXELS = (32, 224)
+WRITTEN_CLASSES = 1000
+
+
+@cache
+def _records() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(gzip.decompress(NETWORKS.read_bytes()))["networks"]
+    return found
+
+
+def _recorded(model: str, pixels: int, classes: int) -> Iterator[Block]:
+    """Raises KeyError for an unknown model or size."""
+    *others, last = _records()[model][str(pixels)]
+    for block in others:
+        yield Block(tuple(map(_seen, block["layers"])), block["outputs"])
+    yield Block(tuple(_for_classes(_seen(layer), classes) for layer in last["layers"]), classes)
+
+
+def _for_classes(layer: Layer, classes: int) -> Layer:
+    """No other layer has as many outputs as classes were written."""
+    if not any(shape[0] == WRITTEN_CLASSES for shape in layer.shapes):
+        return layer
+    kept = tuple((classes, *shape[1:]) if shape[0] == WRITTEN_CLASSES else shape for shape in layer.shapes)
+    return replace(layer, shapes=kept, work=layer.work * classes / WRITTEN_CLASSES)
+
+
+def _seen(layer: dict[str, Any]) -> Layer:
+    return Layer(tuple(map(tuple, layer["shapes"])), layer["work"], batch_norm=layer.get("batch_norm"))
 
 
 def _weights(shape: Shape, inputs: int, positions: int = 1, bias: bool = True) -> Layer:

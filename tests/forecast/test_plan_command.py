@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from math import prod
+from pathlib import Path
 
 import pytest
 
@@ -192,25 +194,35 @@ def test_a_cpu_whose_speed_nobody_measured_is_an_error_with_its_remedy(home, tmp
 @pytest.mark.parametrize("more", [(), ("--set", "fidelity=local"), ("--set", "strategy=pipeline")])
 def test_a_network_whose_layers_are_not_known_is_planned_without_a_prediction(home, more):
     """lab hosts are paced; what they make of the network they say themselves."""
-    plan = dry_run("--set", "model=resnet18", *more)
-    assert (plan.settings["model"], plan.prediction) == ("resnet18", None)
-    said = orch("plan", *RESNET, "--set", "model=resnet18", *more, code=2).stderr
-    assert "resnet18: its layers are not known here, so that nothing is predicted" in said
-    assert "known: lenet, resnet50, resnet101, resnet152, and others" in said
-    assert planned("--set", "model=resnet50")["hosts"]
+    plan = dry_run("--set", "model=small_resnet", *more)
+    assert (plan.settings["model"], plan.prediction) == ("small_resnet", None)
+    said = orch("plan", *RESNET, "--set", "model=small_resnet", *more, code=2).stderr
+    assert "small_resnet: its layers are not known here, so that nothing is predicted" in said
+    assert (
+        "known: lenet, resnet50, resnet101, resnet152, and 69 of torchvision's for 32 or 224 pixels, and others" in said
+    )
+
+
+def test_torchvisions_networks_are_predicted_without_a_profile(home):
+    document = planned("--set", "model=resnet18")
+    assert document["gradient_bytes"] == 4 * 11_181_642
+    assert document["pipeline"]["stages"]
+    assert planned("--set", "model=vit_b_16")["pipeline"] is None
+    remember(Path(os.environ["ORCH_HOME"]).parent, "a2000_v100.yaml")
+    assert any("depthwise" in words for words in planned("--set", "model=mobilenet_v2")["basis"])
 
 
 def test_a_network_that_a_profile_saw_is_predicted(home):
     """In the same way as one whose layers are written down here."""
-    resnet18 = ("--set", "model=resnet18")
-    blocks = blocks_on_paper("resnet18", (3, 32, 32), 10)
+    small = ("--set", "model=small_resnet")
+    blocks = blocks_on_paper("small_resnet", (3, 32, 32), 10)
     measured = {"samples": (8, 16), "step_ms": (11.0, 12.0), "fixed_ms": 10.0, "sample_ms": 1.0, "largest": 512}
-    for (name, _), kind in kinds_of(dry_run(*resnet18), home.cluster().facts).items():
+    for (name, _), kind in kinds_of(dry_run(*small), home.cluster().facts).items():
         made = {"cap": None, "forward_ms": 1.0, "optim_ms": 1.0, "created": "2026-11-21T09:00:00+00:00"}
         home.save_profile(Profile(**kind.model_dump(), **measured, **made, node=name, network=blocks))
-    document = planned(*resnet18)
+    document = planned(*small)
     assert {host["speed_from"] for host in document["hosts"]} == {"profile"}
-    assert document["pipeline"]["stages"] and dry_run(*resnet18).prediction.samples_per_s > 0
+    assert document["pipeline"]["stages"] and dry_run(*small).prediction.samples_per_s > 0
     assert document["gradient_bytes"] == 4 * sum(prod(shape) for block in blocks for layer in block["layers"]
                                                  for shape in layer["shapes"])  # fmt: skip
 

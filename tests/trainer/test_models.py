@@ -33,15 +33,18 @@ SHORT += ["--epochs", "1", "--eval_every", "0", "--augment", "none", "--num_work
 SMALL = [*SHORT, "--model", "shufflenet_v2_x0_5"]
 
 
-@pytest.mark.parametrize("name", ["lenet", "resnet50", "resnet152"])
+@pytest.mark.parametrize("name", ["lenet", "resnet50", "resnet152", *FAMILIES])
 def test_a_network_seen_without_numbers_is_the_one_that_plans_have_written_down(name):
+    """If this fails with a new torchvision: `python deploy/networks.py`."""
     shape = (1, 28, 28) if name == "lenet" else CIFAR
     seen, written = blocks_on_paper(name, shape, 10), blocks_of(name, shape, 10)
     assert [block["outputs"] for block in seen] == [block.outputs for block in written]
     for one, other in zip(seen, written, strict=True):
         shapes = [tuple(map(tuple, layer["shapes"])) for layer in one["layers"]]
         assert sorted(shapes) == sorted(layer.shapes for layer in other.layers)
-        assert sum(layer["work"] for layer in one["layers"]) == sum(layer.work for layer in other.layers)
+        work = sum(layer["work"] for layer in one["layers"])
+        # A ViT's head is recorded with another layer, whose work is not scaled to the classes.
+        assert sum(layer.work for layer in other.layers) == pytest.approx(work, rel=0.005)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
