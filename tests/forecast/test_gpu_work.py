@@ -29,17 +29,14 @@ from orchestrator.forecast import (
 from trainer.compute.compiler import Executor
 from trainer.compute.models import build_model
 from trainer.compute.timer import CpuTimer
-from trainer.shared import Work, parse_settings
+from trainer.shared import AFTER_BACKWARD, Work, parse_settings
 from trainer.strategies import build_strategy, local_loss
 
 SHAPE = (1, 28, 28)
 GB_PER_S = 288
 LOCAL = {"fidelity": "local", "local_steps": "2"}
 WAYS: dict[Way, dict[str, str]] = {
-    **{
-        Way(name): {"strategy": name}
-        for name in ("allreduce_flat", "allgather", "gather_scatter", "reduce_scatter", "reduce_broadcast")
-    },
+    **{Way(name): {"strategy": name} for name in AFTER_BACKWARD if name != "allreduce"},  # it copies nothing
     Way("allreduce_flat", "half"): {"strategy": "allreduce_flat", "fidelity": "half"},
     Way("ddp", "half"): {"strategy": "ddp", "fidelity": "half", "bucket_mib": "25"},
     Way("allreduce_flat", "compressed"): {"fidelity": "compressed", "compress_after": "0"},

@@ -40,7 +40,7 @@ from orchestrator.forecast import (
 )
 from tests.support.simulate import simulate_step_ms
 from trainer.compute.models import build_model
-from trainer.shared import Speed, equal_shares, fastest_shares
+from trainer.shared import STRATEGIES, Speed, equal_shares, fastest_shares
 
 RESNET = layers_of("resnet152", (3, 32, 32), 10)
 SMALL = tuple(Layer(((size, 40), (size,)), work) for size, work in ((400, 5.0), (900, 9.0), (90, 2.0), (2000, 1.0)))
@@ -199,7 +199,8 @@ def scenes(draw, alike=False):
     return Scene(Workload(SMALL, draw(st.integers(1, 600))), hosts, LinkCosts(sites, costs))
 
 
-RINGS = [way for way in EVERY_WAY if way.strategy not in ("gather_scatter", "reduce_broadcast")]
+ROOTED = {"reduce", "broadcast", "gather", "scatter"}
+RINGS = [way for way in EVERY_WAY if not ROOTED & {*STRATEGIES[way.strategy].collectives}]
 
 
 @settings(max_examples=60)

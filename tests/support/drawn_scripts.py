@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 from tests.support.sums import NEWEST_FSDP
 from trainer.compute.microbatches import MicroBatches
 from trainer.data import SampleStream
-from trainer.shared import PER_STAGE, scale_shares, split_batch
+from trainer.shared import AFTER_BACKWARD, PER_STAGE, scale_shares, split_batch
 
 TESTS = 7
 """Samples of an evaluation."""
@@ -439,8 +439,7 @@ def _leg(by: random.Random, drawn: Drawn, kept: Leg | None = None) -> Leg:
     """kept: the leg before, whose settings that are no matter of ranks stay."""
     ranks = by.choice([1, 2, 2, 3, 3, 3, 4, 4, 4])
     nodes = tuple("abcd"[:ranks]) if by.random() < 0.75 else tuple("aabb"[:ranks])
-    strategies = ["ddp", "ddp", "allreduce", "allreduce_flat", "reduce_broadcast", "gather_scatter", "allgather"]
-    strategies += ["reduce_scatter", "tensor"]
+    strategies = ["ddp", "ddp", *AFTER_BACKWARD, "tensor"]
     if not kept or drawn.optimiser == "sgd":
         strategies += ["parameter_average"]
     if NEWEST_FSDP and not kept:

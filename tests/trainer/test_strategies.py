@@ -45,7 +45,7 @@ from trainer.compute.arithmetic import build_precision
 from trainer.compute.models import build_model, gradient_bytes
 from trainer.compute.timer import CpuTimer, InjectedDelay
 from trainer.setup import check_batch_norm
-from trainer.shared import SettingsError, Slow, TrainError, parse_settings
+from trainer.shared import AFTER_BACKWARD, STRATEGIES, SettingsError, Slow, TrainError, parse_settings
 from trainer.strategies import build_strategy, fsdp, local_loss, no_loss, synchronise_batch_norm, whole_batch_statistics
 
 EVERY = (*GRADIENTS, "parameter_average")
@@ -336,12 +336,8 @@ def test_over_all_ranks_only_the_whole_batch_needs_two_samples() -> None:
 # ---- a rank that is held up before each call -------------------------------------------------------------------------
 
 CALLS = {
+    **{name: len(STRATEGIES[name].collectives) for name in AFTER_BACKWARD},
     "allreduce": 6,
-    "allreduce_flat": 1,
-    "reduce_broadcast": 2,
-    "gather_scatter": 2,
-    "allgather": 1,
-    "reduce_scatter": 2,
     "ddp": 1,
     "parameter_average": 1,
     **({"horovod": 6} if HAS_HOROVOD else {}),
