@@ -55,7 +55,7 @@ EXP --set epochs=many
 EXP --set epochs=-1
 EXP --set epochs
 EXP --set model=lenet5
-EXP --set strategy=ddpp
+EXP --set lr_schedule=cosin
 EXP --set strategy=none
 EXP --set strategy=pipeline --set sync_bn=true
 EXP --set fidelity=compressed --set strategy=allreduce
