@@ -134,6 +134,7 @@ def _unique(values: list[str]) -> list[str]:
 
 
 Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int | None, Field(ge=1)]
 Text = Annotated[str, BeforeValidator(_text)]
 Named = Annotated[str, AfterValidator(_named)]
 Path = Annotated[str, BeforeValidator(_path)]
@@ -147,13 +148,13 @@ Nodes = Annotated[list[str], BeforeValidator(_names)]
 Listed = BeforeValidator(_listed)
 
 
-def option(default: Any, help: str, metavar: str | None = None, *, ge: int | None = None, **more: Any) -> Any:
+def option(default: Any, help: str, metavar: str | None = None, **more: Any) -> Any:
     """A field with a command-line option. more: of `Option`."""
     made: Any = {"option": Option(help, metavar, **more)}
     if default in ([], {}):
         is_shown = metavar != "NAME[=VALUE]"  # values of variables may be secrets
         return Field(default_factory=type(default), json_schema_extra=made, repr=is_shown)
-    return Field(default, ge=ge, json_schema_extra=made)
+    return Field(default, json_schema_extra=made)
 
 
 class JobSpec(Written):
@@ -195,8 +196,8 @@ class JobSpec(Written):
     folder: Path | None = option(
         None, "The folder to ship. [default: the script's folder, or the current one]", "PATH", on_page=True
     )
-    batch: int | None = option(
-        None, "Samples of an update, over all ranks; each rank finds its part in ORCH_SHARE.", "N", ge=1, on_page=True
+    batch: Count = option(
+        None, "Samples of an update, over all ranks; each rank finds its part in ORCH_SHARE.", "N", on_page=True
     )
     pass_local_rank: bool = option(False, "Give the script --local_rank=N, as torch.distributed.launch does.")
     no_metrics: bool = option(False, "Do not measure the steps of a script: install no hooks in its torch.")
@@ -234,11 +235,10 @@ class JobSpec(Written):
         "and after that before SIGKILL.",
         on_page=True,
     )
-    retries: int | None = option(
+    retries: Count = option(
         None,
         "If hosts make the job fail, start it again on the others, from its last checkpoint; at most N times.",
         "N",
-        ge=1,
     )
     retry_on: Literal["hosts", "any"] = option(
         "hosts", "With --retries: any also tries again if the script failed by itself."

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import click
 import pytest
@@ -26,24 +26,35 @@ WORD = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), mi
 NAME = st.from_regex(r"[a-z][a-z0-9]{0,7}", fullmatch=True)
 VARIABLE = st.from_regex(r"[A-Z][A-Z0-9]{0,3}_X", fullmatch=True)
 SECONDS = st.one_of(st.integers(1, 10**6).map(float), st.sampled_from([0.5, 1.25, 90.0]))
+
+
+def values_of(name: str) -> st.SearchStrategy[Any]:
+    field = JobSpec.model_fields[name]
+    kinds = get_args(field.annotation)
+    if field.annotation is bool:
+        return st.just(True)
+    if name.endswith("_s"):
+        return SECONDS
+    if get_origin(field.annotation) is Literal:
+        return st.sampled_from(kinds)
+    least, most = (
+        next((getattr(limit, key) for limit in field.metadata if hasattr(limit, key)), usual)
+        for key, usual in (("ge", 0), ("le", 4096))
+    )
+    return st.integers(least, most) if int in kinds else NAME
+
+
 VALUES: dict[str, st.SearchStrategy[Any]] = {
+    **{name: values_of(name) for name in OPTIONS if name != "exp"},
     "settings": st.sampled_from([{"seed": "1"}, {"seed": "0", "checkpoint_every": "500"}]),
-    "resume": NAME,
     "keep": st.lists(NAME, unique=True, min_size=1, max_size=2),
     "folder": st.just("."),
-    "batch": st.integers(1, 4096),
     "env": st.dictionaries(VARIABLE, st.none() | WORD, min_size=1, max_size=3),
     "env_files": st.lists(NAME.map(lambda name: f"{name}.env"), min_size=1, max_size=2),
     "nodes": st.lists(NAME | st.just("gpu[01-16]"), min_size=1, max_size=3),
     "hosts": st.sampled_from(["1:2", "3"]),
-    "retry_on": st.sampled_from(["hosts", "any"]),
-    "retries": st.integers(1, 9),
-    "name": NAME,
-    "note": NAME,
-    "cluster": NAME,
-    **dict.fromkeys(("pass_local_rank", "no_metrics", "share", "wait", "rejoin"), st.just(True)),
-    **dict.fromkeys(("wait_limit_s", "grace_s", "retry_wait_s", "time_limit_s"), SECONDS),
 }
+"""Of kinds that have a grammar of their own by hand, the others by their declaration."""
 OF_SCRIPT = {"keep", "folder", "batch", "pass_local_rank", "no_metrics", "resume"}
 
 
