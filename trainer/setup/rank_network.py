@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from trainer.shared.errors import TrainError
 from trainer.shared.experiments import CHOSEN, DATA_SETS, DataSet
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.pace import Pace, no_pace_for
+from trainer.shared.setting_fields import declared, is_changed
 from trainer.shared.settings import Settings
 from trainer.shared.strategy_table import STRATEGIES
 from trainer.strategies.gradient_sum import GradientSum
@@ -226,17 +227,14 @@ def paced_slices(
 
 def refuse_arithmetic(settings: Settings) -> None:
     """Raises TrainError for settings that need real arithmetic."""
-    asked = {f"strategy={settings.strategy}": not STRATEGIES[settings.strategy].on_paced}
-    asked["sync_bn=true"] = settings.sync_bn
-    asked[f"amp={settings.amp}"] = settings.amp != "none"
-    asked["weights=FILE"] = bool(settings.weights)
-    asked[f"ema={settings.ema:g}"] = settings.ema > 0
-    asked[f"clip_norm={settings.clip_norm:g}"] = settings.clip_norm > 0
-    for setting, is_set in asked.items():
-        if is_set:
-            raise TrainError(
-                f"{setting} needs ranks that compute, but this rank is paced: leave it out, or leave paced out"
-            )
+    asked = [] if STRATEGIES[settings.strategy].on_paced else ["strategy"]
+    asked += [f.name for f in fields(settings) if not declared(f).on_paced and is_changed(settings, f)]
+    if asked:
+        value = getattr(settings, asked[0])
+        raise TrainError(
+            f"{asked[0]}={'true' if value is True else value} needs ranks that compute, but this rank is paced: leave "
+            "it out, or leave paced out"
+        )
 
 
 def keep_records(

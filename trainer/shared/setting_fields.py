@@ -50,6 +50,8 @@ class Setting:
     """Whether it must equal the resumed checkpoint's: with other data, the position in the
     stream would mean nothing.
     """
+    on_paced: bool = True
+    """Whether ranks that simulate a GPU can have it other than at its default."""
     predicted: tuple[object, ...] | None = None
     """Values for which predictions hold; None if it does not affect speed or is predicted."""
 

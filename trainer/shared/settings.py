@@ -169,6 +169,7 @@ class Settings:
         "for other classes is initialised randomly. Empty: all weights are random.",
         default="",
         brought=True,
+        on_paced=False,
     )
     data: str = setting(
         "The data set. synthetic generates images, folder reads DATA_DIR/train/CLASS/* and DATA_DIR/val/CLASS/*; "
@@ -257,6 +258,7 @@ class Settings:
         "With fidelity=local the limit is for each rank's own gradient.",
         at_least=0,
         default=0.0,
+        on_paced=False,
     )
     label_smoothing: float = setting(
         "The part of each label that is spread evenly over all classes in the training loss; 0: no smoothing.",
@@ -271,6 +273,7 @@ class Settings:
         at_least=0,
         below=1,
         default=0.0,
+        on_paced=False,
     )
     seed: int = setting(
         "Determines the initial weights, the order of the samples and their augmentation.",
@@ -440,6 +443,7 @@ class Settings:
         "Without it the parts differ in size with shares, and change during the run with shares=auto and with "
         "limits of memory.",
         default=False,
+        on_paced=False,
     )
     amp: str = setting(
         "Computes forward and backward in 16 bits, except for operations that need more; bf16 needs a GPU of "
@@ -447,6 +451,7 @@ class Settings:
         choices=["none", "bf16", "fp16"],
         default="none",
         also=("precision", "mixed_precision", "fp16", "bf16"),
+        on_paced=False,
     )
     tf32: str = setting(
         "Whether convolutions may round float32 to TF32's 10 bits of fraction, which GPUs since Ampere compute "
