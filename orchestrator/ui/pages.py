@@ -32,15 +32,15 @@ from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.request import parse_pairs
 from orchestrator.starting.retries import Asked
 from orchestrator.views.console import clock, local_minute
-from orchestrator.views.documents import cluster_json, waiting_json
+from orchestrator.views.documents import NODE_COLUMNS, cluster_json, waiting_json
 from orchestrator.views.job_table import lasted
 from orchestrator.views.report import environment
 from trainer.shared.config import EXPERIMENTS
 
 OWN = Path(__file__).parent / "templates"
 MOST_JOBS = 50
-COLUMNS = ("name", "address", "id", "note", "gpu", "bandwidth", "image", "status", "added")
-TITLES = {"name": "Host", "address": "IP", "id": "Id", "note": "Note", "gpu": "Model", "bandwidth": "Bandwidth"}
+TITLES = {"name": "Host", "address": "IP", "gpu": "Model"}
+NOT_SHOWN = ("torch", "venv", "probed")
 
 
 @cache
@@ -74,7 +74,7 @@ def cluster_page(
     `said`: result of the last action. error: why it failed.
     """
     document = cluster_json(cluster)
-    columns = [key for key in COLUMNS if any(node[key] for node in document["nodes"])]
+    columns = [key for key in NODE_COLUMNS if key not in NOT_SHOWN and any(node[key] for node in document["nodes"])]
     titles = [TITLES.get(key, key.capitalize()) for key in columns]
     return _page(
         "cluster.html.j2",

@@ -44,6 +44,15 @@ def findings_json(findings: Iterable[Finding]) -> list[dict[str, Any]]:
     return [asdict(finding) for finding in findings]
 
 
+NODE_COLUMNS = (
+    *("name", "address", "id", "note", "gpu", "bandwidth", "image", "torch", "venv"),
+    *("status", "probed", "added"),
+)
+"""Keys of a node in `cluster_json` that tables of nodes show if any node has a value."""
+DROPPED_FIRST = ("added", "venv", "note", "image", "id", "bandwidth")
+"""Columns that a narrow screen drops, in this order."""
+
+
 def cluster_json(
     cluster: Cluster,
     silent: Mapping[str, HostError] | None = None,

@@ -21,32 +21,27 @@ from orchestrator.units import counted, format_bandwidth, format_bytes, one_line
 from orchestrator.views import console
 from orchestrator.views import console as tables
 from orchestrator.views.console import LEAST_NAME, UNKNOWN, age, figure, percent, table
-from orchestrator.views.documents import cluster_json
+from orchestrator.views.documents import DROPPED_FIRST, NODE_COLUMNS, cluster_json
 from orchestrator.views.job_table import failure_words
 
 
 def print_cluster(cluster: Cluster) -> None:
-    _print_nodes(cluster, cluster_json(cluster)["nodes"], "added")
+    _print_nodes(cluster, cluster_json(cluster)["nodes"], without="probed")
 
 
 def print_status(cluster: Cluster, silent: Mapping[str, HostError] | None) -> None:
     """silent: nodes without an answer; None: not asked."""
     nodes = cluster_json(cluster, silent)["nodes"]
-    _print_nodes(cluster, [{**node, "probed": age(node["probed"])} for node in nodes], "probed")
+    _print_nodes(cluster, [{**node, "probed": age(node["probed"])} for node in nodes], without="added")
     known = {name: problem.as_error(name) for name, problem in cluster.problems.items()}
     console.fail_each({**known, **(silent or {})}.values())
 
 
-def _print_nodes(cluster: Cluster, nodes: Sequence[Mapping[str, Any]], when: str) -> None:
-    """when: key of the last column."""
-    columns = ("name", "IP", "id", "note", "GPU", "bandwidth", "image", "torch", "venv", "status", when)
-    rows = [[str(node["address" if column == "IP" else column.lower()] or "") for column in columns] for node in nodes]
-    filled = [
-        index for index in range(len(columns)) if any(row[index] for row in rows)
-    ]  # a narrow screen has no room for empty columns
-    shown = [[row[index] for index in filled] for row in rows]
-    drop = ("added", "venv", "note", "image", "id", "bandwidth")
-    console.out.print(table(f"cluster {cluster.name}", [columns[index] for index in filled], shown, drop=drop))
+def _print_nodes(cluster: Cluster, nodes: Sequence[Mapping[str, Any]], without: str) -> None:
+    keys = [key for key in NODE_COLUMNS if key != without and any(node[key] for node in nodes)]
+    titles = [{"address": "IP", "gpu": "GPU"}.get(key, key) for key in keys]
+    rows = [[str(node[key] or "") for key in keys] for node in nodes]
+    console.out.print(table(f"cluster {cluster.name}", titles, rows, drop=DROPPED_FIRST))
     if cluster.master:
         console.out.print(Text.assemble("master: ", console.plain(cluster.master_reason, "bold")))
 
