@@ -33,7 +33,7 @@ from orchestrator.results.batch_norm_groups import read_batch_norm, read_rebalan
 from orchestrator.results.caveats import left_on_hosts, left_out, tried_before
 from orchestrator.results.curves import Curves, SpeedCourse, read_curves, read_speed_course, read_target
 from orchestrator.results.events import Events, MetricsFile
-from orchestrator.results.measure import Figures, RankFigures, gpu_label, measure, write_steps
+from orchestrator.results.measure import OF_RUN, Figures, RankFigures, gpu_label, measure, write_steps
 from orchestrator.results.network import measures_collectives, not_measured, read_collectives, unpaced
 from orchestrator.results.straggler import find_bound, find_straggler, read_gpu_use
 from orchestrator.results.straggler import measured as faster_ways
@@ -157,9 +157,7 @@ def _from_steps(plan: LaunchPlan, figures: Figures, nodes: tuple[NodeSummary, ..
     fields: dict[str, Any] = {
         "samples_per_s": speed,
         "by_gpu": by_gpu(nodes, plan, figures),
-        "steps": figures.steps,
-        "warmup_steps_left_out": figures.warmup_steps,
-        "samples_total": figures.samples_total,
+        **{name: getattr(figures, name) for name in OF_RUN},
     }
     if len(figures.reported) < plan.world_size:
         return fields

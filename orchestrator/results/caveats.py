@@ -133,10 +133,10 @@ def _why_not_valid(node: NodePlan, events: Events) -> str:
 
 
 def _why_no_figures(figures: Figures) -> str:
-    if figures.warmup_steps:
+    if figures.warmup_steps_left_out:
         return (
-            f"No step could be measured after the warm-up ({figures.warmup_steps} left out): steps too few, without "
-            "times, or never reported by every rank."
+            f"No step could be measured after the warm-up ({figures.warmup_steps_left_out} left out): steps too few, "
+            "without times, or never reported by every rank."
         )
     return "No step could be measured: step lines without times, or no step that every rank reported."
 

@@ -22,6 +22,8 @@ from trainer.shared.metrics import STAGE_TIMES
 
 DEFAULT_WARMUP_STEPS = 3
 STRETCHES = 10
+OF_RUN = ("steps", "warmup_steps_left_out", "samples_total")
+"""Figures that go to the `Summary` under the same name."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Figures:
     stretch_wait_ms: dict[int, tuple[float, ...]]
     """By rank, the mean wait in each of up to STRETCHES consecutive stretches."""
     steps: int
-    warmup_steps: int
+    warmup_steps_left_out: int
     samples_total: int
     step_ms: dict[str, StepTime]
     loss: float | None
@@ -85,7 +87,7 @@ def measure(events: Events, plan: LaunchPlan) -> Figures:
         ranks=_by_work(events, [RankFigures(*row) for row in query(_BY_RANK).fetchall()]),
         stretch_wait_ms={rank: tuple(waits) for rank, waits in query(_STRETCHES).fetchall()},
         steps=steps,
-        warmup_steps=left_out,
+        warmup_steps_left_out=left_out,
         samples_total=int(samples_total),
         step_ms={node: StepTime(p50=p50, p95=p95) for node, p50, p95 in query(_STEP_TIMES).fetchall()},
         loss=loss if epoch_loss is None else epoch_loss,
