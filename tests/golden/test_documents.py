@@ -42,6 +42,7 @@ def test_jobs_and_status_are_what_they_were(orch: Types, golden: Golden, tmp_pat
     """Of hosts that are this machine, since each is asked whether it answers."""
     store = Store(Home(tmp_path / "home"))
     here = {"host": "localhost", "transport": "local", "gpu": "Tesla V100-16GB", "gpus": 1, "bandwidth_bps": 2.5e9}
+    here |= {"id": "q3XKQO", "note": "master in the study", "image": "pytorch-2.0.1"}
     nodes = tuple(Node.model_validate({"name": name, "workdir": f"{tmp_path}/{name}", **here}) for name in "ab")
     moment = "2026-11-21T09:00:00+00:00"
     probed = {"facts": {"a": host_facts(41), "b": host_facts(42)}, "probed": {"a": moment, "b": moment}}

@@ -20,7 +20,7 @@ clusters extra
 node add
 node remove a100
 node release a100
-node restore v100
+node restore a100
 node frobnicate v100
 master a100
 trust h100
