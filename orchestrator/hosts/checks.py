@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from orchestrator.errors import HostError, ProbeError
 from orchestrator.hosts.facts import VISIBLE, NodeFacts, TorchFacts
@@ -184,12 +184,13 @@ def interface(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 
 
 def bound_address(
-    node: Node, facts: NodeFacts, address: str, interface: str | None, others: list[NodeFacts]
+    node: Node, facts: NodeFacts, address: str, interface: str | None, others: Iterable[NodeFacts]
 ) -> Finding:
     """Gloo may bind another address than `address`; if another host has that one too, ranks connect to themselves."""
     bound = facts.bound_address(interface)
-    alike = any(bound in other.addresses for other in others if other.boot_id != facts.boot_id)
-    if bound is None or bound == address or not alike:
+    if bound is None or bound == address:
+        return FINE
+    if not any(bound in other.addresses for other in others if other.boot_id != facts.boot_id):
         return FINE
     problem = f"{interface} has several addresses, and Gloo takes the first, {bound}, which other hosts have, too"
     return problem, (

@@ -90,7 +90,7 @@ def place(nodes: Sequence[Node], facts: Mapping[str, NodeFacts], election: Elect
 def _refuse_other_addresses(planned: Sequence[PlannedNode]) -> None:
     """Raises UsageError if Gloo would bind another address, which other hosts have, too."""
     for placed in planned:
-        others = [other.facts for other in planned if other is not placed]
+        others = (other.facts for other in planned if other is not placed)
         problem, remedy = checks.bound_address(placed.node, placed.facts, placed.address, placed.interface, others)
         if problem:
             raise UsageError(f"{placed.node.name}: {problem}", remedy)
