@@ -1,5 +1,4 @@
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,7 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import InventoryError
 from orchestrator.hosts import MAX_BYTES, MAX_DEPTH, MAX_VALUES, REFUSED, Document, read_yaml
+from tests.support.cost import at_most_calls
 
 
 @pytest.fixture
@@ -211,9 +211,8 @@ def test_an_alias_bomb_costs_nothing(file: Path) -> None:
     bomb = "a: &a [x, x, x, x, x, x, x, x, x]\n"
     for before, after in zip("abcdefgh", "bcdefghi", strict=True):
         bomb += f"{after}: &{after} [{', '.join([f'*{before}'] * 9)}]\n"
-    started = time.monotonic()
-    assert len(mistakes(file, bomb)) == 9 + 8
-    assert time.monotonic() - started < 1
+    with at_most_calls(100_000):
+        assert len(mistakes(file, bomb)) == 9 + 8
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
