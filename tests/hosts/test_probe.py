@@ -122,12 +122,12 @@ def test_each_host_has_its_own_answer_within_the_deadline(tmp_path):
     hosts = {
         "good": host("good", workdir=tmp_path),
         "bare": host("bare", python="no-such-python"),
-        "stuck": host("stuck", activate="sleep 60"),
+        "stuck": host("stuck", activate="sleep 600"),
         "liar": host("liar", activate="echo nothing; exit"),
     }
     started = time.monotonic()
-    answers = probe_all(hosts, timeout_s=4)
-    assert time.monotonic() - started < 8
+    answers = probe_all(hosts, timeout_s=8)
+    assert time.monotonic() - started < 60
     assert answers["good"].node == "good"
     assert isinstance(answers["bare"], ProbeError)
     assert "no-such-python" in answers["bare"].message
@@ -140,10 +140,10 @@ def test_each_host_has_its_own_answer_within_the_deadline(tmp_path):
 
 
 def test_a_driver_that_hangs_costs_one_fact(tool):
-    tool("nvidia-smi", "exec sleep 60")
+    tool("nvidia-smi", "exec sleep 600")
     started = time.monotonic()
     facts = gathered(limit_s=1)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     assert facts.gpu_error == "no answer in 1 s"
     assert facts.interfaces
 
@@ -152,7 +152,7 @@ def test_a_command_that_hangs_is_killed_with_its_children(tool, tmp_path):
     tool("nvidia-smi", f"sleep 60 & echo $! > {tmp_path}/child; wait")
     gathered(limit_s=1)
     child = Path("/proc", (tmp_path / "child").read_text().strip())
-    end = time.monotonic() + 5
+    end = time.monotonic() + 30
     while child.is_dir() and "State:\tZ" not in (child / "status").read_text():
         assert time.monotonic() < end, "the child of a command that was too slow still runs"
         time.sleep(0.02)

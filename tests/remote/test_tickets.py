@@ -12,6 +12,8 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
+from multiprocessing.sharedctypes import RawValue
+from types import SimpleNamespace
 
 import pytest
 
@@ -101,20 +103,29 @@ def test_another_login_or_another_home_can_neither_renew_nor_cancel_a_ticket(gpu
     assert those_for(gpu) == []
 
 
-def test_a_ticket_that_nobody_renews_is_gone(gpu, monkeypatch):
-    monkeypatch.setattr(gpu_queue, "LEASE_S", 1.0)
+@pytest.fixture
+def clock(monkeypatch):
+    """Its `value` in seconds is added to the clock of this process and of the holders that it forks."""
+    added_s = RawValue("d", 0.0)
+    monkeypatch.setattr(gpu_queue, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + added_s.value))
+    return added_s
+
+
+def test_a_ticket_that_nobody_renews_is_gone_after_its_lease(gpu, clock):
     with taken("dead", 1, gpu):
+        clock.value = gpu_queue.LEASE_S / 2
+        assert [ticket.job for ticket in those_for(gpu)] == ["dead"]
+        clock.value = gpu_queue.LEASE_S
         began = time.monotonic()
         while those_for(gpu):
             assert time.monotonic() < began + 60
-        assert time.monotonic() > began + 0.5
 
 
-def test_a_renewed_ticket_stays_where_it_is(gpu, monkeypatch):
-    monkeypatch.setattr(gpu_queue, "LEASE_S", 1.0)
+def test_a_renewed_ticket_stays_where_it_is(gpu, clock):
     with taken("kept", 1, gpu), taken("dead", 2, gpu):
         assert gpu_queue.send("kept", "a", {"do": "renew", "owner": OWNER, "lease_s": 600})
         assert gpu_queue.send("other", "a", {"do": "renew", "owner": OWNER}) is None
+        clock.value = gpu_queue.LEASE_S
         while len(found := those_for(gpu)) == 2:
             time.sleep(0.05)
         assert [ticket.job for ticket in found] == ["kept"]
@@ -291,7 +302,7 @@ def test_no_socket_of_another_login_delays_or_stops_a_start(tmp_path, gpu, ill):
         assert [ticket.job for ticket in those_for(gpu)] == ["own"]
         with pytest.raises(Refused, match="own, which waits for it"):
             gpu_queue.refuse_before_turn("other", [gpu])
-        assert time.monotonic() < began + 2 * gpu_queue.ANSWER_S + 1
+        assert time.monotonic() < began + 2 * gpu_queue.ANSWER_S + 60  # for ever if it is not cut off
     with stranger(ILL[ill]), gang(tmp_path, "print('ran')", ranks=(1,)) as job:
         nodes = tuple(node.model_copy(update={"gpu_uuids": (gpu,)}) for node in job.plan.nodes)
         job.plan = job.plan.model_copy(update={"nodes": nodes})
@@ -325,9 +336,7 @@ def connected(job: str, count: int) -> list[socket.socket]:
 def test_connections_of_another_login_do_not_keep_a_controller_from_its_ticket(gpu):
     with taken("mine", 1, gpu), stranger(lambda: connected("mine", 600)):
         for _ in range(5):
-            began = time.monotonic()
             assert gpu_queue.send("mine", "a", {"do": "renew", "owner": OWNER})
-            assert time.monotonic() < began + 1
         assert [ticket.job for ticket in those_for(gpu)] == ["mine"]
         asked = {"action": "take", "workdir": "/nowhere", "node": "a", "job": "mine", "owner": OWNER, "gpus": [gpu]}
         assert [row["job"] for row in gpu_queue.act({**asked, "number": 1})["tickets"]] == ["mine"]

@@ -99,12 +99,12 @@ def test_use_and_memory_of_every_gpu_of_the_job_reach_the_summary_under_its_rank
 def test_an_nvidia_smi_that_hangs_delays_no_end_and_leaves_no_process(tmp_path, monkeypatch, script):
     monkeypatch.setenv("PATH", nvidia_smi(tmp_path / "bin", f"touch {tmp_path}/asked; {script}"))
     waits = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'asked')!r}):\n    time.sleep(0.01)\n"
-    with gang(tmp_path, waits, ranks=(1,), grace_s=30.0) as job:
+    with gang(tmp_path, waits, ranks=(1,), grace_s=100.0) as job:
         with_gpus(job, "GPU-a")
         began = time.monotonic()
         job.launch()
         record = job.wait()
-        assert time.monotonic() - began < 15  # the ladder alone would take its grace of 30 s twice
+        assert time.monotonic() - began < 90  # the ladder alone would take its grace of 100 s twice
         assert (record.state, job.agents()["a"]["leftovers"]) == ("succeeded", [])
         assert not (job.folder("a") / "gpu.jsonl").exists()
     assert left(job) == []
@@ -112,14 +112,14 @@ def test_an_nvidia_smi_that_hangs_delays_no_end_and_leaves_no_process(tmp_path, 
 
 def test_a_cancelled_job_takes_a_hanging_nvidia_smi_along(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", nvidia_smi(tmp_path / "bin", "trap '' INT TERM; while :; do sleep 1000; done"))
-    with gang(tmp_path, WAITS, ranks=(1,), grace_s=30.0) as job:
+    with gang(tmp_path, WAITS, ranks=(1,), grace_s=100.0) as job:
         with_gpus(job, "GPU-a")
         job.launch()
         found = watching(job)
         began = time.monotonic()
         launch.cancel(job.plan, job.hosts)
         assert job.wait().state == "cancelled"
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 90
         assert [process for process in found if process.is_alive()] == []
     assert left(job) == []
 

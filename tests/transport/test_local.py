@@ -36,8 +36,8 @@ def test_a_timeout_ends_the_whole_process_group(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     began = time.monotonic()
     with pytest.raises(ConnectError, match="here: the command did not end in time"):
-        HERE.run(f"sleep 60 & echo $! > {pid_file}; wait", timeout_s=0.5)
-    assert time.monotonic() - began < 3
+        HERE.run(f"sleep 600 & echo $! > {pid_file}; wait", timeout_s=1.0)
+    assert time.monotonic() - began < 60
     assert_ends(int(pid_file.read_text()))
 
 

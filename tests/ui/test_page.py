@@ -395,12 +395,12 @@ def test_a_crowd_of_strangers_keeps_its_owner_from_nothing(rack: Rack, tmp_path:
                 for _ in range(8):
                     began = time.monotonic()
                     assert get(url)[0] == 200
-                    assert time.monotonic() < began + 10
+                    assert time.monotonic() < began + 60
                     time.sleep(0.5)
                 assert len(os.listdir(f"/proc/{process.pid}/fd")) < 600
                 assert _resident_kib(process.pid) < before_kib + 64 * 1024
                 process.send_signal(signal.SIGTERM)
-                process.wait(10)
+                process.wait(60)
         finally:
             process.kill()
     assert (tmp_path / "log").stat().st_size < 4096, (tmp_path / "log").read_text()[:2000]
