@@ -152,7 +152,7 @@ def setup(
         wanted = choose(torch, torchvision, gpu_hosts(known, picked))
         if extra:
             wanted = replace(wanted, extra=extra)
-        _agree(_setup_question(known, picked, wanted, requirements), wanted, yes=yes)
+        _agree(setup_question(known, picked, wanted, requirements), wanted, yes=yes)
         found = _set_up(controller, known, picked, wanted)
     if found.up and found.up.unlike:
         console.warn(str(found.up.unlike))
@@ -196,7 +196,7 @@ def _made_words(made: Made, requirements: Path | None) -> str:
     }[made.state]
 
 
-def _setup_question(cluster: Cluster, nodes: Sequence[Node], wanted: WantedVersions, requirements: Path | None) -> str:
+def setup_question(cluster: Cluster, nodes: Sequence[Node], wanted: WantedVersions, requirements: Path | None) -> str:
     """ "" if no host is known to lack anything."""
     from orchestrator.hosts.exec import host_set
 

@@ -44,10 +44,10 @@ def line_of(words: Sequence[str]) -> str:
 def run_everywhere(
     connections: Connections, nodes: Sequence[Node], line: str, *, timeout_s: float
 ) -> dict[str, Ran | HostError]:
-    return connections.each(nodes, partial(_run, line=line, limit_s=timeout_s), deadline_s=timeout_s + END_S)
+    return connections.each(nodes, partial(run_on_host, line=line, limit_s=timeout_s), deadline_s=timeout_s + END_S)
 
 
-def _run(host: ConnectedHost, line: str, limit_s: float) -> Ran:
+def run_on_host(host: ConnectedHost, line: str, limit_s: float) -> Ran:
     output = {name: bytearray() for name in STREAMS}
     request = {"line": line, "limit_s": limit_s, "most_bytes": MOST_BYTES}
     with exchange(host, "execute", request) as messages:

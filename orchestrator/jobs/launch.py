@@ -114,7 +114,7 @@ class _Start:
         plan = self._plan
         hub_port = ask.understood(plan.master, lambda: int(answers[plan.master].answer["hub_port"]))
         several = plan.nodes if len(plan.nodes) > 1 else ()
-        peers = {node.name: _place(node, answers[node.name].answer) for node in several}
+        peers = {node.name: peer_place(node, answers[node.name].answer) for node in several}
 
         def tell(name: str) -> dict[str, Any]:
             return ask_host(self._hosts[name], plan, "go", hub_port=hub_port, peers=peers)
@@ -135,7 +135,7 @@ class _Start:
         return not errors(on_all(self._plan, tell, ASK_S))
 
 
-def _place(node: NodePlan, answer: Mapping[str, Any]) -> list[Any]:
+def peer_place(node: NodePlan, answer: Mapping[str, Any]) -> list[Any]:
     """The fields of `remote/way.Place`."""
     port = ask.understood(node.name, lambda: int(answer["peer_port"]))
     return [node.address, port, node.interface or "INTERFACE", one_line(answer.get("firewall"), 20)]

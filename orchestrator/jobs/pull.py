@@ -108,7 +108,7 @@ def _too_large(run: RunFolder, node: str, outputs: Sequence[Output]) -> dict[str
 
 def _refuse_too_much(run: RunFolder, wanted: Mapping[str, Sequence[Output]]) -> None:
     lacking = [(node, one) for node, outputs in wanted.items() for one in outputs if not is_here(run, node, one)]
-    needed = sum(max(0, output.size - _partial_size(_partial(run, node, output))) for node, output in lacking)
+    needed = sum(max(0, output.size - _partial_size(partial_path(run, node, output))) for node, output in lacking)
     free = shutil.disk_usage(run.root).free
     if needed and needed + SPARE_BYTES > free:
         node, largest = max(lacking, key=lambda each: each[1].size)
@@ -119,7 +119,7 @@ def _refuse_too_much(run: RunFolder, wanted: Mapping[str, Sequence[Output]]) -> 
         )
 
 
-def _partial(run: RunFolder, node: str, output: Output) -> Path:
+def partial_path(run: RunFolder, node: str, output: Output) -> Path:
     """The name identifies the file and its state."""
     state = f"{output.size}:{output.mtime_ns}:{output.inode}"
     return run.incoming(node) / f"{_short(output.name)}-{_short(state)}.part"
@@ -230,7 +230,7 @@ class _Session:
         return output.name in self._stuck, output.size
 
     def _begun(self, output: Output) -> Held | None:
-        size = _partial_size(_partial(self._run, self.host.node, output))
+        size = _partial_size(partial_path(self._run, self.host.node, output))
         return Held(size, output.inode) if 0 < size <= output.size else None
 
     def _add(self, piece: FilePiece) -> None:
@@ -268,7 +268,7 @@ class _Session:
             self._close()
             if name not in self._lacking:
                 raise ProbeError(self.host.node, f"sent {one_line(name)} a second time")
-            path = _partial(self._run, self.host.node, self._lacking[name])
+            path = partial_path(self._run, self.host.node, self._lacking[name])
             self._coming = _Incoming(name, path)
             self._here_bytes += self._coming.at
         return self._coming

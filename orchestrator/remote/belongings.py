@@ -364,13 +364,13 @@ _BOOTSTRAP = "exec(compile(i.read(int(i.readline())),sys.argv[1],sys.argv[2]))"
 
 
 def forgotten(old_s: float = OLD_S) -> list[Identity]:
-    active = {program: _switches(program.pid) for program in _programs() if age_s(program) > old_s}
+    active = {program: _switches(program.pid) for program in our_programs() if age_s(program) > old_s}
     if active:
         time.sleep(LOOK_S)
     return [program for program, before in active.items() if program.is_alive() and _switches(program.pid) == before]
 
 
-def _programs() -> list[Identity]:
+def our_programs() -> list[Identity]:
     found = []
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):

@@ -116,7 +116,7 @@ def take(ticket: Ticket, node: str, owner: str) -> None:
 
 def _listener(job: str, node: str, owner: str) -> socket.socket:
     taken = list[str]()
-    for name in _names_of(job, node, owner):
+    for name in names_of(job, node, owner):
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(name)
@@ -137,7 +137,7 @@ def _listener(job: str, node: str, owner: str) -> socket.socket:
     return listener
 
 
-def _names_of(job: str, node: str, owner: str) -> list[str]:
+def names_of(job: str, node: str, owner: str) -> list[str]:
     # node: two nodes of a job may be on one machine. owner: keeps other logins from predicting the names.
     return [f"\0{_PREFIX}{hashlib.sha256(f'{job}/{node}/{owner}/{i}'.encode()).hexdigest()[:40]}" for i in range(NAMES)]
 
@@ -211,7 +211,7 @@ class _Holder:
 
 def send(job: str, node: str, request: Mapping[str, Any]) -> dict[str, Any] | None:
     """Our own holder's answer; None without a ticket. Raises Refused if our holder or an unknown login's is silent."""
-    answers = _ask(_names_of(job, node, str(request.get("owner"))), request, only=os.getuid()).values()
+    answers = _ask(names_of(job, node, str(request.get("owner"))), request, only=os.getuid()).values()
     ours = [answer for answer in answers if answer.uid in (None, os.getuid())]
     if accepted := [answer.content for answer in ours if answer.content and answer.content.get("accepted") is True]:
         return accepted[0]
@@ -223,7 +223,7 @@ def send(job: str, node: str, request: Mapping[str, Any]) -> dict[str, Any] | No
 def all_tickets() -> tuple[list[Ticket], list[str]]:
     """In the queue's order, and the logins of sockets that are named like tickets but gave no answer."""
     found, silent = [], set[str]()
-    for answer in _ask(_all_names(), {}).values():
+    for answer in _ask(all_names(), {}).values():
         if answer.content is None:
             silent.add("" if answer.uid is None else user_name(answer.uid))
         elif not answer.content.get("cancelled") and answer.uid is not None:
@@ -232,7 +232,7 @@ def all_tickets() -> tuple[list[Ticket], list[str]]:
     return sorted(found, key=_order), sorted(silent)
 
 
-def _all_names() -> list[str]:
+def all_names() -> list[str]:
     # Shuffled, so that no login's names always come first.
     try:
         lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()

@@ -291,7 +291,7 @@ def interfaces() -> list[dict[str, Any]]:
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
         addresses = dict[str, list[str]]()
-        for name, address in (*_ipv4(link), *_ipv6(read_text("/proc/net/if_inet6") or "")):
+        for name, address in (*_ipv4(link), *ipv6_addresses(read_text("/proc/net/if_inet6") or "")):
             addresses.setdefault(name, []).append(address)
         for _, name in socket.if_nameindex()[:MAX_LINKS]:
             request = struct.pack(f"{IFREQ_BYTES}s", name.encode()[:15])
@@ -325,7 +325,7 @@ def _ipv4(link: socket.socket) -> Iterator[tuple[str, str]]:
             yield name, ipaddress.ip_interface(address).with_prefixlen
 
 
-def _ipv6(if_inet6: str) -> Iterator[tuple[str, str]]:
+def ipv6_addresses(if_inet6: str) -> Iterator[tuple[str, str]]:
     # Lines of: address, index, prefix length, scope, flags (all in hex), name. Global addresses come first.
     rows = [line.split() for line in if_inet6.splitlines()[:MAX_ADDRESSES]]
     for number, _, prefix, _, _, name in sorted((row for row in rows if len(row) == 6), key=lambda row: row[3]):

@@ -60,13 +60,13 @@ class Link:
 
     def send(self, message: Mapping[str, Any]) -> None:
         body = json.dumps(message).encode()
-        self._writer.write(_mac(self._key, self._sends_as, self._sent, body) + b" " + body + b"\n")
+        self._writer.write(mac_of(self._key, self._sends_as, self._sent, body) + b" " + body + b"\n")
         self._sent += 1
 
     async def receive(self, timeout_s: float) -> dict[str, Any]:
         line = await _read_line(self._reader, timeout_s)
         mac, _, body = line.partition(b" ")
-        if not hmac.compare_digest(mac, _mac(self._key, self._receives_as, self._received, body)):
+        if not hmac.compare_digest(mac, mac_of(self._key, self._receives_as, self._received, body)):
             raise ConnectionError("a message does not carry this job's mark")
         self._received += 1
         return dict(json.loads(body))
@@ -85,8 +85,8 @@ async def greet_member(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
     writer.write(ours.encode() + b"\n")
     answer = json.loads(await _read_line(reader, None))
     node, theirs = str(answer["node"]), str(answer["nonce"])
-    key = _session_key(token, ours, theirs, node)
-    if not hmac.compare_digest(str(answer["mac"]).encode(), _mac(key, b"join", 0, node.encode())):
+    key = session_key(token, ours, theirs, node)
+    if not hmac.compare_digest(str(answer["mac"]).encode(), mac_of(key, b"join", 0, node.encode())):
         raise ConnectionError("a connection without this job's token")
     return node, Link(reader, writer, key, sends_as=b"hub", receives_as=b"member")
 
@@ -102,8 +102,8 @@ async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
     try:
         theirs = (await _read_line(reader, HANDSHAKE_S)).decode()
         ours = os.urandom(16).hex()
-        key = _session_key(token, theirs, ours, node)
-        mac = _mac(key, b"join", 0, node.encode()).decode()
+        key = session_key(token, theirs, ours, node)
+        mac = mac_of(key, b"join", 0, node.encode()).decode()
         writer.write(json.dumps({"node": node, "nonce": ours, "mac": mac}).encode() + b"\n")
     except BaseException:
         writer.close()
@@ -118,11 +118,11 @@ async def _read_line(reader: asyncio.StreamReader, timeout_s: float | None) -> b
     return line[:-1]
 
 
-def _session_key(token: bytes, hub_nonce: str, member_nonce: str, node: str) -> bytes:
+def session_key(token: bytes, hub_nonce: str, member_nonce: str, node: str) -> bytes:
     return hmac.new(token, f"{hub_nonce} {member_nonce} {node}".encode(), hashlib.sha256).digest()
 
 
-def _mac(key: bytes, direction: bytes, number: int, body: bytes) -> bytes:
+def mac_of(key: bytes, direction: bytes, number: int, body: bytes) -> bytes:
     return hmac.new(key, b"%s %d %s" % (direction, number, body), hashlib.sha256).hexdigest().encode()
 
 

@@ -43,13 +43,13 @@ def _of_process(pid: int) -> dict[str, str | None]:
     with contextlib.suppress(OSError):
         known["user"] = user_name(os.stat(f"/proc/{pid}").st_uid)
     with contextlib.suppress(OSError):
-        known["command"] = _program(Path(f"/proc/{pid}/cmdline").read_bytes()) or None
+        known["command"] = shown_program(Path(f"/proc/{pid}/cmdline").read_bytes()) or None
     with contextlib.suppress(OSError):  # another user's cannot be read
         known["job"] = _job(Path(f"/proc/{pid}/environ").read_bytes())
     return known
 
 
-def _program(command_line: bytes) -> str:
+def shown_program(command_line: bytes) -> str:
     words = [word.decode(errors="replace") for word in command_line.split(b"\0") if word]
     program, following = words[:1], words[1:3]
     if following[:1] == ["-m"]:

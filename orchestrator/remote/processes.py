@@ -122,11 +122,11 @@ def marked(job_dir: Path) -> list[Identity]:
 
 
 def _has_mark(pid: int, mark: bytes) -> bool:
-    environment = _environment(pid)
+    environment = environment_of(pid)
     return mark in environment and mark in environment.split(b"\0")
 
 
-def _environment(pid: int) -> bytes:
+def environment_of(pid: int) -> bytes:
     # During execve(2) environment and command line are empty, so that they are read again.
     for _ in range(LOADING_LOOKS):
         if found := _read(f"/proc/{pid}/environ"):

@@ -54,12 +54,12 @@ def ask(
     HostError with the host's own message if the program refuses.
     """
     marker = new_marker()
-    stdin = _input(host, program, request, marker, blob, int(timeout_s + LATE_S))
+    stdin = program_input(host, program, request, marker, blob, int(timeout_s + LATE_S))
     try:
         result = host.transport.run(_command(host, program), stdin=stdin, timeout_s=timeout_s)
     except HostError as error:
         raise (error if marker.encode() in error.said else explained(error, error.said)) from error
-    answer = _parse(host, result, marker)
+    answer = parse_answer(host, result, marker)
     if "error" in answer:
         raise HostError(host.node, message(answer["error"]), one_line(answer.get("remedy", "")))
     return answer
@@ -85,7 +85,7 @@ def open_stream(
     """Starts a program with a byte stream of its own format (`remote/reader.py`), from its marker on; b"" comes at
     least once a second. The iterator raises like `exchange`.
     """
-    with _started(host, program, _input(host, program, request, marker, b""), marker) as said:
+    with _started(host, program, program_input(host, program, request, marker, b""), marker) as said:
         yield said
 
 
@@ -100,7 +100,7 @@ def exchange(
     message if the program refuses, ProbeError for malformed messages.
     """
     marker = new_marker()
-    pieces = chain([_input(host, program, request, marker, b"")], more)
+    pieces = chain([program_input(host, program, request, marker, b"")], more)
     with _started(host, program, pieces, marker) as said, closing(_messages(host.node, said, marker.encode())) as words:
         yield words
 
@@ -111,12 +111,12 @@ def _started(
 ) -> Iterator[Iterator[bytes]]:
     with (
         host.transport.stream(_command(host, program), stdin=stdin) as chunks,
-        closing(_program_output(host.node, chunks, marker.encode())) as said,
+        closing(program_output(host.node, chunks, marker.encode())) as said,
     ):
         yield said
 
 
-def _program_output(node: str, chunks: Iterable[bytes], marker: bytes) -> Generator[bytes, None, None]:
+def program_output(node: str, chunks: Iterable[bytes], marker: bytes) -> Generator[bytes, None, None]:
     filter_, received_at = MarkerFilter(node, marker), time.monotonic()
     try:
         for chunk in chunks:
@@ -173,7 +173,7 @@ def _command(host: ConnectedHost, program: str) -> str:
     return shell.python_on_stdin(host.python, f"orch-{program}", activates=bool(host.activate))
 
 
-def _input(
+def program_input(
     host: ConnectedHost, program: str, request: Mapping[str, Any], marker: str, blob: bytes, limit_s: int = STUCK_S
 ) -> bytes:
     # limit_s: the program ends itself then, unless its messages extend the time (`remote/answer.py`).
@@ -186,7 +186,7 @@ def _input(
     return start + package.content + blob
 
 
-def _parse(host: ConnectedHost, result: CommandResult, marker: str) -> dict[str, Any]:
+def parse_answer(host: ConnectedHost, result: CommandResult, marker: str) -> dict[str, Any]:
     parts = result.stdout.split(marker.encode())
     if len(parts) != 3:
         raise _no_answer(host, result)

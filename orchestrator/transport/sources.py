@@ -61,18 +61,18 @@ class Package:
 
 
 def pack(program: str, sources: Mapping[str, str]) -> Package:
-    return _packed(tuple(needed(program, sources).items()))
+    return packed(tuple(needed(program, sources).items()))
 
 
 @lru_cache
-def _packed(modules: tuple[tuple[str, str], ...]) -> Package:
-    parts = {name: (text.encode(), _bytecode(name, text)) for name, text in modules}
+def packed(modules: tuple[tuple[str, str], ...]) -> Package:
+    parts = {name: (text.encode(), bytecode_of(name, text)) for name, text in modules}
     sizes = {name: (len(text), len(code)) for name, (text, code) in parts.items()}
     # A higher level takes twice the time and saves a tenth.
     return Package(sizes, zlib.compress(b"".join(part for pair in parts.values() for part in pair), level=1))
 
 
-def _bytecode(name: str, text: str) -> bytes:
+def bytecode_of(name: str, text: str) -> bytes:
     entry = resources.files("orchestrator.remote").joinpath(f"{name.partition('.')[2] or '__init__'}.py")
     return bytecode(entry) if isinstance(entry, Path) and shipped_sources()[name] == text else b""
 

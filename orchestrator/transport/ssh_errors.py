@@ -92,7 +92,7 @@ def _plain(error: Exception) -> str:
 
 
 USER_TIMEOUT_S = 20.0  # a link with older unacknowledged bytes is dead
-_HEARTBEAT_S = 5.0
+HEARTBEAT_S = 5.0
 
 
 def tune(sock: socket.socket) -> None:
@@ -119,7 +119,7 @@ def beat(transport: paramiko.Transport) -> None:
         if not answered.wait(USER_TIMEOUT_S):
             with contextlib.suppress(Exception):  # close() writes to the jump host, which may be gone
                 transport.close()
-        ended = time.monotonic() + _HEARTBEAT_S
+        ended = time.monotonic() + HEARTBEAT_S
         while transport.is_active() and time.monotonic() < ended:
             transport.join(0.5)
 

@@ -50,7 +50,7 @@ OWN_PAGE = {"content-security-policy": "default-src 'none'; style-src 'unsafe-in
 
 def application(home: Home, out: Path, watched: Watched) -> Starlette:
     """out: the folder of collected runs."""
-    site = _Site(home, out, watched)
+    site = LocalSite(home, out, watched)
     return Starlette(
         routes=[
             Route("/", site.cluster),
@@ -71,7 +71,7 @@ def application(home: Home, out: Path, watched: Watched) -> Starlette:
 
 def _in_words(request: Request, error: Exception) -> Response:
     assert isinstance(error, OrchError)  # noqa: S101 - for the type checker
-    kept = f"?{urlencode([*request.query_params.multi_items(), ('kept', '1')])}" if isinstance(error, _Kept) else ""
+    kept = f"?{urlencode([*request.query_params.multi_items(), ('kept', '1')])}" if isinstance(error, Stale) else ""
     return HTMLResponse(pages.error_page(error, _root(request), kept), 404 if isinstance(error, NoJobError) else 400)
 
 
@@ -89,11 +89,11 @@ def _first_of(error: OrchError) -> OrchError:
     return error.errors[0] if isinstance(error, HostsError) else error
 
 
-class _Kept(OrchError):
+class Stale(OrchError):
     """Collecting failed, but an older copy exists."""
 
 
-class _Site:
+class LocalSite:
     def __init__(self, home: Home, out: Path, watched: Watched) -> None:
         self._home, self._out, self._watched = home, out, watched
         self._in_turn = InTurn(home)
@@ -143,7 +143,7 @@ class _Site:
         return HTMLResponse(render_comparison(compare(runs)), headers=OWN_PAGE)
 
     def _collected(self, controller: Controller, job: str, request: Request) -> RunFolder:
-        """Collects the run, or returns an older copy if the request asks for it. Raises _Kept if only a copy exists."""
+        """Collects the run, or returns an older copy if the request asks for it. Raises Stale if only a copy exists."""
         if "kept" in request.query_params and (copy := self._copy(controller, job)):
             return copy
         try:
@@ -154,7 +154,7 @@ class _Site:
             first = _first_of(error)
             if self._copy(controller, job) is None:
                 raise first from error
-            raise _Kept(f"{job}: {first.message}", first.remedy) from error
+            raise Stale(f"{job}: {first.message}", first.remedy) from error
         return found.run
 
     def _copy(self, controller: Controller, job: str) -> RunFolder | None:
@@ -308,7 +308,7 @@ AGAIN_S = 10.0
 
 
 @dataclass
-class _Viewed:
+class Viewed:
     """before: shown after a reconnect until the first figures arrive."""
 
     gauged: GaugedJob
@@ -325,7 +325,7 @@ class Watched:
     def __init__(self, home: Home) -> None:
         self._home = home
         self._lock = threading.Lock()
-        self._jobs: dict[str, _Viewed] = {}
+        self._jobs: dict[str, Viewed] = {}
         self._seen_s: dict[str, float] = {}
         self._closed = threading.Event()
         threading.Thread(target=self._let_go, daemon=True, name="watched").start()
@@ -336,7 +336,7 @@ class Watched:
             self._seen_s[job] = time.monotonic()
             known = self._jobs.get(job)
             if known is None or known.is_due_again:
-                known = self._jobs[job] = _Viewed(self._begun(job), time.monotonic(), known.gauged if known else None)
+                known = self._jobs[job] = Viewed(self._begun(job), time.monotonic(), known.gauged if known else None)
         if known.before and not known.gauged.heard.is_set():
             return known.before.now()
         known.gauged.heard.wait(FIRST_S)

@@ -69,7 +69,7 @@ def _print_lines(text: str, stream: Console) -> None:
 
 
 @contextlib.contextmanager
-def _ctrl_c_waits() -> Iterator[None]:
+def ctrl_c_waits() -> Iterator[None]:
     """Delays a Ctrl-C until the block ends."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -120,7 +120,7 @@ class _LiveTable:
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """Wraps each drawing, so that a Ctrl-C does not tear it."""
-        return _ctrl_c_waits()
+        return ctrl_c_waits()
 
     def lines_come(self) -> None:
         if self._shown.pop(Silence, None):

@@ -319,7 +319,7 @@ def changes(found: Outlook) -> Iterator[str]:
         yield from found.pipeline.words
     without = [better for better in advice.without if better.choice.samples_per_s > GAIN * now]
     for better in without[:1]:
-        yield f"better: {_hosts(better, found)}, {_gain(better, now)}"
+        yield f"better: {hosts_of_change(better, found)}, {_gain(better, now)}"
     if not without:
         yield "leaving a host out would not make it faster"
     for change in advice.what_if:
@@ -347,7 +347,7 @@ def endings(found: Outlook) -> Iterator[str]:
         yield f"  {found.command}"
 
 
-def _hosts(change: WhatIf, found: Outlook) -> str:
+def hosts_of_change(change: WhatIf, found: Outlook) -> str:
     """The shorter of the remaining and the left-out hosts."""
     stay, scene = set(change.hosts), found.scene
     if all(host.kind for host in scene.hosts):

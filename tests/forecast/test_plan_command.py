@@ -29,7 +29,7 @@ from orchestrator.planning import Profile, kinds_of
 from orchestrator.results import Summary
 from orchestrator.results.analyse import analyse
 from orchestrator.views import Outlook, render_report
-from orchestrator.views.plan_rows import _hosts
+from orchestrator.views.plan_rows import hosts_of_change
 from tests.support.plan_command import RESNET, dry_run, orch, planned, remember
 from tests.support.run_folders import two_hosts
 from trainer.measure import blocks_on_paper
@@ -303,7 +303,7 @@ def what_if(hosts, stay):
     wire = LinkCosts([Site(host.name, 1, 1e9, 1e9) for host in hosts], GLOO)
     scene = Scene(Workload((), 64), hosts, wire)
     found = Outlook("lab", "x", scene, advice=None, basis=(), speeds_from={})
-    return _hosts(WhatIf("without", tuple(stay), choice=None), found)
+    return hosts_of_change(WhatIf("without", tuple(stay), choice=None), found)
 
 
 def test_it_is_said_who_is_left_out():

@@ -177,7 +177,7 @@ def test_a_host_that_answers_anything_else_is_that_hosts_error(word, monkeypatch
     monkeypatch.setattr(exec, "exchange", lambda *_: Said())
     host = ConnectedHost(LocalTransport("here"), sys.executable, None, "/nowhere")
     with pytest.raises(ProbeError, match="here: its answer"):
-        exec._run(host, "ls", 1.0)
+        exec.run_on_host(host, "ls", 1.0)
 
 
 def test_a_command_is_needed(rack):

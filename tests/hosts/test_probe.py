@@ -215,7 +215,7 @@ def test_ipv6_addresses_are_read_from_the_kernels_hex_and_global_ones_come_first
 fe80000000000000d25f64fffe112233 02 40 20 80     eno1
 20010db8000700000000000000000041 02 40 00 80     eno1
 """
-    found = [*health._ipv6(text)]
+    found = [*health.ipv6_addresses(text)]
     assert found == [("eno1", "2001:db8:7::41/64"), ("lo", "::1/128"), ("eno1", "fe80::d25f:64ff:fe11:2233/64")]
 
 

@@ -211,7 +211,7 @@ time.sleep(60)
     with gang(tmp_path, script, ranks=(1,), env={"FOLDER": str(tmp_path)}) as job:
         job.launch()
         agents = job.wait_running()
-        (wrapper,) = (one for one in processes.marked(job.folder("a")) if processes._is_wrapper(one.pid))
+        wrapper = processes.identify(agents["a"]["ranks"]["0"]["wrapper"])
         wrapper.signal(signal.SIGSTOP)
         (tmp_path / "go").touch()
         until(tmp_path / "written")  # all of it is in the pipe

@@ -722,7 +722,7 @@ with open(os.environ["ORCH_METRICS"], "a", buffering=1) as metrics:
 
 def test_a_ctrl_c_waits_until_a_table_is_drawn():
     before, drawn = signal.getsignal(signal.SIGINT), []
-    with pytest.raises(KeyboardInterrupt), following._ctrl_c_waits():
+    with pytest.raises(KeyboardInterrupt), following.ctrl_c_waits():
         signal.raise_signal(signal.SIGINT)
         drawn.append("whole")
     assert drawn

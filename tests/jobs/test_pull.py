@@ -129,7 +129,7 @@ def test_what_is_here_does_not_come_again_and_what_changed_takes_its_place(wrote
     [stale] = [o for o in listed(wrote)["a"].files if o.name == "src/out/deep/best.pt"]
     try:
         path.write_bytes(b"better than before")
-        write_atomic(pulling._partial(run, "a", stale), b"half")
+        write_atomic(pulling.partial_path(run, "a", stale), b"half")
         found, _ = bring(wrote, run)
         assert found["a"] == Pulled(1, 18, {})
         assert here(run, "a")["src/out/deep/best.pt"] == b"better than before"
@@ -185,7 +185,7 @@ def test_a_broken_link_is_dialled_again_while_the_pull_gets_on(wrote, run):
 
 def test_what_came_before_of_another_state_is_not_taken_for_this_one(wrote, run):
     [output] = [o for o in listed(wrote)["a"].files if o.name == "src/snapshot.pt"]
-    partial = pulling._partial(run, "a", output)
+    partial = pulling.partial_path(run, "a", output)
     write_atomic(partial, b"0" * 999 + b"damaged on this disk")
     found, _ = bring(wrote, run, ["src/snapshot.pt"])
     assert found["a"].files == 1  # its hash showed it, and it came again

@@ -11,7 +11,7 @@ from orchestrator.controller import Controller
 from orchestrator.errors import ConnectError, HostsError
 from orchestrator.hosts import Connections
 from orchestrator.jobs import node_request
-from orchestrator.jobs.launch import _place, launch
+from orchestrator.jobs.launch import launch, peer_place
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from orchestrator.transport import ask
@@ -104,7 +104,7 @@ def test_a_prepare_and_a_go_whose_answers_are_lost_start_one_gang_when_repeated(
         answers = thrice(prepare, node)
         assert len({answer["pid"] for answer in answers}) == 1, answers
         ports[node.name] = answers[0]["hub_port"]
-        peers[node.name] = _place(node, answers[0])
+        peers[node.name] = peer_place(node, answers[0])
 
     def go(node):
         where = {"hub_port": ports["a"], "peers": peers}

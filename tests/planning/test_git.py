@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.planning import bundle, commit_of, pack_folder
+from orchestrator.planning import commit_of, pack_folder
 
 WHO = {"GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "a@b"}
 
@@ -66,7 +66,7 @@ def test_what_is_no_part_of_a_commit_has_none(project: Path, tmp_path: Path, mon
     ask(empty, "init", "-q")
     assert commit_of(empty) is None  # without a commit
     assert commit_of(tmp_path / "not there") is None
-    monkeypatch.setattr(bundle, "_GIT", ("no-such-git",))
+    monkeypatch.setenv("PATH", str(empty))
     assert commit_of(project) is None
 
 

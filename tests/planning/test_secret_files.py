@@ -12,7 +12,6 @@ import pytest
 
 from orchestrator.errors import UsageError
 from orchestrator.planning import JobSpec, bundle, pack_folder, parse_job, variables
-from orchestrator.planning import bundle as git_asked
 from orchestrator.provision import read_manifest
 from tests.support.files import fill
 
@@ -117,7 +116,7 @@ def test_a_repositorys_ignore_files_above_and_below_the_folder_hold(repository):
 @pytest.mark.parametrize("why", ["not installed", "another user"])
 def test_they_hold_without_git_too_and_it_is_said(repository, why, monkeypatch):
     if why == "not installed":
-        monkeypatch.setattr(git_asked, "_GIT", ("no-such-git",))
+        monkeypatch.setenv("PATH", "/nonexistent")
     else:
         monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
         real = bundle.git

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestrator.cli.hosts import _setup_question
+from orchestrator.cli.hosts import setup_question
 from orchestrator.errors import HostError, UsageError
 from orchestrator.hosts import RELEASES, Cluster, Venv
 from orchestrator.provision import Made, Requirements, WantedVersions, choose, venvs
@@ -357,12 +357,12 @@ def test_the_question_names_only_what_is_missing():
     nodes, known = [SimpleNamespace(name=name) for name in facts], SimpleNamespace(facts=facts)
     anything, extra = replace(WANTED, any_torch=True), Requirements(("tqdm",))
     both = "Install torch 2.3.1 and torchvision on h0, h1"
-    assert _setup_question(known, nodes, anything, None) == f"{both}?"
-    assert _setup_question(known, nodes, WANTED, None) == f"{both}?"
-    named = _setup_question(known, nodes, choose("2.3.1", "0.18.1"), None)
+    assert setup_question(known, nodes, anything, None) == f"{both}?"
+    assert setup_question(known, nodes, WANTED, None) == f"{both}?"
+    named = setup_question(known, nodes, choose("2.3.1", "0.18.1"), None)
     assert named == "Install torch 2.3.1 and torchvision 0.18.1 on h0, h1?"
-    assert _setup_question(known, nodes[2:], anything, None) == ""
-    asked = _setup_question(known, nodes, replace(anything, extra=extra), Path("r.txt"))
+    assert setup_question(known, nodes[2:], anything, None) == ""
+    asked = setup_question(known, nodes, replace(anything, extra=extra), Path("r.txt"))
     assert asked == f"{both}, and 1 requirement of r.txt on h0..h3?"
 
 

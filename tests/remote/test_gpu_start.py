@@ -89,7 +89,7 @@ def test_of_a_process_that_is_gone_its_pid_and_memory_remain():
     ],
 )
 def test_of_a_command_line_only_what_is_no_secret_is_reported(command_line, shown):
-    assert occupants._program(command_line) == shown
+    assert occupants.shown_program(command_line) == shown
 
 
 class Started:

@@ -128,9 +128,9 @@ def test_garbage_instead_of_a_greeting_is_hung_up_on_and_harms_nobody(line):
 async def test_a_greeting_heard_on_one_connection_opens_no_other(wired):
     reader, writer = await asyncio.open_connection("127.0.0.1", wired.port)
     theirs = (await reader.readline())[:-1].decode()
-    key = wire._session_key(TOKEN, theirs, "n", "b")
+    key = wire.session_key(TOKEN, theirs, "n", "b")
     greeting = (
-        json.dumps({"node": "b", "nonce": "n", "mac": wire._mac(key, b"join", 0, b"b").decode()}).encode() + b"\n"
+        json.dumps({"node": "b", "nonce": "n", "mac": wire.mac_of(key, b"join", 0, b"b").decode()}).encode() + b"\n"
     )
     writer.write(greeting)
     assert b'{"do": "wait"}' in await asyncio.wait_for(reader.readline(), SOON_S)
@@ -146,21 +146,21 @@ def forged(link):
 
 
 def replayed(link):
-    line = wire._mac(link._key, b"member", 0, b'{"phase": "joined"}') + b' {"phase": "joined"}\n'
+    line = wire.mac_of(link._key, b"member", 0, b'{"phase": "joined"}') + b' {"phase": "joined"}\n'
     link._writer.write(line + line)
 
 
 def reordered(link):
-    lines = [wire._mac(link._key, b"member", n, b'{"n": %d}' % n) + b' {"n": %d}\n' % n for n in (1, 0)]
+    lines = [wire.mac_of(link._key, b"member", n, b'{"n": %d}' % n) + b' {"n": %d}\n' % n for n in (1, 0)]
     link._writer.writelines(lines)
 
 
 def reflected(link):
-    link._writer.write(wire._mac(link._key, b"hub", 0, b'{"do": "wait"}') + b' {"do": "wait"}\n')
+    link._writer.write(wire.mac_of(link._key, b"hub", 0, b'{"do": "wait"}') + b' {"do": "wait"}\n')
 
 
 def not_json(link):
-    link._writer.write(wire._mac(link._key, b"member", 0, b"hello") + b" hello\n")
+    link._writer.write(wire.mac_of(link._key, b"member", 0, b"hello") + b" hello\n")
 
 
 @pytest.mark.parametrize("say", [forged, replayed, reordered, reflected, not_json])

@@ -42,7 +42,7 @@ def ended_by_alarm(running):
 
 def request_of(name, request, limit_s=1):
     here = ConnectedHost(LocalTransport("here"), sys.executable, None, ".")
-    return call._input(here, name, request, "MARK", b"", limit_s)
+    return call.program_input(here, name, request, "MARK", b"", limit_s)
 
 
 def test_a_program_that_never_comes_whole_ends(monkeypatch):
@@ -131,7 +131,7 @@ def test_reap_finds_what_is_stuck_and_nothing_that_is_at_work(tmp_path, monkeypa
     ):
         assert at_work.stdout.read(4) == b"MARK"
         both = {stuck.pid, at_work.pid, *children(stuck.pid), *children(at_work.pid)}
-        wait_for(lambda: len(both & {one.pid for one in belongings._programs()}) == 2)
+        wait_for(lambda: len(both & {one.pid for one in belongings.our_programs()}) == 2)
         wait_for(lambda: any(waits_for_input(pid) for pid in {stuck.pid, *children(stuck.pid)}))  # it has begun
         found = belongings.forgotten(old_s=0.0)
         ours = {one.pid for one in found} & both

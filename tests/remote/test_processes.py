@@ -1,10 +1,12 @@
 """Identity of processes: the wrong one is never signalled."""
 
+import io
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -73,25 +75,26 @@ def test_the_mark_finds_a_process_that_left_its_parent(tmp_path):
 
 def test_a_process_that_begins_another_program_is_looked_at_again(sleeper, monkeypatch):
     """Its environment is empty for a moment, and so are its words."""
-    read, looks = processes._read, []
+    looks = []
 
-    def loading(path):
+    def loading(path, *how, **options):
         looks.append(path)
-        return b"" if len(looks) < 6 else read(path)
+        return io.BytesIO() if len(looks) < 6 else open(path, *how, **options)
 
-    monkeypatch.setattr(processes, "_read", loading)
-    assert processes._environment(sleeper.pid) == read(f"/proc/{sleeper.pid}/environ")
+    monkeypatch.setattr(processes, "open", loading, raising=False)
+    assert processes.environment_of(sleeper.pid) == Path(f"/proc/{sleeper.pid}/environ").read_bytes()
+    assert len(looks) > 5
 
 
 def test_who_has_no_environment_is_not_waited_for(monkeypatch):
     child = subprocess.Popen(["sleep", "1000"], env={})
-    while not processes._read(f"/proc/{child.pid}/cmdline"):  # it begins its program yet
+    while not Path(f"/proc/{child.pid}/cmdline").read_bytes():  # it begins its program yet
         pass
     monkeypatch.setattr(processes.time, "sleep", lambda _: pytest.fail("waited"))
     try:
-        assert processes._environment(child.pid) == b""
+        assert processes.environment_of(child.pid) == b""
         with pytest.raises(OSError):
-            processes._environment(2)  # a kernel thread, or not there
+            processes.environment_of(2)  # a kernel thread, or not there
     finally:
         child.kill()
         child.wait()

@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 
@@ -125,7 +126,7 @@ def test_a_killed_launcher_is_named_and_its_ranks_go_with_it(tmp_path, node):
         job.launch()
         agents = job.wait_running()
         (rank,) = agents[node]["ranks"].values()
-        launcher = int(processes._stat(rank["wrapper"])[1])
+        launcher = int(Path(f"/proc/{rank['wrapper']}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(launcher, signal.SIGKILL)
         record = job.wait()
     assert record.state == "failed"

@@ -59,7 +59,7 @@ def taken(job: str, number: int, *gpus: str, uid: int = os.getuid()):
 
 
 def bound_names(job: str) -> set[str]:
-    return {*gpu_queue._names_of(job, "a", OWNER)} & {*gpu_queue._all_names()}
+    return {*gpu_queue.names_of(job, "a", OWNER)} & {*gpu_queue.all_names()}
 
 
 def ask_as(uid: int, job: str, do: str) -> bool:
@@ -323,7 +323,7 @@ def connected(job: str, count: int) -> list[socket.socket]:
     """Connections to every ticket there is, without a word."""
     found = []
     for _ in range(count):
-        for name in gpu_queue._all_names():
+        for name in gpu_queue.all_names():
             one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             one.setblocking(False)
             with suppress(OSError):
@@ -346,7 +346,7 @@ def test_connections_of_another_login_do_not_keep_a_controller_from_its_ticket(g
 @pytest.mark.parametrize("squat", [bound, lambda name: bound(name, None), full, None])
 def test_another_login_with_the_name_of_a_ticket_is_not_believed(gpu, squat):
     lies = json.dumps({"accepted": True, "cancelled": True, "job": "mine", "number": 1, "gpus": [gpu], "since_s": 0})
-    (name, *_) = gpu_queue._names_of("mine", "a", OWNER)
+    (name, *_) = gpu_queue.names_of("mine", "a", OWNER)
     squats = (lambda: squat(name)) if squat else answers_with(name, lies.encode(), b"", 0.01)
     with stranger(squats):
         if squat is full:  # nobody can see whose it is
@@ -362,7 +362,7 @@ def test_another_login_with_the_name_of_a_ticket_is_not_believed(gpu, squat):
 @needs_root
 def test_a_login_that_has_all_names_of_a_ticket_is_named(gpu):
     job = f"mine-{gpu[-12:]}"  # its names are of this test: a holder of the one before may still be at its end
-    taken_names = gpu_queue._names_of(job, "a", OWNER)
+    taken_names = gpu_queue.names_of(job, "a", OWNER)
     named = pytest.raises(Refused, match=f"{gpu_queue.user_name(NOBODY)} took the names of {job}'s tickets")
     with stranger(lambda: [bound(name) for name in taken_names]), named:
         gpu_queue.take(Ticket(job, 1, (gpu,)), "a", OWNER)

@@ -22,6 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -38,7 +39,7 @@ from orchestrator.remote import probe as remote_probe
 from orchestrator.remote.occupants import occupants
 from orchestrator.remote.probe import gpu_facts
 from orchestrator.transport import CommandResult, ask
-from orchestrator.views import console, following, job_table
+from orchestrator.views import following, job_table
 
 SLOW_S = 5.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -206,7 +207,8 @@ def probe(rng: random.Random) -> None:
     if rng.random() < 0.05:
         stdout = damaged(rng, stdout)
     host = ask.ConnectedHost(_Answering(), "python3", None, "~/.orch")  # type: ignore[arg-type]
-    facts = read_facts("v100", ask._parse(host, CommandResult(0, stdout, b""), MARKER), 1795233448.0, 1795233454.0)
+    parsed = ask.parse_answer(host, CommandResult(0, stdout, b""), MARKER)
+    facts = read_facts("v100", parsed, 1795233448.0, 1795233454.0)
     if NodeFacts.model_validate_json(facts.model_dump_json()) != facts:
         raise LetThrough("what was stored is not what was read")
     node = Node(
@@ -271,14 +273,10 @@ def _show(events: list[object], record: JobRecord, terminal: bool) -> None:
     fake = Console(
         file=screen, force_terminal=terminal, soft_wrap=True, highlight=False, width=80, legacy_windows=False
     )
-    before = console.out._file, console.err._file
-    console.out.file = console.err.file = screen
-    try:
+    with redirect_stdout(screen), redirect_stderr(screen):
         following.print_events(iter(events), stream=fake)
         job_table.print_end(record)
         job_table.print_jobs([record])
-    finally:
-        console.out._file, console.err._file = before
     shown = COLOUR.sub("", screen.getvalue())
     if found := CONTROL.search(shown):
         raise LetThrough(f"{found[0]!r} in {shown[max(0, found.start() - 40) : found.end() + 40]!r}")

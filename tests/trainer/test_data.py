@@ -215,10 +215,10 @@ def make_mnist_archives(raw: Path, monkeypatch: pytest.MonkeyPatch, samples: int
     raw.mkdir(parents=True)
     images = struct.pack(">4i", 2051, samples, 28, 28) + bytes(range(196)) * 4 * samples
     labels = struct.pack(">2i", 2049, samples) + bytes(range(samples))
-    files = {name: images if "images" in name else labels for name in fetch._MNIST_MD5}
+    files = {name: images if "images" in name else labels for name in fetch.MNIST_MD5}
     for name, content in files.items():
         (raw / f"{name}.gz").write_bytes(gzip.compress(content))
-    monkeypatch.setattr(fetch, "_MNIST_MD5", {name: hashlib.md5(files[name]).hexdigest() for name in files})
+    monkeypatch.setattr(fetch, "MNIST_MD5", {name: hashlib.md5(files[name]).hexdigest() for name in files})
 
 
 def test_mnist_is_unpacked_from_archives_packed_by_anyone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def test_steps_prepared_together_are_those_prepared_alone(
     monkeypatch: pytest.MonkeyPatch, shares: tuple[int, ...], augment: str
 ) -> None:
     together = list(batches_of(shares, resident.in_thread, augment=augment))
-    monkeypatch.setattr(resident, "_PREPARED_BYTES", {"cpu": 1})
+    monkeypatch.setattr(resident, "PREPARED_BYTES", {"cpu": 1})
     alone = list(batches_of(shares, resident.in_turn, augment=augment))
     assert len(alone) == -(-50 // sum(shares))
     assert len(alone[0][1]) == min(50, shares[0])

@@ -292,7 +292,7 @@ def weights_held(_: int, case: Case) -> tuple[int, int]:
 def test_fsdp_joins_small_neighbours_up_to_the_size_of_a_piece() -> None:
     with torch.device("meta"):
         model = build_model("resnet152", (3, 32, 32), 10)
-    pieces = list(fsdp._pieces(model, 25 * 2**20))
+    pieces = list(fsdp.pieces_of(model, 25 * 2**20))
     sizes = [sum(map(gradient_bytes, piece)) for piece in pieces]
     assert sum(sizes) == gradient_bytes(model)
     assert max(sizes) <= 25 * 2**20

@@ -174,4 +174,4 @@ def test_a_stream_that_stalls_ends_with_the_time_for_which_nothing_was_received(
             yield b""
 
     with pytest.raises(ConnectError, match=r"v100: nothing received for 2 s"):
-        list(call._program_output("v100", chunks(), b"mark"))
+        list(call.program_output("v100", chunks(), b"mark"))

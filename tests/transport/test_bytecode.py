@@ -19,24 +19,24 @@ def status(folder: Path) -> object:
 
 @pytest.fixture
 def packed_anew():
-    sources._packed.cache_clear()
+    sources.packed.cache_clear()
     yield
-    sources._packed.cache_clear()
+    sources.packed.cache_clear()
 
 
 def test_a_host_compiles_nothing_that_it_has_the_bytecode_of(tmp_path, monkeypatch, packed_anew):
     texts = dict.fromkeys(sources.needed("control", sources.shipped_sources()), "raise SystemExit('compiled')")
-    true = sources._bytecode
+    true = sources.bytecode_of
     monkeypatch.setattr("orchestrator.transport.ask.shipped_sources", lambda: sources.shipped_sources() | texts)
     monkeypatch.setattr(sources, "needed", lambda program, given: texts)
-    monkeypatch.setattr(sources, "_bytecode", lambda name, text: true(name, sources.shipped_sources()[name]))
+    monkeypatch.setattr(sources, "bytecode_of", lambda name, text: true(name, sources.shipped_sources()[name]))
     assert status(tmp_path) == {"jobs": {}}
 
 
 @pytest.mark.parametrize("change", [lambda code: b"\0\0\r\n" + code[4:], lambda code: b"", lambda code: code[:9]])
 def test_a_host_compiles_where_the_bytecode_is_not_of_its_python(tmp_path, monkeypatch, packed_anew, change):
-    true = sources._bytecode
-    monkeypatch.setattr(sources, "_bytecode", lambda name, text: change(true(name, text)))
+    true = sources.bytecode_of
+    monkeypatch.setattr(sources, "bytecode_of", lambda name, text: change(true(name, text)))
     assert status(tmp_path) == {"jobs": {}}
 
 

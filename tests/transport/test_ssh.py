@@ -613,7 +613,7 @@ def test_a_link_that_goes_silent_behind_a_jump_host_is_noticed(
     server: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ssh_errors, "USER_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(ssh_errors, "_HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(ssh_errors, "HEARTBEAT_S", 0.1)
     with running_sshd(tmp_path / "gate", key=server.key) as gate, running_sshd(tmp_path / "far", key=server.key) as far:
         known = tmp_path / "known"
         known.write_text(gate.known_hosts_line() + far.known_hosts_line())

@@ -26,7 +26,7 @@ from orchestrator.errors import ConnectError, UsageError
 from orchestrator.paths import Home, RunFolder
 from orchestrator.planning import JobSpec
 from orchestrator.ui import Watched, application, kept_token, pages
-from orchestrator.ui.app import _Kept, _Site
+from orchestrator.ui.app import LocalSite, Stale
 from tests.support.command_lines import command_lines_of_all_processes
 from tests.support.free_port import free_port
 from tests.support.served_page import TRAINS, address_of
@@ -222,9 +222,9 @@ def test_who_asks_for_what_was_collected_before_gets_what_was_not_collected_yet_
         return SimpleNamespace(run=runs["b"], errors={})
 
     controller = SimpleNamespace(store=store, jobs=jobs, collect=collect)
-    site = _Site(Home(tmp_path), tmp_path, Watched(Home(tmp_path)))
+    site = LocalSite(Home(tmp_path), tmp_path, Watched(Home(tmp_path)))
     asked = [SimpleNamespace(query_params=dict(words)) for words in ((), (("kept", "1"),))]
-    with pytest.raises(_Kept, match="a: v100: no answer"):
+    with pytest.raises(Stale, match="a: v100: no answer"):
         site._collected(controller, "a", asked[0])  # type: ignore[arg-type]
     assert [site._collected(controller, job, asked[1]) for job in "ab"] == [*runs.values()]  # type: ignore[arg-type]
 

@@ -57,4 +57,4 @@ def test_what_is_no_longer_heard_is_begun_anew_unless_the_job_has_ended(
     is_over: bool, state: str, after_s: float, is_due: bool
 ) -> None:
     gauged: Any = SimpleNamespace(is_over=is_over, record=SimpleNamespace(state=state))
-    assert app._Viewed(gauged, time.monotonic() - after_s).is_due_again is is_due
+    assert app.Viewed(gauged, time.monotonic() - after_s).is_due_again is is_due

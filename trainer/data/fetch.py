@@ -26,7 +26,7 @@ from trainer.shared.settings import Settings
 NETWORK_TIMEOUT_S = 4.0
 
 _SETS: dict[str, Any] = {"mnist": MNIST, "cifar10": CIFAR10}
-_MNIST_MD5 = {
+MNIST_MD5 = {
     "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
     "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
     "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
@@ -59,7 +59,7 @@ def prepare(settings: Settings) -> None:
 
 def _unpack_mnist(raw: Path) -> None:
     """torchvision has only the md5 of the original archives; many copies were repacked."""
-    for name, md5 in _MNIST_MD5.items():
+    for name, md5 in MNIST_MD5.items():
         packed, unpacked = raw / f"{name}.gz", raw / name
         if unpacked.exists() or not packed.exists():
             continue
@@ -73,7 +73,7 @@ def _unpack_mnist(raw: Path) -> None:
 
 def _check_mnist(raw: Path) -> None:
     """Raises TrainError for a truncated file, which torchvision would report as absent."""
-    for path in (raw / name for name in _MNIST_MD5):
+    for path in (raw / name for name in MNIST_MD5):
         if not path.exists():
             continue
         size, dimensions = path.stat().st_size, 3 if "images" in path.name else 1

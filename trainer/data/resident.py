@@ -22,7 +22,7 @@ Job = Callable[[], list[Batch]]
 Ahead = Callable[[Iterable[Job]], Iterator[list[Batch]]]
 """Runs jobs in order and yields their results."""
 
-_PREPARED_BYTES = {"cpu": 1 << 18, "cuda": 1 << 25}
+PREPARED_BYTES = {"cpu": 1 << 18, "cuda": 1 << 25}
 """Images prepared together: a core's cache, or few calls on a GPU."""
 
 
@@ -97,7 +97,7 @@ class ResidentBatches:
 
     def _jobs(self, sizes: list[int], chosen: Tensor, maps: Tensor | None) -> Iterator[Job]:
         """Groups of steps prepared together."""
-        limit = _PREPARED_BYTES[self.data.labels.device.type] // (4 * self.data.pixels[0].numel())
+        limit = PREPARED_BYTES[self.data.labels.device.type] // (4 * self.data.pixels[0].numel())
         begin, group = 0, []
         for number, size in enumerate(sizes):
             group.append(size)

@@ -51,7 +51,7 @@ class Fsdp(Base):
         share_initial_state(model, group)
         self.hollow = meta_copy(model)
         mesh = make_mesh(group, next(model.parameters()).device.type)
-        pieces = list(_pieces(model, piece_mib * 2**20))
+        pieces = list(pieces_of(model, piece_mib * 2**20))
         has_rest = sum(gradient_bytes(part) for piece in pieces for part in piece) < gradient_bytes(model)
         self.reductions = len(pieces) + has_rest
         names = {module: name for name, module in model.named_modules()}
@@ -166,7 +166,7 @@ def _newest_fsdp() -> tuple[Any, Any]:
     raise TrainError(f"strategy fsdp needs torch 2.9 or newer, this is {torch.__version__}: use ddp")
 
 
-def _pieces(model: nn.Module, most_bytes: float) -> Iterator[list[nn.Module]]:
+def pieces_of(model: nn.Module, most_bytes: float) -> Iterator[list[nn.Module]]:
     """Consecutive parts of up to `most_bytes` together."""
     # Every piece costs six latencies, three of them to compare the ranks' positions.
     piece: list[nn.Module] = []
