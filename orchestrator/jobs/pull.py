@@ -102,7 +102,7 @@ def _too_large(run: RunFolder, node: str, outputs: Sequence[Output]) -> dict[str
     return {
         one.name: f"{format_bytes(one.size)} do not fit on the disk here ({format_bytes(free)} free)"
         for one in outputs
-        if one.size - _partial_size(_partial(run, node, one)) + SPARE_BYTES > free and not is_here(run, node, one)
+        if one.size - _partial_size(partial_path(run, node, one)) + SPARE_BYTES > free and not is_here(run, node, one)
     }
 
 
