@@ -34,7 +34,7 @@ from orchestrator.hosts.inventory_file import extra_again, with_secrets
 from orchestrator.hosts.probe import SLOW_TORCH_S, look, probe, shared_folders
 from orchestrator.hosts.work_folders import Cleared, Mended, Reaped, Survey, Who
 from orchestrator.jobs.job_store import ENDED
-from orchestrator.paths import read_owner
+from orchestrator.owner import read_owner
 from orchestrator.planning.nccl import GpuHost, unlike_versions
 from orchestrator.store import Store
 from orchestrator.transport.ask import ConnectedHost

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from orchestrator.errors import HostError, HostsError, OrchError, RefusedError, TurnError, UsageError
 from orchestrator.files import own_folder
 from orchestrator.hosts.connections import Connections
-from orchestrator.paths import Home, RunFolder, read_owner
+from orchestrator.owner import read_owner
+from orchestrator.paths import Home, RunFolder
 from orchestrator.store import Store
 from orchestrator.transport.fanout import errors, values
 

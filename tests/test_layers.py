@@ -33,9 +33,9 @@ ORDER = [
     "cli",
 ]
 """The rooms of orchestrator/: packages, and files at its root. Each knows those above it in this list alone."""
-GROUND = {"__init__", "errors", "units", "files", "paths", "record"}
+GROUND = {"__init__", "errors", "units", "files", "paths", "record", "owner"}
 """Files at the root that everybody may import."""
-MOST_AT_ROOT = 10
+MOST_AT_ROOT = 11
 
 PURE_PACKAGES = {"forecast", "results", "studies"}
 """Their modules know no network, process or screen, and reach no host: nor does one that calls itself pure."""

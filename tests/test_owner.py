@@ -8,7 +8,8 @@ import pytest
 from orchestrator.controller import Controller
 from orchestrator.errors import StateError
 from orchestrator.hosts import Connections
-from orchestrator.paths import Home, read_owner
+from orchestrator.owner import read_owner
+from orchestrator.paths import Home
 from orchestrator.record import Owner
 from orchestrator.store import Store
 from tests.support.local_job import gang

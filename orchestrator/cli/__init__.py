@@ -37,7 +37,7 @@ def main() -> None:
 
 
 if "_ORCH_COMPLETE" in os.environ:
-    from orchestrator.cli.spec_words import install
+    from orchestrator.cli.bash_words import install
 
     install()
 

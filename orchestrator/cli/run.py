@@ -18,13 +18,12 @@ from orchestrator.cli.common import busy, json_option, open_controller
 from orchestrator.cli.jobs import cancel_job
 from orchestrator.cli.spec_words import JOB_FILES, RunCommand, is_job_file, script_argument, spec_of, went_to_script
 from orchestrator.errors import OrchError, UsageError
-from orchestrator.jobs.job_store import JobRecord
 from orchestrator.paths import RUNS, RunFolder
-from orchestrator.views import console
 
 if TYPE_CHECKING:
     from orchestrator.controller import Controller
     from orchestrator.doctor.table import Finding
+    from orchestrator.jobs.job_store import JobRecord
     from orchestrator.jobs.running import RunningJob
     from orchestrator.planning.job_spec import JobSpec
     from orchestrator.planning.launch_plan import LaunchPlan
@@ -271,6 +270,8 @@ def variables(record: JobRecord) -> dict[str, str]:
 
 
 def notify(command: str, record: JobRecord, limit_s: float = LIMIT_S) -> None:
+    from orchestrator.views import console
+
     console.err.file.flush()
     if why := _notify_run(command, {**os.environ, **variables(record)}, limit_s):
         console.warn(f"--notify: the command {why}; the job itself is {record.state}")

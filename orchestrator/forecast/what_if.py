@@ -49,7 +49,7 @@ from orchestrator.planning.launch_plan import Faster, LaunchPlan, Prediction
 from orchestrator.planning.placement import Worth
 from orchestrator.planning.profiles import Profiles
 from orchestrator.planning.request import RunRequest
-from orchestrator.results.straggler import WORTH, may_leave, settings_on
+from orchestrator.results.single_host import WORTH, may_leave, settings_on
 from orchestrator.units import format_figure
 from trainer.shared.config import OF_PIPELINE, fields_of
 from trainer.shared.experiments import OWN

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from orchestrator.errors import HostError
 from orchestrator.files import write_atomic
 from orchestrator.hosts.inventory import Node
-from orchestrator.paths import Home, read_owner
+from orchestrator.owner import read_owner
+from orchestrator.paths import Home
 from orchestrator.units import format_bytes, one_line, some
 
 if TYPE_CHECKING:

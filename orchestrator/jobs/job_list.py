@@ -23,7 +23,7 @@ from orchestrator.jobs import launch
 from orchestrator.jobs.job_store import ENDED, JobRecord, JobStore
 from orchestrator.jobs.stall import needs_diagnosis
 from orchestrator.jobs.state import combine
-from orchestrator.paths import read_owner
+from orchestrator.owner import read_owner
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.record import SCHEMA, Owner
 from orchestrator.transport.fanout import errors_by_node, values

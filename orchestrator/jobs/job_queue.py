@@ -21,7 +21,7 @@ from orchestrator.errors import ConnectError, HostError, HostsError, OrchError, 
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.occupied import OccupiedError
 from orchestrator.jobs.job_store import ENDED, FINAL_STATES, JobRecord, JobStore, WaitingRun
-from orchestrator.paths import read_owner
+from orchestrator.owner import read_owner
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost

@@ -34,7 +34,8 @@ from orchestrator.hosts.connections import Connections
 from orchestrator.jobs.collect import SPARE_BYTES, is_removed, refuse_if_full
 from orchestrator.jobs.frames import End, FilePiece, Held, Left, Whole, read_files
 from orchestrator.jobs.job_store import JobStore
-from orchestrator.paths import RunFolder, read_owner
+from orchestrator.owner import read_owner
+from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost

@@ -32,7 +32,8 @@ from orchestrator.jobs.live_stats import Gauge
 from orchestrator.jobs.pull import Output, Outputs, outputs
 from orchestrator.jobs.stall import HostSnapshot, StallProbe, answered, lost_output_words, needs_diagnosis
 from orchestrator.jobs.state import combine, is_gone, is_half_started
-from orchestrator.paths import RunFolder, read_owner
+from orchestrator.owner import read_owner
+from orchestrator.paths import RunFolder
 from orchestrator.planning.job_forms import spec_of, write_job
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.record import write_record

@@ -15,7 +15,7 @@ from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.grammar import NAME, folder_of_ours
 from orchestrator.hosts.inventory import Node
 from orchestrator.hosts.inventory_file import with_secrets
-from orchestrator.paths import read_owner
+from orchestrator.owner import read_owner
 from orchestrator.provision import push, venvs
 from orchestrator.provision.push import Manifest, Pushed
 from orchestrator.provision.venvs import Made, WantedVersions

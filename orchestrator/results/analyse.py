@@ -35,8 +35,8 @@ from orchestrator.results.curves import Curves, SpeedCourse, read_curves, read_s
 from orchestrator.results.events import Events, MetricsFile
 from orchestrator.results.measure import OF_RUN, Figures, RankFigures, gpu_label, measure, write_steps
 from orchestrator.results.network import measures_collectives, not_measured, read_collectives, unpaced
+from orchestrator.results.single_host import measured as faster_ways
 from orchestrator.results.straggler import find_bound, find_straggler, read_gpu_use
-from orchestrator.results.straggler import measured as faster_ways
 from orchestrator.results.summary import GpuSummary, NodeSummary, RankEnd, Summary
 from orchestrator.results.tables import read_events
 from orchestrator.results.timeline import StageSummary, read_places, read_timeline, write_timeline

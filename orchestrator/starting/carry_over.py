@@ -23,7 +23,8 @@ from orchestrator.jobs.collect import SPARE_BYTES
 from orchestrator.jobs.launch import ASK_S, whose
 from orchestrator.jobs.pull import Output, pull
 from orchestrator.jobs.running import RunningJob
-from orchestrator.paths import RunFolder, read_owner
+from orchestrator.owner import read_owner
+from orchestrator.paths import RunFolder
 from orchestrator.planning.bundle import digests_in
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.provision.push import Manifest, ManifestFile, push, read_pieces

@@ -62,7 +62,7 @@ def test_a_command_that_neither_analyses_nor_ships_imports_nothing_for_it(tmp_pa
 
 
 def test_duckdb_comes_with_the_analysis_alone():
-    code = "import sys, orchestrator.controller, orchestrator.forecast.inputs, orchestrator.results.straggler\n"
+    code = "import sys, orchestrator.controller, orchestrator.forecast.inputs, orchestrator.results.single_host\n"
     code += "import orchestrator.cli.results, orchestrator.views.console, orchestrator.studies.study\n"
     code += "print('duckdb' in sys.modules)\nimport orchestrator.results.analyse\nprint('duckdb' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.doctor import CHECKS
-from orchestrator.paths import Home, read_owner
+from orchestrator.owner import read_owner
+from orchestrator.paths import Home
 from tests.support.local_cluster import Place
 from tests.support.ssh_rack import Rack, ssh_rack
 from tests.support.sshd import needs_sshd

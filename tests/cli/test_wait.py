@@ -229,6 +229,7 @@ def requests(rack: GpuRack, node: str) -> int:
 
 
 def alice_id(person: Person) -> str:
-    from orchestrator.paths import Home, read_owner
+    from orchestrator.owner import read_owner
+    from orchestrator.paths import Home
 
     return read_owner(Home(person.folder / "home")).id

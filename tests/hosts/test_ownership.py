@@ -24,7 +24,8 @@ from orchestrator.errors import HostError, HostsError, UsageError
 from orchestrator.hosts import Connections, Inventory, Node, Who, checks, work_folders
 from orchestrator.hosts.probe import probe
 from orchestrator.jobs import launch
-from orchestrator.paths import Home, read_owner
+from orchestrator.owner import read_owner
+from orchestrator.paths import Home
 from orchestrator.provision import venvs
 from orchestrator.record import Owner
 from orchestrator.remote import claim, layout, processes

@@ -19,7 +19,8 @@ from pathlib import Path
 import lab_net
 import yaml
 
-from orchestrator.paths import Home, read_owner
+from orchestrator.owner import read_owner
+from orchestrator.paths import Home
 from tests.support import forks
 from tests.support.lab import Lab, lab
 
