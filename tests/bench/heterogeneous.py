@@ -1,11 +1,15 @@
 """Unequal hosts on a slow link: how near each way to stay together comes to the sum of the hosts' solo speeds.
 
     .venv/bin/python tests/bench/heterogeneous.py [--twins a2000_v100,...] [--batch 256,2048] [--speeds slow,catalogue]
+    .venv/bin/python tests/bench/heterogeneous.py --speeds fp32,fp16 --slow-motion 8 --rows ddp+shares,pipeline
     .venv/bin/python tests/bench/heterogeneous.py --twins skew_2,skew_20 --link 40Gbps --batch 1024 --rows ddp+shares
 
 Paced twins with ResNet-152's real gradient (232.7 MB), at two speeds side by side: those that inventory/lab_*.yaml
 assume, which leave two cores time enough, and those that the hardware catalogue estimates for the same cards, four to
-six times as fast, which two cores cannot always keep (docs/twins.md). Each speed is one gang: every block goes through
+six times as fast, which two cores cannot always keep (docs/twins.md). fp32 and fp16 are the catalogue of cards' own
+speeds (docs/planning.md). --slow-motion K slows hosts and links by the same factor, so that two cores keep every pace:
+rates are shown K times as large, and ratios are those of the cards, except for Gloo's own 1 ms a message, which counts
+for a Kth. Each speed is one gang: every block goes through
 all rows in turn, the hosts alone among them; each block's first steps are left out; medians over the blocks.
 
     sum         over the sum of what the hosts did alone, each with the whole batch, in the same gang
@@ -27,7 +31,7 @@ import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,9 @@ from model import Model
 from rack import ROOT, Rack, rack, show_machine
 from rows import WARMUP, Host, Row, fastest, goodput_gbps, inventory, measure, measure_links, planned, with_shares
 
+from orchestrator.forecast import estimate, layers_of
+from orchestrator.hosts import find_card
+from orchestrator.units import format_bandwidth, parse_bandwidth
 from trainer.shared import Speed, equal_shares
 from trainer.shared.pace import BACKWARD, FORWARD
 
@@ -44,6 +51,8 @@ GATHERED, ADDED_UP = 460_298, 450_048
 """Numbers of a sample in the outputs of all layers that strategy tensor cuts, and in the gradients of their inputs."""
 TWINS = ("a2000_v100", "a16_v100", "a2000_a2000", "a16_a16_a2000")
 FILES = {"slow": "lab_{}.yaml", "catalogue": "lab_{}_catalogue.yaml"}
+AMP = {"fp32": "none", "fp16": "fp16"}
+"""Speeds of the catalogue of cards."""
 OF_A_SKEW = 800.0
 """Samples a second of two hosts of which one is so many times as fast, or of one host's ranks."""
 ENOUGH = 0.9
@@ -90,6 +99,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--speeds", default="slow,catalogue", help="of the twins; each has to have a lab inventory")
     parser.add_argument("--batch", default="256")
     parser.add_argument("--link", default="2.5Gbps")
+    parser.add_argument("--slow-motion", type=float, default=1.0, metavar="K", help="times as slow, hosts and links")
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--auto", default="", help="fidelities whose best way strategy=auto shall choose, as rows")
     parser.add_argument("--details", action="store_true", help="the spread of the blocks, and each rank's milliseconds")
@@ -105,11 +115,28 @@ def speeds_of(twin: str, asked: argparse.Namespace) -> dict[str, list[Host]]:
         ranks = int(twin.removeprefix("inside_"))
         return {"slow": [Host("n0", ranks, OF_A_SKEW / ranks, asked.link)]}
     found = {}
+    link = format_bandwidth(parse_bandwidth(asked.link) / asked.slow_motion)
     for name in asked.speeds.split(","):
+        if name in AMP:
+            found[name] = [slowed(card_host(card, name, link), asked.slow_motion) for card in twin.split("_")]
+            continue
         for folder in (ROOT / "inventory", ROOT / "tests" / "bench"):
             if (file := folder / FILES[name].format(twin)).exists():
-                found[name] = hosts_in(file, asked.link)
+                found[name] = [slowed(host, asked.slow_motion) for host in hosts_in(file, link)]
     return found
+
+
+def card_host(card: str, precision: str, link: str) -> Host:
+    """At the catalogue's speed. Twins with two hosts of one card are not among them."""
+    found = find_card(card)
+    assert found, card
+    speed = estimate(found, layers_of("resnet152", (3, 32, 32), 10), AMP[precision]).speed
+    return Host(card, 1, 1000 / speed.sample_ms, link, speed.fixed_ms, gb_per_s=found.gb_per_s)
+
+
+def slowed(host: Host, times: float) -> Host:
+    pace = host.samples_per_s / times if host.samples_per_s else None
+    return replace(host, samples_per_s=pace, fixed_ms=host.fixed_ms * times, gb_per_s=host.gb_per_s / times)
 
 
 def hosts_in(file: Path, link: str) -> list[Host]:
@@ -129,6 +156,8 @@ class Column:
     rows: Mapping[str, Row]
     model: Model
     goodput_gbps: float
+    times: float
+    """Slow motion."""
 
     @property
     def sum(self) -> float:
@@ -182,7 +211,9 @@ def measured_columns(
     for batch in batches:
         rows = {name.partition(" ")[2]: row for name, row in found.items() if name.startswith(f"{batch} ")}
         solo = by_host(hosts, batch, rows, model)
-        columns.append(Column(speed, batch, hosts, fastest(hosts, batch)[0], solo, rows, model, goodput))
+        columns.append(
+            Column(speed, batch, hosts, fastest(hosts, batch)[0], solo, rows, model, goodput, asked.slow_motion)
+        )
     return columns
 
 
@@ -271,8 +302,10 @@ HEAD = "samples/s   sum limit  plan   sim  0.9 to"
 
 def show(columns: Sequence[Column], details: bool) -> None:
     for column in columns:
-        hosts = ", ".join(f"{host.name} {column.alone[host.name]:.0f}" for host in column.hosts)
-        print(f"  {column.speed}: alone {hosts}, in sum {column.sum:.0f} samples/s; shares {column.shares}")
+        hosts = ", ".join(f"{host.name} {column.times * column.alone[host.name]:.0f}" for host in column.hosts)
+        whole = f"{column.times * column.sum:.0f} samples/s"
+        slow = f" (slow motion: measured at 1/{column.times:g})" if column.times != 1 else ""
+        print(f"  {column.speed}: alone {hosts}, in sum {whole}; shares {column.shares}{slow}")
     print("  " + " | ".join([" " * 24, *(f"{column.speed:^{len(HEAD)}}" for column in columns)]))
     print("  " + " | ".join([" " * 24, *(HEAD for _ in columns)]))
     print("  " + " | ".join([f"{'the fastest host alone':24}", *(fastest_cell(column) for column in columns)]))
@@ -292,7 +325,9 @@ def is_alone(name: str) -> bool:
 def fastest_cell(column: Column) -> str:
     best, paces = max(column.alone.values()), column.model.alone(column.batch).values()
     mark = " " if all(row.valid for name, row in column.rows.items() if is_alone(name)) else "*"
-    return f"{best:8.0f}{mark} {best / column.sum:.3f}       {max(paces) / sum(paces):.3f} {'':5}        "
+    return (
+        f"{column.times * best:8.0f}{mark} {best / column.sum:.3f}       {max(paces) / sum(paces):.3f} {'':5}        "
+    )
 
 
 def cell(column: Column, row: Row) -> str:
@@ -302,7 +337,7 @@ def cell(column: Column, row: Row) -> str:
     times = column.model.fast_enough(row.settings, ENOUGH)
     until = "never" if times is None else f"{times:.2g} x"
     return (
-        f"{row.samples_per_s:8.0f}{mark} {row.samples_per_s / column.sum:.3f} "
+        f"{column.times * row.samples_per_s:8.0f}{mark} {row.samples_per_s / column.sum:.3f} "
         f"{row.samples_per_s / limit(column, row):.3f} {forecast:.3f} {sim} {until:>7}"
     )
 
