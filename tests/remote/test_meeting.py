@@ -115,7 +115,7 @@ def test_a_rank_alone_has_nobody_to_meet(tmp_path: Path) -> None:
 def test_a_job_that_goes_on_alone_is_reported_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = dict(ask.shipped_sources())
     for module, long, brief in (
-        ("ranks", "ALONE_S = 120.0", "ALONE_S = 0.5"),
+        ("host_state", "ALONE_S = 120.0", "ALONE_S = 0.5"),
         ("stillness", "LOOK_S = 5.0", "LOOK_S = 0.2"),
     ):
         assert long in sources[f"orch_remote.{module}"]

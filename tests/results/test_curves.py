@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.results import POINTS, Curves, Epoch, EvaluationPoint, LossPoint, Moment, SpeedCourse, Summary, placed
@@ -169,6 +169,7 @@ VALUES = st.floats(-1e15, 1e15)
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**12), VALUES), min_size=1, max_size=9), st.booleans())
+@example([(0, -1000000000000.625)], False)
 @settings(max_examples=12)
 def test_every_point_lies_within_the_plot(points: list[tuple[float, float]], from_zero: bool) -> None:
     lines = (ChartLine("a", sorted(points), PALETTE[0], dots=True), ChartLine("b", (), PALETTE[1]))

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from trainer.compute.batch_norm_kernels import REMEMBERED
 from trainer.data.sample_stream import SampleStream
-from trainer.shared.settings import Schedule, Settings, parse_lr_steps
+from trainer.shared.learning_rate import Schedule, parse_lr_steps
+from trainer.shared.settings import Settings
 
 
 class Rates:
