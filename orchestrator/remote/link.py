@@ -25,8 +25,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-# asyncio without `ssl`, which hosts do not use: it takes a fifth of the import time, and memory. It supports Python builds
-# without `ssl`. Other modules have `from .link import asyncio`.
+# asyncio without `ssl`, which hosts do not use: it takes a fifth of the import time, and memory. It supports Python
+# builds without `ssl`. Other modules have `from .link import asyncio`.
 
 if "asyncio" not in sys.modules and "ssl" not in sys.modules:
     sys.modules["ssl"] = None  # type: ignore[assignment]  # what Python takes for a module that there is not
