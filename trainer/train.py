@@ -32,8 +32,12 @@ def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
 
 def train_epoch(session: Session) -> None:
     smoothing = session.run.settings.label_smoothing
-    for images, labels in session.batches():
-        session.step(cross_entropy(session.model(images), labels, reduction="sum", label_smoothing=smoothing))
+    for inputs, labels in session.batches():
+        outputs = session.model(inputs)
+        if outputs.dim() == labels.dim() == 2:  # of a paced rank: no token's
+            labels = labels[:, 0]
+        loss_sum = cross_entropy(outputs, labels, reduction="sum", label_smoothing=smoothing)
+        session.step(loss_sum / labels.shape[1] if labels.dim() == 2 else loss_sum)
 
 
 def evaluate(session: Session) -> None:
@@ -46,6 +50,8 @@ def evaluate(session: Session) -> None:
         result = judged(network, run.strategy.outputs(network, batches), run.training_task.facts.classes, run.device)
     eval_s = round(time.monotonic() - started_s, 6)
     fields = dataclasses.asdict(result)
+    if run.training_task.facts.is_text:
+        fields["per_class"] = ()  # of 256 bytes
     run.metrics.write("eval", epoch=progress.epoch, step=session.updates - 1, **fields, eval_s=eval_s)
     run.console.evaluation(progress.epoch, session.loss, result)
     session.judged(result.accuracy, result.loss)

@@ -253,8 +253,9 @@ def exact_part_of(settings: Settings, fidelity: str) -> float:
 
 
 def updates_of(settings: Settings) -> int:
-    """A folder counts as the experiment's data set, a script's data as endless."""
-    there = settings.data_set.train_samples if settings.model != OWN else ENDLESS
+    """A folder counts as the experiment's data set, a script's data and text as endless."""
+    is_endless = settings.model == OWN or settings.data_set.is_text
+    there = ENDLESS if is_endless else settings.data_set.train_samples
     whole = settings.epochs * -(-min(settings.samples or there, there) // settings.batch)
     return min(whole, settings.steps or whole)
 

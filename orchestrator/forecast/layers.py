@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import UsageError
-from trainer.shared.experiments import CHOSEN, DATA_SETS
+from trainer.shared.experiments import CHOSEN, DATA_SETS, TEXT_MODELS, GptSize
 from trainer.shared.settings import Settings
 
 FLOAT_BYTES = 4
@@ -70,6 +70,8 @@ def layers_in(blocks: Sequence[Block]) -> tuple[Layer, ...]:
 
 def blocks_of(model: str, image: tuple[int, int, int], classes: int) -> tuple[Block, ...]:
     """Like `trainer.compute.models.stages_of`."""
+    if model in TEXT_MODELS:
+        return tuple(_gpt(TEXT_MODELS[model], image[2]))
     if not is_written_here(model):
         return tuple(_recorded(model, image[1], classes))
     blocks = _lenet if model == "lenet" else partial(_resnet, _RESNETS[model])
@@ -83,13 +85,18 @@ def is_written_here(model: str) -> bool:
 
 def is_known(settings: Settings) -> bool:
     model = settings.model
-    return is_written_here(model) or (model in _records() and settings.data_set.shape[1] in PIXELS)
+    return (
+        is_written_here(model) or model in TEXT_MODELS or (model in _records() and settings.data_set.shape[1] in PIXELS)
+    )
 
 
 def network_of(settings: Settings) -> tuple[Block, ...]:
     """Raises UsageError for an unknown network."""
     if not is_known(settings):
-        known = ", ".join(["lenet", *_RESNETS]) + f", and {len(_records())} of torchvision's for {_or(PIXELS)} pixels"
+        known = (
+            ", ".join(["lenet", *_RESNETS, *TEXT_MODELS])
+            + f", and {len(_records())} of torchvision's for {_or(PIXELS)} pixels"
+        )
         raise UsageError(
             f"{settings.model}: its layers are not known here, so that nothing is predicted",
             f"known: {known}, and others after `orch profile` has measured them on your hosts, with the same "
@@ -159,6 +166,25 @@ def _lenet(channels: int, size: int, classes: int) -> Iterator[Block]:
     yield Block((first, _weights((16, 6, 5, 5), 6 * 14 * 14, 10 * 10)), 400)
     maps = ((120, 400), (84, 120), (classes, 84))
     yield Block(tuple(_weights((outputs, inputs), inputs) for outputs, inputs in maps), classes)
+
+
+def _gpt(size: GptSize, tokens: int) -> Iterator[Block]:
+    """Like `trainer.compute.gpt`. Attention has no weights and is not counted: some tenth of the work."""
+    width = size.width
+
+    def norm() -> Layer:
+        return Layer(((width,), (width,)), width * tokens, batch_norm=False)
+
+    def linear(inputs: int, outputs: int) -> Layer:
+        return Layer(((outputs, inputs), (outputs,)), inputs * outputs * tokens)
+
+    embeddings = (Layer(((size.vocabulary, width),), 0.0), Layer(((tokens, width),), 0.0))
+    yield Block(embeddings, width * tokens)
+    for _ in range(size.layers):
+        attention = norm(), linear(width, 3 * width), linear(width, width)
+        yield Block((*attention, norm(), linear(width, 4 * width), linear(4 * width, width)), width * tokens)
+    head = Layer(((size.vocabulary, width),), size.vocabulary * width * tokens)
+    yield Block((norm(), head), size.vocabulary * tokens)
 
 
 _RESNETS = {"resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3), "resnet152": (3, 8, 36, 3)}

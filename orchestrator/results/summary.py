@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from orchestrator.results.curves import AccuracyTarget, Curves, SpeedCourse
 from orchestrator.results.network import Collectives
 from orchestrator.results.timeline import StageSummary
 from orchestrator.units import format_duration, format_figure, format_percent
+from trainer.shared.experiments import TEXT_MODELS
 from trainer.shared.strategy_table import STRATEGIES
 
 # Why a host's GPU ran below its possible clock: power, heat, or hardware. Pure. An idle GPU, or one with clocks set by
@@ -281,6 +283,7 @@ class Summary(Record):
     accuracy_per_class: dict[str, float] = Field(default_factory=dict)
     loss: float | None = None
     """The last complete epoch's, else that of the last step with a loss; None when paced."""
+    test_loss: float | None = None
     target: AccuracyTarget | None = None
     batch_norm: BatchNorm | None = None
     curves: Curves = Field(default_factory=Curves)
@@ -294,6 +297,23 @@ class Summary(Record):
     @property
     def recorded(self) -> RecordedSettings:
         return read_settings(self.settings)
+
+    @property
+    def _is_text(self) -> bool:
+        return self.settings.get("model") in TEXT_MODELS
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None unless the samples are text."""
+        tokens = self.settings.get("tokens")
+        if not self._is_text or self.samples_per_s is None or not isinstance(tokens, int):
+            return None
+        return self.samples_per_s * tokens
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """In the last test; None unless the samples are text."""
+        return self.test_loss / math.log(2) if self._is_text and self.test_loss is not None else None
 
     @property
     def basis_words(self) -> str:

@@ -153,6 +153,8 @@ def _cells(node: NodeSummary) -> tuple[str, ...]:
 def _print_speed(summary: Summary, *, has_star: bool) -> None:
     """has_star: prints the footnote on standalone speeds."""
     whole = f"cluster: {figure(summary.samples_per_s)} samples/s"
+    if summary.tokens_per_s is not None:
+        whole += f" ({figure(summary.tokens_per_s)} tokens/s)"
     if summary.efficiency is not None:
         whole += f", {percent(summary.efficiency)} of its hosts' combined standalone speed*"
     console.put(whole)
@@ -182,6 +184,8 @@ def _findings(summary: Summary) -> Iterator[str]:
     if summary.accuracy is not None:
         loss = f" ({summary.not_finite.words})" if summary.not_finite else ""
         yield f"test accuracy: {percent(summary.accuracy, 2)}{loss}"
+        if summary.bits_per_byte is not None:
+            yield f"test loss: {summary.bits_per_byte:.3f} bits per byte"
         yield from class_lines(summary.accuracy_per_class)
     if summary.target:
         yield f"target accuracy: {summary.target.words}"

@@ -153,6 +153,7 @@ SAMPLED = {
     "tests/trainer/test_shared_network": 3,
     "tests/trainer/test_strategies": 4,
     "tests/trainer/test_tensor": 3,
+    "tests/trainer/test_text": 3,
     "tests/trainer/test_unused": 5,
     "tests/transport/test_login_forms": 3,
     "tests/ui/test_page": 3,

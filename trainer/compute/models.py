@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
+from trainer.compute.gpt import build_gpt
 from trainer.shared.errors import TrainError
+from trainer.shared.experiments import TEXT_MODELS
 
 
 class LeNet(nn.Module):
@@ -36,11 +38,13 @@ class LeNet(nn.Module):
 
 
 def build_model(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """shape: (channels, height, width). Raises TrainError."""
+    """shape: (channels, height, width), for text (1, 1, tokens). Raises TrainError."""
     if name == "lenet":
         return LeNet(shape[0], shape[1], classes)
     if name == "small_resnet":
         return SmallResNet(shape[0], classes)
+    if name in TEXT_MODELS:
+        return build_gpt(TEXT_MODELS[name], shape[2])
     from torchvision import __version__, models
 
     further: dict[str, Any] = {"image_size": shape[1]} if name.startswith("vit_") else {}

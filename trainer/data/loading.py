@@ -22,7 +22,8 @@ from trainer.data.augment import AUGMENTATIONS, Augmentation, start_of
 from trainer.data.fetch import folder, prepare
 from trainer.data.resident import in_stream
 from trainer.data.sample_stream import RankBatches
-from trainer.data.sets import find_facts, known_facts, open_data, whole
+from trainer.data.sets import find_facts, known_facts, open_data, open_text, whole
+from trainer.data.text import TextBatches
 from trainer.ranks.agreement import gather_lines, together
 from trainer.ranks.rank_info import RankInfo
 from trainer.shared.errors import TrainError
@@ -72,6 +73,8 @@ def choose_loader(settings: Settings, facts: DataSet, info: RankInfo, device: to
     """Sets `loader` and `num_workers` for this host. Raises TrainError if the set cannot be resident."""
     if not info.learns:
         return settings
+    if facts.is_text:
+        return dataclasses.replace(settings, loader="resident", num_workers=0)
     loader = settings.loader
     if loader != "workers":
         needed, free = resident_bytes(facts) * ranks_on(device, info), free_bytes(device)
@@ -131,10 +134,29 @@ def open_batches(
             prepare(settings)
     with together(info.node):
         if info.learns:
+            if facts.is_text:
+                return _text(settings, facts, order, device)
             if settings.loader == "resident":
                 return _resident(settings, facts, order, device, prepare_ahead(info, device))
             return _workers(settings, facts, order, device)
-    return Opened(BlankBatches(order, facts.shape), None, lambda other: BlankBatches(other, facts.shape))
+    return Opened(BlankBatches(order, facts), None, lambda other: BlankBatches(other, facts))
+
+
+def _text(settings: Settings, facts: DataSet, order: RankBatches, device: torch.device) -> Opened:
+    text = open_text(settings)
+    train, test = (part.to(device) for part in (text.train, text.test))
+    at_once = evaluated_at_once(facts, order)
+    return Opened(
+        TextBatches(train, settings.tokens, order),
+        lambda: text_parts(test, settings.tokens, order, own_part(facts.test_samples, order), at_once),
+        lambda other: TextBatches(train, settings.tokens, other),
+    )
+
+
+def text_parts(text: Tensor, tokens: int, order: RankBatches, indices: range, at_once: int) -> Iterator[Batch]:
+    batches = TextBatches(text, tokens, order)
+    for begin in range(0, len(indices), at_once):
+        yield batches.samples(list(indices[begin : begin + at_once]))
 
 
 def prepare_ahead(info: RankInfo, device: torch.device) -> resident.Ahead:
@@ -276,12 +298,13 @@ def collate(samples: Sequence[tuple[Tensor, int]], shape: tuple[int, ...]) -> Ba
 class BlankBatches:
     """Zeros, for paced ranks."""
 
-    def __init__(self, order: RankBatches, shape: tuple[int, int, int]) -> None:
-        self.order, self.shape = order, shape
+    def __init__(self, order: RankBatches, facts: DataSet) -> None:
+        self.order, self.facts = order, facts
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         blank = torch.zeros(1)
         stream = self.order.stream
         for step in range(self.order.first_step, stream.steps):
             samples = stream.shares_at(step, self.order.epoch)[self.order.rank]
-            yield blank.expand(samples, *self.shape), torch.zeros(samples, dtype=torch.long)
+            labels = torch.zeros(samples, *self.facts.label_shape, dtype=torch.long)
+            yield blank.expand(samples, *self.facts.shape), labels

@@ -23,6 +23,7 @@ from torchvision.transforms import functional
 from trainer.data.augment import random_words
 from trainer.data.fetch import folder, open_files
 from trainer.data.sample_stream import derive_seed
+from trainer.data.text import Text, made_text, read_text, samples_in
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import IN_FOLDERS, DataSet
 from trainer.shared.settings import Settings
@@ -63,6 +64,11 @@ def known_facts(settings: Settings) -> DataSet:
 
 def find_facts(settings: Settings) -> tuple[DataSet, str]:
     """The data's facts, and a string that differs for different data. Raises TrainError for a faulty folder."""
+    if settings.data_set.is_text:
+        text = open_text(settings)
+        counts = [samples_in(len(part), settings.tokens) for part in (text.train, text.test)]
+        facts = dataclasses.replace(settings.data_set, train_samples=counts[0], test_samples=counts[1])
+        return _limited(facts, settings.samples), text.digest
     if settings.data not in IN_FOLDERS:
         return known_facts(settings), settings.data
     listing = list_folder(folder(settings))
@@ -73,6 +79,13 @@ def find_facts(settings: Settings) -> tuple[DataSet, str]:
         test_samples=len(listing.val),
     )
     return _limited(facts, settings.samples), listing.digest
+
+
+def open_text(settings: Settings) -> Text:
+    """Raises TrainError."""
+    if settings.data == "synthetic":
+        return made_text(settings.tokens, settings.seed)
+    return read_text(folder(settings), settings.tokens)
 
 
 def _limited(facts: DataSet, samples: int) -> DataSet:

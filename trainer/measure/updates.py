@@ -111,7 +111,7 @@ class Subject(Trainee):
         return cross_entropy(outputs, targets, reduction="sum")
 
     def batch(self, samples: int) -> tuple[Tensor, Tensor]:
-        labels = torch.zeros(samples, dtype=torch.long, device=self.device)
+        labels = torch.zeros(samples, *self.facts.label_shape, dtype=torch.long, device=self.device)
         if isinstance(self.model, StandIn):
             return torch.zeros(1).expand(samples, *self.facts.shape), labels
         return torch.randn(samples, *self.facts.shape, device=self.device), labels

@@ -77,7 +77,7 @@ class Experiment:
         return torch.zeros(EXAMPLES, *self.facts.shape, device="meta")
 
     def labels(self) -> Form:
-        return Form()
+        return Form(self.facts.label_shape)
 
     def network(self) -> nn.Module:
         model = self._fresh()

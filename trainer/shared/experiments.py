@@ -22,12 +22,23 @@ class DataSet:
     mean: tuple[float, ...]
     """Per channel, as a part of full brightness; also `std`."""
     std: tuple[float, ...]
+    is_text: bool = False
+    """A sample is a row of tokens, and its labels are the next ones."""
+
+    @property
+    def label_shape(self) -> tuple[int, ...]:
+        """Per sample."""
+        return self.shape[2:] if self.is_text else ()
 
 
+TOKENS = 256
+"""Per sample of text, unless set."""
 DATA_SETS = {
     "mnist": DataSet((1, 28, 28), 10, 60_000, 10_000, (0.1307,), (0.3081,)),
     "cifar10": DataSet((3, 32, 32), 10, 50_000, 10_000, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "imagenet": DataSet((3, 224, 224), 1000, 1_281_167, 50_000, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    # As many samples as paced ranks take; others count their files.
+    "text": DataSet((1, 1, TOKENS), 256, 100_000, 1_000, (), (), is_text=True),
 }
 IN_FOLDERS = ("folder", "imagenet")
 """Read from DATA_DIR/train/CLASS/* and DATA_DIR/val/CLASS/*."""
@@ -84,6 +95,20 @@ CHOSEN: dict[str, dict[str, Any]] = {
         "momentum": 0.9,
         "weight_decay": 1e-4,
     },
+    "gpt_text": {
+        "model": "gpt_small",
+        "data": "text",
+        "augment": "none",
+        "batch": 64,
+        "epochs": 1,
+        "lr": 1e-3,
+        "lr_schedule": "cosine",
+        "lr_warmup": 0.05,
+        "momentum": 0.0,
+        "weight_decay": 0.1,
+        "optimizer": "adamw",
+        "clip_norm": 1.0,
+    },
     "script": {
         "model": OWN,
         "data": OWN,
@@ -123,5 +148,21 @@ vgg16_bn vgg19 vgg19_bn vit_b_16 vit_b_32 vit_l_16 vit_l_32 wide_resnet101_2 wid
 OURS = ("lenet", "small_resnet")
 MODEL_CHANNELS: dict[str, int | None] = {**dict.fromkeys(OURS), **dict.fromkeys(_TORCHVISION.split(), 3)}
 """Image channels that a model requires; None: any."""
+
+
+@dataclass(frozen=True)
+class GptSize:
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int = 256
+
+
+# gpt_small: 10.9 million parameters. gpt2_small: GPT-2's 12 layers of 768 (124 million, and a head of its own: 162).
+TEXT_MODELS = {
+    "gpt_tiny": GptSize(2, 64, 2),
+    "gpt_small": GptSize(6, 384, 6),
+    "gpt2_small": GptSize(12, 768, 12, 50_257),
+}
 LENET_PIXELS = 32
 """LeNet's height and width."""

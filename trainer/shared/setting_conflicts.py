@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from trainer.shared.experiments import LENET_PIXELS, MODEL_CHANNELS, OWN
+from trainer.shared.experiments import LENET_PIXELS, MODEL_CHANNELS, OWN, TEXT_MODELS, TOKENS
 from trainer.shared.setting_fields import declared, is_changed, without_effect
 from trainer.shared.shares import PROFILED
 from trainer.shared.stages import ALONE
@@ -26,6 +26,10 @@ def mistakes_of_network(of: Settings) -> list[str]:
     """Only useful if nothing else is wrong."""
     if of.is_own:
         return []
+    if of.data_set.is_text or of.model in TEXT_MODELS:
+        return _of_text(of)
+    if of.tokens != TOKENS:
+        return [f"tokens: does nothing with data {of.data}; use exp=gpt_text"]
     if of.model == "lenet" and of.data_set.shape[1] > LENET_PIXELS:
         return [f"model: lenet takes images of {LENET_PIXELS} pixels at most, not {of.data_set.shape[1]}; use resnet50"]
     if MODEL_CHANNELS[of.model] in (None, of.data_set.shape[0]):
@@ -34,6 +38,21 @@ def mistakes_of_network(of: Settings) -> list[str]:
         f"model: {of.model} takes images of {MODEL_CHANNELS[of.model]} channels, "
         f"not {of.data_set.shape[0]}; use data=cifar10 or exp=resnet152_cifar"
     ]
+
+
+def _of_text(of: Settings) -> list[str]:
+    mistakes = []
+    if not of.data_set.is_text:
+        mistakes.append(f"model: {of.model} takes text, not the images of {of.data}; use exp=gpt_text")
+    elif of.model not in TEXT_MODELS:
+        mistakes.append(f"model: {of.model} takes images, not text; use {', '.join(TEXT_MODELS)}")
+    elif of.data not in ("text", "synthetic"):
+        mistakes.append(f"data: {of.data} holds images; use text or synthetic")
+    if of.augment != "none":
+        mistakes.append("augment: varies images, not text; use none")
+    if of.strategy == "tensor":
+        mistakes.append("strategy: tensor cuts convolutions; use ddp or pipeline")
+    return mistakes
 
 
 def _of_exchange(of: Settings) -> list[str]:

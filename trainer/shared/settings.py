@@ -10,7 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.shared.alpha_beta import BUS_FACTORS
-from trainer.shared.experiments import CHOSEN, DATA_SETS, MODEL_CHANNELS, NAMED, OWN, SCRIPT, DataSet
+from trainer.shared.experiments import (
+    CHOSEN,
+    DATA_SETS,
+    MODEL_CHANNELS,
+    NAMED,
+    OWN,
+    SCRIPT,
+    TEXT_MODELS,
+    TOKENS,
+    DataSet,
+)
 from trainer.shared.learning_rate import LR_SCHEDULES, parse_lr_steps
 from trainer.shared.pace import Slow, parse_slow
 from trainer.shared.setting_conflicts import mistakes_of, mistakes_of_network
@@ -102,8 +112,8 @@ class Settings:
     )
     model: str = setting(
         "The network to train: LeNet, a small residual network with BatchNorm, or a classification network of "
-        "torchvision, with the data's classes.",
-        choices=MODEL_CHANNELS,
+        "torchvision, with the data's classes; for text a GPT.",
+        choices=[*MODEL_CHANNELS, *TEXT_MODELS],
         hidden=[OWN],
         brought=True,
         resumes_same=True,
@@ -118,7 +128,8 @@ class Settings:
     )
     data: str = setting(
         "The data set. synthetic generates images, folder reads DATA_DIR/train/CLASS/* and DATA_DIR/val/CLASS/*; "
-        "both use the shape of the experiment's own data set. imagenet is read from such a folder, too.",
+        "both use the shape of the experiment's own data set. imagenet is read from such a folder, too. text is the "
+        "bytes of all UTF-8 files below DATA_DIR.",
         choices=[*DATA_SETS, "folder", "synthetic"],
         hidden=[OWN],
         brought=True,
@@ -136,6 +147,14 @@ class Settings:
         below=1 << 40,
         resumes_same=True,
         also=("batch_size", "bs", "bsz", "global_batch", "global_batch_size", "train_batch_size"),
+    )
+    tokens: int = setting(
+        "Bytes per sample of text.",
+        at_least=2,
+        below=1 << 17,
+        default=TOKENS,
+        resumes_same=True,
+        also=("context", "block_size", "seq_len"),
     )
     epochs: int = setting("Passes over the training data.", at_least=1)
     steps: int = setting(
@@ -558,7 +577,8 @@ class Settings:
 
     @property
     def data_set(self) -> DataSet:
-        return DATA_SETS[self.data_set_name]
+        facts = DATA_SETS[self.data_set_name]
+        return dataclasses.replace(facts, shape=(1, 1, self.tokens)) if facts.is_text else facts
 
 
 AnySettings = Settings | CollectiveSettings

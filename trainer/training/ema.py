@@ -70,6 +70,7 @@ def _write(places: list[Tensor], values: list[Tensor]) -> None:
 @dataclass(frozen=True)
 class Evaluation:
     samples: int
+    """Tokens, if the samples are text."""
     accuracy: float
     per_class: tuple[float | None, ...]
     """By class; None without samples."""
@@ -90,8 +91,8 @@ def judged(
         for output, labels in outputs:
             labels = labels.to(device)
             loss += cross_entropy(output, labels, reduction="sum")
-            right = (output.argmax(dim=1) == labels).double()
-            counts.index_add_(1, labels, torch.stack([right, torch.ones_like(right)]))
+            right = (output.argmax(dim=1) == labels).double().flatten()
+            counts.index_add_(1, labels.flatten(), torch.stack([right, torch.ones_like(right)]))
     totals = sum_over_ranks([loss.item(), *counts.flatten().tolist()])
     right_of, samples_of = totals[1 : 1 + classes], totals[1 + classes :]
     samples = sum(samples_of)

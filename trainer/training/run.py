@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class Console:
         self.first_step: int | None = None
         self.samples, self.train_s = 0, 0.0
         self.result: Evaluation | None = None
+        self.is_text = not settings.is_own and settings.data_set.is_text
+        self.tokens = settings.tokens if self.is_text else 0
         self.started_s = time.monotonic()
         self.next_s = self.started_s
         ranks = f"{info.world_size} rank{'s' if info.world_size > 1 else ''}"
@@ -81,8 +84,9 @@ class Console:
 
     def evaluation(self, epoch: int, train_loss: float, result: Evaluation) -> None:
         self.result = result
+        bits = f"  {result.loss / math.log(2):.4f} bits per byte" if self.is_text else ""
         self.say(
-            f"epoch {epoch + 1}  train loss {train_loss:.4f}  test loss {result.loss:.4f}  "
+            f"epoch {epoch + 1}  train loss {train_loss:.4f}  test loss {result.loss:.4f}{bits}  "
             f"accuracy {result.accuracy:.2%} of {result.samples}"
         )
 
@@ -98,7 +102,8 @@ class Console:
         accuracy = f", accuracy {self.result.accuracy:.2%}" if self.result else ""
         speed = self.samples / self.train_s if self.train_s else 0.0
         total_s = time.monotonic() - self.started_s
-        self.say(f"done: {updates} steps in {total_s:.1f} s, {speed:.0f} samples/s{accuracy}")
+        tokens = f", {speed * self.tokens:,.0f} tokens/s" if self.tokens else ""
+        self.say(f"done: {updates} steps in {total_s:.1f} s, {speed:.0f} samples/s{tokens}{accuracy}")
 
     def aside(self, line: str) -> None:
         """For any rank's own log."""

@@ -1,0 +1,116 @@
+"""`data=text`: bytes of all text files below DATA_DIR, cut into samples of `tokens` bytes; labels are the next bytes.
+
+    text = read_text(folder, tokens=256)
+    len(text.train), text.facts            bytes; samples
+
+The last tenth of all bytes is for tests. Files are read in the order of their names; files that are not UTF-8 are left
+out, as are hidden ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainer.data.sample_stream import RankBatches, derive_seed
+from trainer.shared.errors import TrainError
+
+TEST_PART = 0.1
+MADE, WORDS = 8192, 256
+"""Samples and different words of synthetic text."""
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Text:
+    """train, test: uint8. digest: of all bytes."""
+
+    train: Tensor
+    test: Tensor
+    digest: str
+
+
+@lru_cache(maxsize=1)
+def read_text(folder: Path, tokens: int) -> Text:
+    """Raises TrainError without text for a sample of each."""
+    content = b"\n".join(_contents(folder))
+    last = len(content) - round(TEST_PART * len(content))
+    train, test = content[:last], content[last:]
+    if min(samples_in(len(train), tokens), samples_in(len(test), tokens)) < 1:
+        raise TrainError(
+            f"{folder} holds {len(content):,} bytes of text, too few for a training and a test sample of {tokens} "
+            "tokens: name a folder with text files by --data_dir (--set data_dir=...)"
+        )
+    return Text(_numbers(train), _numbers(test), hashlib.sha256(content).hexdigest()[:16])
+
+
+def _numbers(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+@lru_cache(maxsize=1)
+def made_text(tokens: int, seed: int) -> Text:
+    """MADE samples of words in random order: learnable."""
+    generator = torch.Generator().manual_seed(derive_seed("words", seed))
+    letters = torch.randint(97, 123, (WORDS, 6), generator=generator, dtype=torch.uint8)
+    words = torch.cat([letters, torch.full((WORDS, 1), 32, dtype=torch.uint8)], dim=1)
+    chosen = torch.randint(0, WORDS, (MADE * tokens // 7 + 2,), generator=generator)
+    text = words[chosen].flatten()
+    last = len(text) - round(TEST_PART * len(text))
+    return Text(text[:last], text[last:], f"synthetic-{seed}")
+
+
+def samples_in(length: int, tokens: int) -> int:
+    """Each needs the byte behind its last."""
+    return max(0, (length - 1) // tokens)
+
+
+def _contents(folder: Path) -> Iterator[bytes]:
+    """Raises TrainError for a folder that cannot be read."""
+    try:
+        os.listdir(folder)
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            if any(part.startswith(".") for part in path.relative_to(folder).parts):
+                continue
+            content = path.read_bytes()
+            if content and _is_text(content):
+                yield content
+    except OSError as error:
+        raise TrainError(
+            f"{error.filename or folder} cannot be read ({error.strerror}): text is read from all files below "
+            "DATA_DIR; give it with --data_dir (--set data_dir=...)"
+        ) from error
+
+
+def _is_text(content: bytes) -> bool:
+    try:
+        return "\0" not in content.decode()
+    except UnicodeDecodeError:
+        return False
+
+
+class TextBatches:
+    def __init__(self, text: Tensor, tokens: int, order: RankBatches) -> None:
+        """text: uint8, on the device that trains."""
+        self.text, self.order = text, order
+        self.within = torch.arange(tokens, device=text.device)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for indices in self.order.indices():
+            yield self.samples(indices)
+
+    def samples(self, indices: list[int]) -> Batch:
+        """uint8 (samples, 1, 1, tokens), int64 (samples, tokens)."""
+        begins = torch.tensor(indices, dtype=torch.long, device=self.text.device) * len(self.within)
+        places = begins.unsqueeze(1) + self.within
+        return self.text[places][:, None, None], self.text[places + 1].long()
