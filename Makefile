@@ -18,7 +18,7 @@ DEBIAN := openssh-server rsync iproute2 nftables iperf3 chromium g++
 help:
 	@echo "make demo    train ResNet-152 on two nodes of this machine: up, run, collect"
 	@echo "make test    every judgement, and one real run for each promise (those over a network need root)"
-	@echo "make test-all   all tests; THOROUGH=1 tries ten times the examples of each property"
+	@echo "make test-all   make test, then all other tests; THOROUGH=1 tries ten times the examples of each property"
 	@echo "make chaos   faults on purpose, by a seed: FAULTS=1000 SEED=7 (needs root)"
 	@echo "make check   format, lint, types, layers"
 	@echo "make docs    write docs/reference from the code, and build docs/ into one site: build/docs"
@@ -50,8 +50,8 @@ demo: $(READY)
 test: $(READY) packages
 	$(BIN)/python -m pytest --workers 4 $(TESTS)
 
-test-all: $(READY) packages
-	$(BIN)/python -m pytest --workers 4 --all
+test-all: test
+	$(BIN)/python -m pytest --workers 4 --rest
 
 chaos: $(READY) packages
 	$(BIN)/python -m tests.chaos --resume --faults $(or $(FAULTS),60) --seed $(or $(SEED),1)

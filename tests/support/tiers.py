@@ -1,7 +1,7 @@
 """Two tiers of tests, and the CPU time that each folder of them may take.
 
-`pytest` without a path runs the first tier: all that judges values, and one real run for each promise. `pytest --all`
-runs everything, with more examples of each property. A path or a name runs all of its tests.
+`pytest` without a path runs the first tier: all that judges values, and one real run for each promise. `pytest --rest`
+runs the others, and again the properties, with more examples of each. A path or a name runs all of its tests.
 
 A run of a whole tier fails if a folder took more CPU seconds than its budget in tests/data/test_costs.json, scaled by
 the speed of this machine. It also lists the files that take longest, which begin first, so that none of them runs by
@@ -163,12 +163,12 @@ SLACK = 1.5
 """Above the measured CPU seconds: cores that share their units count more of them for the same work."""
 LEAST_S = 20.0
 """Less than this is not worth a budget of its own."""
-EXAMPLES = {"first": 12, "all": 40, "thorough": 400}
+EXAMPLES = {"first": 12, "rest": 40, "thorough": 400}
 """Of each property that hypothesis tries."""
 
 
 def add_options(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", dest="all_tests", help="run the tests of the second tier, too")
+    parser.addoption("--rest", action="store_true", help="run the tests that the first tier leaves out")
 
 
 class Tiers:
@@ -176,7 +176,7 @@ class Tiers:
 
     def __init__(self, config: pytest.Config) -> None:
         is_whole = config.args_source is config.ArgsSource.TESTPATHS and not config.option.keyword
-        self.tier = "all" if config.option.all_tests else "first" if is_whole else ""
+        self.tier = "rest" if config.option.rest else "first" if is_whole else ""
         self._is_whole = is_whole
         self._spent_s: dict[str, float] = defaultdict(float)
         """CPU seconds by folder."""
@@ -187,7 +187,7 @@ class Tiers:
         self._over: list[str] = []
         self._before = (os.getpid(), _cpu_s())
         thorough = os.environ.get("THOROUGH")
-        examples = EXAMPLES["thorough" if thorough else self.tier or "all"]
+        examples = EXAMPLES["thorough" if thorough else self.tier or "rest"]
         # Next to other tests everything takes longer: the time of an example is no failure.
         settings.register_profile(
             "tier", deadline=None, max_examples=examples, suppress_health_check=[HealthCheck.too_slow]
@@ -195,9 +195,14 @@ class Tiers:
         settings.load_profile("tier")
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        second = [item for item in items if _is_second(item)] if self.tier == "first" else []
-        config.hook.pytest_deselected(items=second)
-        left_out = {*second}
+        if self.tier == "first":
+            others = [item for item in items if _is_second(item)]
+        elif self.tier == "rest":
+            others = [item for item in items if not (_is_second(item) or _is_property(item))]
+        else:
+            others = []
+        config.hook.pytest_deselected(items=others)
+        left_out = {*others}
         longest = self._kept.get("files_s", {})
         items[:] = sorted(
             (item for item in items if item not in left_out),
@@ -259,9 +264,9 @@ class Tiers:
         kept[self.tier] = {
             folder: round(max(LEAST_S, SLACK * scale * spent_s)) for folder, spent_s in sorted(self._spent_s.items())
         }
-        if self.tier == "all":
-            longest = sorted(self._lasted_s.items(), key=lambda each: -each[1])
-            kept["files_s"] = {file: round(lasted_s) for file, lasted_s in longest if lasted_s >= LEAST_S}
+        longest = {**kept.get("files_s", {}), **{file: round(lasted_s) for file, lasted_s in self._lasted_s.items()}}
+        in_order = sorted(longest.items(), key=lambda each: -each[1])
+        kept["files_s"] = {file: lasted_s for file, lasted_s in in_order if lasted_s >= LEAST_S}
         COSTS.write_text(json.dumps(kept, indent=1) + "\n")
 
 
@@ -271,6 +276,10 @@ def _is_second(item: pytest.Item) -> bool:
     step = next((step for begins, step in SAMPLED.items() if item.nodeid.startswith(begins)), 1)
     case = getattr(item, "callspec", None)
     return case is not None and sum(case.indices.values()) % step != 0
+
+
+def _is_property(item: pytest.Item) -> bool:
+    return getattr(getattr(item, "obj", None), "is_hypothesis_test", False) is True
 
 
 def folder_of(nodeid: str) -> str:
