@@ -7,6 +7,7 @@ import pytest
 from orchestrator.errors import InventoryError, UsageError
 from orchestrator.planning import LOCAL_RANK, CodeFolder, HostChoice, JobSpec, job_text, read_job, spec_of, write_job
 from tests.support.plans import a2000_v100
+from trainer.shared import NAMED
 
 WRONG = """\
 scrpt: train.py
@@ -43,7 +44,7 @@ def test_all_mistakes_are_named_at_once_with_their_lines_and_no_secret(tmp_path:
     said = {(mistake.line, mistake.message.partition(";")[0]) for mistake in refused.value.mistakes}
     assert said == {
         (1, "unknown key 'scrpt'"),
-        (2, "exp: 'mnist_lenett' is not one of mnist_lenet, resnet152_cifar, resnet50_imagenet, collectives"),
+        (2, f"exp: 'mnist_lenett' is not one of {', '.join(NAMED)}, collectives"),
         (3, "lrr: no such setting"),
         (3, "epochs: 'x' is not a whole number"),
         (4, "grace: must be written with its unit, like 3s, not 3"),

@@ -12,6 +12,7 @@ import pytest
 from trainer.ranks import read_rank_info
 from trainer.shared import (
     EXPERIMENTS,
+    NAMED,
     SettingsError,
     TrainError,
     declared,
@@ -81,7 +82,7 @@ def test_all_mistakes_are_reported_at_once_and_the_nearest_right_name_with_them(
     )
     assert len(mistakes) == 9
     text = "\n".join(mistakes)
-    known = "mnist_lenet, resnet152_cifar, resnet50_imagenet, collectives"
+    known = ", ".join([*NAMED, "collectives"])
     assert f"exp: 'mnist_lente' is not one of {known}; did you mean mnist_le" in text
     assert "bacth: no such setting; did you mean batch?" in text
     assert mistakes_of("mnist_lenet", learning_rate="1") == ("learning_rate: no such setting; did you mean lr?",)

@@ -23,7 +23,7 @@ from trainer.data import BlankBatches, RankBatches, SampleStream
 from trainer.paced import Anatomy, StandIn, StandInExecutor, StandInOptimizer, Stopwatch, dissect, memory_needed
 from trainer.ranks import RankInfo, join
 from trainer.ranks.process_group import leave
-from trainer.shared import MetricsWriter, Pace, TrainError, Work, gpu_work, parse_settings
+from trainer.shared import DATA_SETS, MetricsWriter, Pace, TrainError, Work, gpu_work, parse_settings
 from trainer.shared.pace import BACKWARD, FORWARD, OPTIMISER
 from trainer.strategies import build_strategy, local_loss
 
@@ -261,7 +261,7 @@ def test_the_optimiser_leaves_the_weights_alone_and_frees_the_gradients() -> Non
 
 def test_blank_batches_are_as_large_as_the_ranks_shares() -> None:
     stream = SampleStream(size=203, batch=64, shares=(40, 24), seed=0)
-    batches = list(BlankBatches(RankBatches(stream, 1), SHAPE))
+    batches = list(BlankBatches(RankBatches(stream, 1), DATA_SETS["mnist"]))
     assert [len(images) for images, _ in batches] == [len(stream.indices(0, step, 1)) for step in range(4)]
     assert all(images.shape[1:] == SHAPE and len(images) == len(labels) for images, labels in batches)
 

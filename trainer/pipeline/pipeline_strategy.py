@@ -36,10 +36,13 @@ from trainer.strategies.gradient_sum import GradientSum
 
 
 class Announced(NamedTuple):
-    """own: this rank's micro-batches. of_pipeline: samples of its pipeline."""
+    """own: this rank's micro-batches. of_pipeline: samples of its pipeline. judged: on rank 0, those of each other rank
+    that sends it a loss.
+    """
 
     own: list[MicroBatch]
     of_pipeline: int
+    judged: Mapping[int, int]
 
 
 class Pipeline(Base):
@@ -142,8 +145,9 @@ class Pipeline(Base):
             if self.labels:
                 self.labels[one.ranks[0]].expect((one.size, *self.cuts.labels.shape), self.cuts.labels.dtype)
         for receiver in self.losses.values():
-            receiver.expect((2,), torch.float64)
-        self.ahead.append(Announced(own, sum(map(sum, sizes.values()))))
+            receiver.expect((1,), torch.float64)
+        judged = {rank: sum(one.size for one in routes if one.ranks[-1] == rank) for rank in self.losses}
+        self.ahead.append(Announced(own, sum(map(sum, sizes.values())), judged))
 
     def update(
         self, images: Tensor, labels: Tensor, batch: int
@@ -153,13 +157,13 @@ class Pipeline(Base):
         images, labels: of the oldest announced update, on the first stage. On the last stage yields each micro-batch's
         inputs and labels, and receives the sum of its losses.
         """
-        own, of_pipeline = self.ahead.popleft()
+        own, of_pipeline, judged = self.ahead.popleft()
         self.samples = sum(one.size for one in own)
         self.recent = REMEMBERED * self.recent + self.samples
         run = PipelineUpdate(self, own, images, labels, of_pipeline if self.averages else batch)
         loss_sum, done = yield from run.run()
         waits = tuple((one.since, one.begin) for one in done if one.since is not None)
-        said = self._said(loss_sum)
+        said = self._said(loss_sum, judged)
         self.delay.pause("sync")
         if self.averages:
             self.averages.count(of_pipeline / self.lanes, of_all=batch)
@@ -184,21 +188,15 @@ class Pipeline(Base):
         """Sends the loss of this rank's micro-batches to rank 0, which prints it."""
         # As early as possible, so that it arrives before the last gradient.
         if self.to_speaker:
-            self.to_speaker.send(self._judged(loss_sum))
+            self.to_speaker.send(loss_sum.double().reshape(1))
 
-    def _judged(self, loss_sum: Tensor) -> Tensor:
-        """Loss, and number of samples."""
-        samples = float(self.samples * self.is_last)
-        return torch.stack([loss_sum.double(), torch.full((), samples, dtype=torch.float64, device=self.device)])
-
-    def _said(self, loss_sum: Tensor) -> tuple[Tensor, int] | None:
+    def _said(self, loss_sum: Tensor, judged: Mapping[int, int]) -> tuple[Tensor, int] | None:
         """On rank 0: its pipeline's loss, in transfer to the host, and samples."""
         if self.rank:
             return None
         loss, samples = loss_sum.double(), self.samples * self.is_last
-        for receiver in self.losses.values():
-            of_others, judged = receiver.wait().tolist()
-            loss, samples = loss + of_others, samples + int(judged)
+        for rank, receiver in self.losses.items():
+            loss, samples = loss + receiver.wait().item(), samples + judged[rank]
         return loss.to("cpu", non_blocking=True), samples
 
     # ---- averages of parallel pipelines --------------------------------------------------------------------------
