@@ -178,6 +178,18 @@ def test_a_profile_beats_the_pace(home):
     assert document["hosts"][0]["ranks"] == [{"fixed_ms": 10.0, "sample_ms": 1.0, "cap": 100}]
 
 
+def test_a_profile_that_contradicts_the_catalogue_is_named(home, tmp_path):
+    store = remember(tmp_path, "a2000_v100.yaml")
+    for (name, _), kind in kinds_of(dry_run(), store.cluster().facts).items():
+        sample_ms = {"a2000": 0.9, "v100": 0.13}[name]  # the catalogue of the tests has 0.4 and 0.128
+        measured = {"samples": (8, 16), "step_ms": (11.0, 12.0), "fixed_ms": 10.0, "sample_ms": sample_ms}
+        made = {"largest": 512, "cap": None, "forward_ms": 1.0, "optim_ms": 1.0, "node": name}
+        store.save_profile(Profile(**kind.model_dump(), **measured, **made, created="2026-11-21T09:00:00+00:00"))
+    (words,) = [words for words in planned()["basis"] if "catalogue" in words]
+    assert words.startswith("a2000: a sample takes 2.25 times as long as for the catalogue's RTX A2000 (+-28 %")
+    assert words.endswith("the profile counts")
+
+
 def test_gpus_without_a_profile_are_estimated_and_said_to_be(home, tmp_path):
     remember(tmp_path, "a2000_v100.yaml")
     document = planned()
