@@ -141,6 +141,17 @@ def test_a_gpt_is_a_chain_of_blocks_that_looks_back_only() -> None:
     assert cross_entropy(logits, tokens[:, 0, 0]).item() == pytest.approx(math.log(256), rel=0.05)
 
 
+def test_a_paced_gpt_that_learns_has_the_losses_of_one_that_is_not_paced(
+    tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    pace = {"ORCH_PACED": '{"samples_per_s": 200, "like": "gpt_text"}'}
+    (tmp_path / "paced").mkdir()
+    arguments = [*SHORT[:-2], "--strategy", "ddp"]  # no checkpoints
+    records = trained(tmp_path / "paced", arguments, 2, of_ranks=[pace, pace])
+    (evaluated,), (same,) = of_event(alone[1], "eval"), of_event(records[0], "eval")
+    assert same["loss"] == pytest.approx(evaluated["loss"], rel=1e-5)
+
+
 def test_paced_ranks_keep_time_for_a_gpt(tmp_path: Path) -> None:
     pace = {"ORCH_PACED": '{"samples_per_s": 400, "fixed_ms": 1}'}
     for strategy in (["--strategy", "ddp"], ["--strategy", "pipeline", "--accumulate", "4"]):

@@ -48,7 +48,7 @@ class StandIn(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         self.stopwatch.begin(len(images))
-        output = images.new_zeros((len(images), self.classes))
+        output = torch.zeros((len(images), self.classes), device=images.device)
         for number, (release, weights) in enumerate(self.layers):
             output = _Layer.apply(output, self.stopwatch, release, number == 0, *weights)
         output = self.answer(images, output)
@@ -247,7 +247,7 @@ class Learner(StandIn):
     def answer(self, images: Tensor, blank: Tensor) -> Tensor:
         # Last in forward, so first in backward: computed before anything is due.
         logits: Tensor = self.network(images)
-        return blank + logits
+        return blank[:, 0].view(-1, *[1] * (logits.dim() - 1)) + logits
 
 
 class LearnerExecutor(StandInExecutor):
