@@ -36,8 +36,8 @@ from trainer.strategies.gradient_sum import GradientSum
 
 
 class Announced(NamedTuple):
-    """own: this rank's micro-batches. of_pipeline: samples of its pipeline. judged: on rank 0, those of each other rank
-    that sends it a loss.
+    """own: this rank's micro-batches. of_pipeline: samples of its pipeline. judged: on rank 0, samples of each
+    other rank that sends it a loss.
     """
 
     own: list[MicroBatch]
