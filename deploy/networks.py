@@ -1,7 +1,7 @@
 """Writes the layers of torchvision's networks, for predictions without a profile: `python deploy/networks.py`.
 
 Each network for images of 32 and 224 pixels and 1,000 classes, as a profile sees it. Left out: networks with more
-layers than a profile records.
+layers than a profile records, and transformers, whose attention has work that a profile does not see.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from trainer.shared import MODEL_CHANNELS
 
 def main() -> None:
     names = [name for name, channels in MODEL_CHANNELS.items() if channels and not is_written_here(name)]
+    names = [name for name in names if not name.startswith(("vit_", "swin_"))]
     found = {name: {size: blocks_on_paper(name, (3, size, size), WRITTEN_CLASSES) for size in PIXELS} for name in names}
     whole = {name: sizes for name, sizes in found.items() if all(sizes.values())}
     content = json.dumps({"torchvision": torchvision.__version__, "networks": whole}, separators=(",", ":"))

@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.errors import UsageError
 from orchestrator.forecast.layers import FLOAT_BYTES, Layer, gradient_bytes
 from orchestrator.hosts.cards import Card, all_cards
 from orchestrator.units import format_percent
@@ -42,10 +41,7 @@ class Estimate:
 
 def estimate(card: Card, layers: Sequence[Layer], amp: str) -> Estimate:
     """cap: from estimated activations. Raises UsageError for bf16 on a card that only emulates it."""
-    if amp == "bf16" and not card.bf16:
-        raise UsageError(
-            f"amp=bf16: a {card.name} has no bf16 arithmetic, so the trainer refuses it there", "use --set amp=fp16"
-        )
+    card.check_amp(amp)
     rate, rule = card.rate(amp), card.rule
     images_per_s = rate.images_per_s * RESNET50_WORK / sum(layer.work for layer in layers)
     sample_ms = 1000 / images_per_s * (card.small_maps if _is_small(layers) else 1.0)

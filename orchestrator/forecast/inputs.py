@@ -22,6 +22,7 @@ from orchestrator.forecast.layers import (
     gradient_bytes,
     has_depthwise,
     is_known,
+    is_resnet,
     is_written_here,
     layers_in,
     network_like,
@@ -35,6 +36,7 @@ from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.planning.profiles import BlockTimes, Profiles, profile_line
 from orchestrator.units import format_figure, format_percent
 from trainer.shared.experiments import OWN
+from trainer.shared.setting_fields import SettingsError
 from trainer.shared.settings import Settings, overlap_of
 from trainer.shared.shares import Speed, Speeds, parse_speeds
 from trainer.shared.strategy_table import LOCAL_STEPS, ONE_PROCESS
@@ -110,7 +112,10 @@ def in_16_bits(plan: LaunchPlan, view: ForecastInputs) -> Scene | None:
     settings = plan.training
     if settings is None or settings.amp != "none" or {*view.speeds_from.values()} != {"catalogue"}:
         return None
-    half, layers = replace(settings, amp="fp16"), view.scene.job.layers
+    try:
+        half, layers = replace(settings, amp="fp16"), view.scene.job.layers
+    except SettingsError:  # pipelines that average refuse it
+        return None
     found = {node.name: _estimate(node, half, layers) for node in plan.nodes}
     hosts = [
         replace(host, speeds=(each.speed,) * len(host.speeds), launch_ms=each.launch_ms)
@@ -197,7 +202,11 @@ def _speed_words(
 def _outside_words(
     by_profile: Iterable[HostSpeed], plan: LaunchPlan, settings: Settings, layers: Sequence[Layer]
 ) -> Iterator[str]:
-    """Profiles that contradict the catalogue by more than its error: something may be wrong on the host."""
+    """Profiles that contradict the catalogue by more than its error: something may be wrong on the host. Only of
+    ResNets, for which the error holds.
+    """
+    if not is_resnet(settings.model):
+        return
     nodes = {node.name: node for node in plan.nodes}
     for host in by_profile:
         found = _estimate(nodes[host.name], settings, layers)

@@ -83,6 +83,10 @@ def is_written_here(model: str) -> bool:
     return model == "lenet" or model in _RESNETS
 
 
+def is_resnet(model: str) -> bool:
+    return model in _RESNETS
+
+
 def is_known(settings: Settings) -> bool:
     model = settings.model
     return (
@@ -138,10 +142,14 @@ def _records() -> dict[str, dict[str, Any]]:
 
 def _recorded(model: str, pixels: int, classes: int) -> Iterator[Block]:
     """Raises KeyError for an unknown model or size."""
+    inputs = 3 * pixels * pixels  # of the first layer; other layers' were not recorded
     *others, last = _records()[model][str(pixels)]
     for block in others:
-        yield Block(tuple(map(_seen, block["layers"])), block["outputs"])
-    yield Block(tuple(_for_classes(_seen(layer), classes) for layer in last["layers"]), classes)
+        layers = [_seen(layer) for layer in block["layers"]]
+        yield Block((replace(layers[0], inputs=inputs), *layers[1:]), block["outputs"])
+        inputs = 0
+    layers = [_for_classes(_seen(layer), classes) for layer in last["layers"]]
+    yield Block((replace(layers[0], inputs=inputs), *layers[1:]), classes)
 
 
 def _for_classes(layer: Layer, classes: int) -> Layer:
@@ -169,7 +177,7 @@ def _lenet(channels: int, size: int, classes: int) -> Iterator[Block]:
 
 
 def _gpt(size: GptSize, tokens: int) -> Iterator[Block]:
-    """Like `trainer.compute.gpt`. Attention has no weights and is not counted: some tenth of the work."""
+    """Like `trainer.compute.gpt`. The products of attention have no weights: they count with the layer behind them."""
     width = size.width
 
     def norm() -> Layer:
@@ -181,7 +189,9 @@ def _gpt(size: GptSize, tokens: int) -> Iterator[Block]:
     embeddings = (Layer(((size.vocabulary, width),), 0.0), Layer(((tokens, width),), 0.0))
     yield Block(embeddings, width * tokens)
     for _ in range(size.layers):
-        attention = norm(), linear(width, 3 * width), linear(width, width)
+        attended = linear(width, width)
+        attended = replace(attended, work=attended.work + 2 * tokens**2 * width)
+        attention = norm(), linear(width, 3 * width), attended
         yield Block((*attention, norm(), linear(width, 4 * width), linear(4 * width, width)), width * tokens)
     head = Layer(((size.vocabulary, width),), size.vocabulary * width * tokens)
     yield Block((norm(), head), size.vocabulary * tokens)

@@ -14,6 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from orchestrator.errors import UsageError
+
 FILE = Path(__file__).with_name("cards.json")
 Precision = Literal["fp32", "half"]
 
@@ -51,6 +53,14 @@ class Card:
     small_maps: float = 1.0
     images_per_s: Mapping[Precision, tuple[float, float, str]] = field(default_factory=dict)
     unsure: tuple[str, ...] = ()
+
+    def check_amp(self, amp: str) -> None:
+        """Raises UsageError."""
+        if amp == "bf16" and not self.bf16:
+            raise UsageError(
+                f"amp=bf16: a {self.name} only emulates bf16, so the trainer refuses it there",
+                "use --set amp=fp16, or leave the host out with --nodes",
+            )
 
     def rate(self, amp: str) -> Rate:
         """amp: the setting."""

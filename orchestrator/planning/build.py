@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from orchestrator.hosts.cards import find_card
 from orchestrator.hosts.facts import NodeFacts, cuda_environment
 from orchestrator.hosts.inventory import Paced
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan, System
@@ -25,6 +26,7 @@ MAX_NAMED = 5
 
 def build_plan(draft: Draft) -> LaunchPlan:
     request, master = draft.request, draft.placement.nodes[0]
+    _check_amp(draft)
     return LaunchPlan(
         schema=1,
         job=draft.job,
@@ -55,6 +57,15 @@ def build_plan(draft: Draft) -> LaunchPlan:
         variables=tuple(request.env),
         notes=_notes(draft),
     )
+
+
+def _check_amp(draft: Draft) -> None:
+    """Raises UsageError for a GPU without this arithmetic."""
+    for placed in draft.placement.nodes if draft.training else ():
+        name = placed.node.gpu or _trained_on(placed)
+        card = find_card(name) if name and placed.device == "cuda" and not placed.node.paced else None
+        if card and draft.training:
+            card.check_amp(draft.training.amp)
 
 
 def _document(request: RunRequest, decided: Collection[str]) -> dict[str, Any]:

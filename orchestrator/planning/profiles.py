@@ -274,6 +274,11 @@ def profile_line(settings: Settings) -> str:
     return "orch profile -- SCRIPT [ARGS]" if settings.model == OWN else f"orch profile --exp {settings.exp}"
 
 
+def _data_of(settings: Settings) -> str:
+    name = settings.data_set_name
+    return f"{name} of {settings.tokens} tokens" if settings.data_set.is_text else name
+
+
 def _kind(
     settings: Settings, node: NodePlan, facts: NodeFacts, local_rank: int, gpu_settings: str, source: str
 ) -> Kind:
@@ -285,7 +290,7 @@ def _kind(
     return Kind(
         exp=settings.exp,
         model=model,
-        data=OWN if is_own else settings.data_set_name,
+        data=OWN if is_own else _data_of(settings),
         amp=settings.amp,
         device=node.device,
         gpu=node.gpu,

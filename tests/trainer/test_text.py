@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tests.support.trainer_ranks import of_event, trained
-from trainer.checkpoints import read_file
+from trainer.checkpoints import read_file, write_file
 from trainer.compute.models import build_model, stages_of
 from trainer.data import RankBatches, SampleStream, TextBatches, read_text
 from trainer.shared import SettingsError, TrainError, parse_settings
@@ -77,6 +77,19 @@ def test_a_pipelines_weights_are_one_processs_to_the_last_bit(tmp_path: Path) ->
     assert all(torch.equal(cut[name], whole[name]) for name in whole) and cut.keys() == whole.keys()
 
 
+def test_a_checkpoint_of_a_version_without_tokens_is_gone_on_from(tmp_path: Path) -> None:
+    """A setting that came later has its default in an older run."""
+    short = ["--exp", "mnist_lenet", "--data", "synthetic", "--device", "cpu", "--samples", "32", "--batch", "16"]
+    short += ["--augment", "none", "--eval_every", "0", "--checkpoint_every", "2", "--checkpoint_dir", str(tmp_path)]
+    trained(tmp_path, [*short, "--epochs", "1"])
+    path = tmp_path / "step-000000002.pt"
+    saved = read_file(path)[0]
+    saved.settings.pop("tokens")
+    write_file(path, saved)
+    trained(tmp_path, [*short, "--epochs", "2", "--resume", str(path)])
+    assert (tmp_path / "step-000000004.pt").exists()
+
+
 def test_it_learns(alone: tuple[Path, list[dict[str, Any]]]) -> None:
     losses = [step["loss"] / step["samples"] for step in of_event(alone[1], "step")]
     assert losses[0] == pytest.approx(math.log(256), rel=0.02)  # nats per byte, before anything is learned
@@ -118,6 +131,7 @@ def test_too_little_text_and_no_folder_are_named(tmp_path: Path) -> None:
         ("gpt_text", {"strategy": "tensor", "clip_norm": "0"}, "strategy: tensor cuts convolutions"),
         ("mnist_lenet", {"model": "gpt_tiny"}, "model: gpt_tiny takes text, not the images of mnist"),
         ("mnist_lenet", {"tokens": "64"}, "tokens: does nothing with data mnist; use exp=gpt_text"),
+        ("gpt_text", {"loader": "workers"}, "loader: text is kept on the device"),
     ],
 )
 def test_settings_that_do_not_go_with_text_are_refused(exp: str, changes: dict[str, str], message: str) -> None:

@@ -54,7 +54,7 @@ from trainer.checkpoints.kept_state import (
 )
 from trainer.compute.models import running_statistics
 from trainer.ranks.agreement import gather_lines, together
-from trainer.shared.config import names_of
+from trainer.shared.config import begun_with, names_of
 from trainer.shared.errors import TrainError
 from trainer.shared.settings import Settings
 from trainer.training.rates import Progress, RandomState, random_state
@@ -300,9 +300,11 @@ class CheckpointKeeper:
     def _check(self, saved: Checkpoint) -> None:
         """Raises TrainError if the checkpoint does not fit this run. Rank 0 only."""
         now = dataclasses.asdict(self.run.settings)
-        other = [name for name in _SAME if saved.settings.get(name) != now[name]]
+        added = begun_with(self.run.settings.exp)
+        before = {name: saved.settings.get(name, added[name]) for name in _SAME}  # older versions have fewer settings
+        other = [name for name in _SAME if before[name] != now[name]]
         if other:
-            changed = ", ".join(f"{name}={saved.settings.get(name)} (now {now[name]})" for name in other)
+            changed = ", ".join(f"{name}={before[name]} (now {now[name]})" for name in other)
             raise TrainError(
                 f"the checkpoint is of a run with {changed}: resume with the same settings, or start again without it"
             )

@@ -205,8 +205,10 @@ def own_part(samples: int, order: RankBatches) -> range:
 
 
 def evaluated_at_once(facts: DataSet, order: RankBatches) -> int:
-    """Samples per test batch: 1 MiB of pixels, or the rank's training share if larger."""
-    return max(order.stream.shares[order.rank], (1 << 20) // math.prod(facts.shape))
+    """Samples per test batch: the rank's training share, of images at least 1 MiB of pixels."""
+    share = order.stream.shares[order.rank]
+    # A token's output is as large as the vocabulary.
+    return max(1, share) if facts.is_text else max(share, (1 << 20) // math.prod(facts.shape))
 
 
 # The `workers` loader: images one by one with PIL, in torch's DataLoader.

@@ -9,6 +9,7 @@ out, as are hidden ones.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from trainer.data.sample_stream import RankBatches, derive_seed
 from trainer.shared.errors import TrainError
 
 TEST_PART = 0.1
+MOST_BYTES = 2 << 30
+BLOCK_BYTES = 1 << 20
 MADE, WORDS = 8192, 256
 """Samples and different words of synthetic text."""
 Batch = tuple[Tensor, Tensor]
@@ -39,8 +42,15 @@ class Text:
 
 @lru_cache(maxsize=1)
 def read_text(folder: Path, tokens: int) -> Text:
-    """Raises TrainError without text for a sample of each."""
-    content = b"\n".join(_contents(folder))
+    """Raises TrainError without text for a sample of each, and for more than memory holds."""
+    files = [*_files(folder)]
+    whole = sum(path.stat().st_size for path in files)
+    if whole > MOST_BYTES:
+        raise TrainError(
+            f"the files below {folder} have {whole / 2**30:.1f} GiB, and every rank reads them: at most "
+            f"{MOST_BYTES / 2**30:.0f} GiB; name a folder that holds only the text, by --data_dir (--set data_dir=...)"
+        )
+    content = b"\n".join(content for path in files if _is_text(content := path.read_bytes()))
     last = len(content) - round(TEST_PART * len(content))
     train, test = content[:last], content[last:]
     if min(samples_in(len(train), tokens), samples_in(len(test), tokens)) < 1:
@@ -72,28 +82,31 @@ def samples_in(length: int, tokens: int) -> int:
     return max(0, (length - 1) // tokens)
 
 
-def _contents(folder: Path) -> Iterator[bytes]:
-    """Raises TrainError for a folder that cannot be read."""
-    try:
-        os.listdir(folder)
-        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            if any(part.startswith(".") for part in path.relative_to(folder).parts):
-                continue
-            content = path.read_bytes()
-            if content and _is_text(content):
-                yield content
-    except OSError as error:
+def _files(folder: Path) -> Iterator[Path]:
+    """Regular files, no links. Raises TrainError for a folder that cannot be read."""
+
+    def failed(error: OSError) -> None:
         raise TrainError(
             f"{error.filename or folder} cannot be read ({error.strerror}): text is read from all files below "
             "DATA_DIR; give it with --data_dir (--set data_dir=...)"
         ) from error
 
+    for place, folders, names in os.walk(folder, onerror=failed):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for path in (Path(place, name) for name in sorted(names) if not name.startswith(".")):
+            if path.is_file() and not path.is_symlink():
+                yield path
+
 
 def _is_text(content: bytes) -> bool:
+    decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        return "\0" not in content.decode()
+        for begin in range(0, len(content), BLOCK_BYTES):
+            decoder.decode(content[begin : begin + BLOCK_BYTES])
+        decoder.decode(b"", final=True)
     except UnicodeDecodeError:
         return False
+    return bool(content) and b"\0" not in content
 
 
 class TextBatches:

@@ -25,7 +25,7 @@ def mistakes_of(of: Settings) -> list[str]:
 def mistakes_of_network(of: Settings) -> list[str]:
     """Only useful if nothing else is wrong."""
     if of.is_own:
-        return []
+        return [f"tokens: does nothing with data {of.data}; leave it out"] if of.tokens != TOKENS else []
     if of.data_set.is_text or of.model in TEXT_MODELS:
         return _of_text(of)
     if of.tokens != TOKENS:
@@ -52,6 +52,8 @@ def _of_text(of: Settings) -> list[str]:
         mistakes.append("augment: varies images, not text; use none")
     if of.strategy == "tensor":
         mistakes.append("strategy: tensor cuts convolutions; use ddp or pipeline")
+    if of.loader == "workers" or of.num_workers > 0:
+        mistakes.append("loader: text is kept on the device; leave out loader and num_workers")
     return mistakes
 
 

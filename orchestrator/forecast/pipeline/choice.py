@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from orchestrator.forecast.advice import Scene
-from orchestrator.forecast.gpu_catalogue import activation_bytes
 from orchestrator.forecast.layers import FLOAT_BYTES, gradient_bytes, network_of
 from orchestrator.forecast.links import LinkCosts, Transfers
 from orchestrator.forecast.pipeline.block_costs import Chain, Line, StageHost, chain_from
@@ -299,7 +298,7 @@ def choose(scene: Scene, settings: Settings, chosen: Collection[str] = CHOSEN) -
     if len(chain.blocks) < 2:
         return None
     averages = averages_of(settings)
-    found = solve_all(chain, stage_hosts(scene), scene.wire, settings.batch, space, averages)
+    found = solve_all(chain, stage_hosts(scene, chain), scene.wire, settings.batch, space, averages)
     return _choice(chain, found.courses, scene, averages) if found else None
 
 
@@ -308,7 +307,7 @@ def as_set(scene: Scene, settings: Settings) -> PipelineChoice:
     chain, pipelines = chain_for(scene, settings), parse_stages(settings.stages)
     check_stages(pipelines, len(chain.blocks))
     named = {stage.node for stages in pipelines for stage in stages}
-    held = ((host,) if host.name in named else host.apart for host in stage_hosts(scene))
+    held = ((host,) if host.name in named else host.apart for host in stage_hosts(scene, chain))
     hosts = {host.name: host for parts in held for host in parts}
     if named != hosts.keys():
         raise ValueError(f"stages: {', '.join(sorted(named ^ hosts.keys()))}: each host of the job has one stage")
@@ -337,22 +336,21 @@ def chain_for(scene: Scene, settings: Settings) -> Chain:
     return Chain(tuple(dataclasses.replace(block, kept_bytes=block.kept_bytes // 2) for block in chain.blocks))
 
 
-def stage_hosts(scene: Scene) -> tuple[StageHost, ...]:
+def stage_hosts(scene: Scene, chain: Chain) -> tuple[StageHost, ...]:
     return tuple(
-        StageHost.of(host.name, host.speeds, _memory_bytes(scene, host), host.blocks, host.launch_ms)
+        StageHost.of(host.name, host.speeds, _memory_bytes(scene, chain, host), host.blocks, host.launch_ms)
         for host in scene.hosts
     )
 
 
-def _memory_bytes(scene: Scene, host: HostSpeed) -> int | None:
+def _memory_bytes(scene: Scene, chain: Chain, host: HostSpeed) -> int | None:
     """If unknown: for the whole network with the samples that a profile found; None without a limit."""
     if host.memory_bytes is not None:
         return host.memory_bytes
     caps = [speed.cap for speed in host.speeds if speed.cap is not None]
     if not caps:
         return None
-    layers = scene.job.layers
-    return STATES * gradient_bytes(layers) + min(caps) * activation_bytes(layers)
+    return STATES * gradient_bytes(scene.job.layers) + min(caps) * chain.kept_bytes(0, len(chain.blocks))
 
 
 def averages_of(settings: Settings) -> Averages | None:
