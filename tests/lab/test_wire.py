@@ -156,7 +156,7 @@ def test_a_way_that_breaks_between_two_members_ends_the_job_and_names_both(ended
     run = ended["two members"].result()
     assert run.exit_code == 1, run.shown
     assert run.lasted_s < 80, run.shown
-    assert "first cause: gamma2: beta2 and gamma2 cannot reach each other (small packets pass and large" in run.shown
+    assert "first cause: gamma2: beta2 and gamma2 cannot reach each other (small packets pass, but large" in run.shown
     (job,) = cells[1].person.asks("jobs", "--cluster", cells[1].cluster)["jobs"]
     assert cells[1].person.processes_of(job["id"]) == []
 
