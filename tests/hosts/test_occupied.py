@@ -132,7 +132,7 @@ def test_what_a_job_needs_follows_what_a_rank_does_at_once():
     assert needed(batch=128) == pytest.approx(alone + 64 * sample)
     assert needed(accumulate=4) == pytest.approx(alone + 32 * sample)
     assert needed(fidelity="local", local_batch=8) == pytest.approx(alone + 8 * sample)
-    assert needed(amp="bf16") == pytest.approx(alone + 64 * sample)
+    assert needed(amp="fp16") == pytest.approx(alone + 64 * sample)
 
 
 def test_of_a_script_only_what_cuda_takes_is_known():
