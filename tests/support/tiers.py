@@ -158,7 +158,7 @@ SAMPLED = {
     "tests/ui/test_page": 3,
 }
 """Of these every n-th case of a parametrized test is in the first tier: the first case always."""
-SLACK = 1.5
+SLACK = 2.0
 """Above the measured CPU seconds: cores that share their units count more of them for the same work."""
 LEAST_S = 20.0
 """Less than this is not worth a budget of its own."""
