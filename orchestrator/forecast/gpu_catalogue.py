@@ -58,7 +58,7 @@ def error_words(found: Sequence[Estimate]) -> str:
     if not found:
         return ""
     worst, table = max(each.error for each in found), all_cards()
-    fixed = format_percent(table.cards[0].rule.fixed_error)
+    fixed = format_percent(table.rule.fixed_error)
     return f"version {table.version}: a sample's time +-{format_percent(worst)}, fixed time +-{fixed}"
 
 

@@ -78,14 +78,15 @@ def inputs_of(
         if any(speed.cap == 0 for speed in speeds) and not may_cut:
             remedy = "leave it out with --nodes, or cut the network with --set strategy=pipeline"
             raise UsageError(f"{name}: not one sample fits into its memory", remedy)
-    hosts = tuple(_host(node, *known[node.name], profiles, _estimate(node, settings, layers)) for node in plan.nodes)
+    estimates = _estimates(plan, settings, layers)
+    hosts = tuple(_host(node, *known[node.name], profiles, estimates.get(node.name)) for node in plan.nodes)
     speeds_from = {name: source for name, (_, source) in known.items()}
     wire, words = wire_of(plan, network, bandwidth_bps)
     scene = Scene(Workload(layers, settings.batch, blocks), hosts, wire)
     by_profile = (host for host in hosts if speeds_from[host.name] == "profile")
     basis = (
-        *_speed_words(speeds_from, plan, settings, layers),
-        *_outside_words(by_profile, plan, settings, layers),
+        *_speed_words(speeds_from, estimates, layers),
+        *(_outside_words(by_profile, plan, estimates) if is_resnet(settings.model) else ()),
         *_changed_words(plan, profiles),
         *words,
     )
@@ -99,6 +100,11 @@ def _host(
     blocks = _blocks(node, source, profiles)
     launch_ms = estimated.launch_ms if estimated and source == "catalogue" else 0.0
     return HostSpeed(node.name, speeds, blocks=blocks, memory_bytes=memory_bytes, launch_ms=launch_ms)
+
+
+def _estimates(plan: LaunchPlan, settings: Settings, layers: Sequence[Layer]) -> dict[str, Estimate]:
+    """By host with a GPU of the catalogue. Raises UsageError for an `amp` that a GPU has not."""
+    return {node.name: found for node in plan.nodes if (found := _estimate(node, settings, layers))}
 
 
 def _estimate(node: NodePlan, settings: Settings, layers: Sequence[Layer]) -> Estimate | None:
@@ -116,11 +122,10 @@ def in_16_bits(plan: LaunchPlan, view: ForecastInputs) -> Scene | None:
         half, layers = replace(settings, amp="fp16"), view.scene.job.layers
     except SettingsError:  # pipelines that average refuse it
         return None
-    found = {node.name: _estimate(node, half, layers) for node in plan.nodes}
+    found = _estimates(plan, half, layers)
     hosts = [
-        replace(host, speeds=(each.speed,) * len(host.speeds), launch_ms=each.launch_ms)
+        replace(host, speeds=(found[host.name].speed,) * len(host.speeds), launch_ms=found[host.name].launch_ms)
         for host in view.scene.hosts
-        if (each := found[host.name])
     ]
     return replace(view.scene, hosts=tuple(hosts))
 
@@ -181,10 +186,9 @@ def _pace(paced: dict[str, Any], layers: Sequence[Layer]) -> Speed:
 
 
 def _speed_words(
-    speeds_from: Mapping[str, str], plan: LaunchPlan, settings: Settings, layers: Sequence[Layer]
+    speeds_from: Mapping[str, str], estimates: Mapping[str, Estimate], layers: Sequence[Layer]
 ) -> Iterator[str]:
-    estimated = (_estimate(node, settings, layers) for node in plan.nodes if speeds_from[node.name] == "catalogue")
-    error = error_words([each for each in estimated if each])
+    error = error_words([estimates[name] for name, source in speeds_from.items() if source == "catalogue"])
     if error and has_depthwise(layers):
         error += "; depthwise convolutions may take several times as long"
     words = {
@@ -199,20 +203,17 @@ def _speed_words(
             yield f"speed of {', '.join(names)}: {meaning}"
 
 
-def _outside_words(
-    by_profile: Iterable[HostSpeed], plan: LaunchPlan, settings: Settings, layers: Sequence[Layer]
-) -> Iterator[str]:
-    """Profiles that contradict the catalogue by more than its error: something may be wrong on the host. Only of
+def _outside_words(hosts: Iterable[HostSpeed], plan: LaunchPlan, estimates: Mapping[str, Estimate]) -> Iterator[str]:
+    """Profiles that contradict the catalogue by more than its error: something may be wrong on the host. Only for
     ResNets, for which the error holds.
     """
-    if not is_resnet(settings.model):
-        return
-    nodes = {node.name: node for node in plan.nodes}
-    for host in by_profile:
-        found = _estimate(nodes[host.name], settings, layers)
-        ratio = max(speed.sample_ms for speed in host.speeds) / found.speed.sample_ms if found else 1.0
-        if found and not 1 - found.error <= ratio <= 1 + found.error:
-            card = f"the catalogue's {nodes[host.name].gpu} (+-{format_percent(found.error)}, {found.source})"
+    gpus = {node.name: node.gpu for node in plan.nodes}
+    for host in hosts:
+        if (found := estimates.get(host.name)) is None:
+            continue
+        ratio = max(speed.sample_ms for speed in host.speeds) / found.speed.sample_ms
+        if not 1 - found.error <= ratio <= 1 + found.error:
+            card = f"the catalogue's {gpus[host.name]} (+-{format_percent(found.error)}, {found.source})"
             yield f"{host.name}: a sample takes {format_figure(ratio)} times as long as for {card}; the profile counts"
 
 

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,6 +54,11 @@ class Card:
     images_per_s: Mapping[Precision, tuple[float, float, str]] = field(default_factory=dict)
     unsure: tuple[str, ...] = ()
 
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """All of them are in the label of such a GPU."""
+        return _words(self.name)
+
     def check_amp(self, amp: str) -> None:
         """Raises UsageError."""
         if amp == "bf16" and not self.bf16:
@@ -73,6 +78,7 @@ class Card:
 @dataclass(frozen=True)
 class Cards:
     version: int
+    rule: Rule
     cards: tuple[Card, ...]
 
 
@@ -85,7 +91,7 @@ def read_cards(file: Path) -> Cards:
     document = json.loads(file.read_text(encoding="utf-8"))
     entries: dict[str, dict[str, Any]] = document["cards"]
     rule = Rule(**document["rule"])
-    return Cards(document["version"], tuple(_card(name, entries, rule) for name in entries))
+    return Cards(document["version"], rule, tuple(_card(name, entries, rule) for name in entries))
 
 
 def _card(name: str, entries: dict[str, dict[str, Any]], rule: Rule) -> Card:
@@ -96,8 +102,8 @@ def _card(name: str, entries: dict[str, dict[str, Any]], rule: Rule) -> Card:
 def find_card(label: str) -> Card | None:
     """Accepts labels like `RTX A2000`, `Tesla V100-16GB`, `NVIDIA GeForce RTX 3090`."""
     words = _words(label)
-    fitting = [card for card in all_cards().cards if _words(card.name) <= words]
-    return max(fitting, key=lambda card: len(_words(card.name)), default=None)
+    fitting = [card for card in all_cards().cards if card.words <= words]
+    return max(fitting, key=lambda card: len(card.words), default=None)
 
 
 def _words(label: str) -> frozenset[str]:
