@@ -36,7 +36,6 @@ from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.planning.profiles import BlockTimes, Profiles, profile_line
 from orchestrator.units import format_figure, format_percent
 from trainer.shared.experiments import OWN
-from trainer.shared.setting_fields import SettingsError
 from trainer.shared.settings import Settings, overlap_of
 from trainer.shared.shares import Speed, Speeds, parse_speeds
 from trainer.shared.strategy_table import LOCAL_STEPS, ONE_PROCESS
@@ -113,16 +112,11 @@ def _estimate(node: NodePlan, settings: Settings, layers: Sequence[Layer]) -> Es
     return estimate(gpu, layers, settings.amp) if gpu else None
 
 
-def in_16_bits(plan: LaunchPlan, view: ForecastInputs) -> Scene | None:
-    """Predicts these hosts with `amp=fp16`. None unless all speeds are the catalogue's, in 32 bits."""
-    settings = plan.training
-    if settings is None or settings.amp != "none" or {*view.speeds_from.values()} != {"catalogue"}:
+def by_catalogue(plan: LaunchPlan, view: ForecastInputs, settings: Settings) -> Scene | None:
+    """These hosts with other settings, such as `amp=fp16`. None unless all speeds are the catalogue's."""
+    if {*view.speeds_from.values()} != {"catalogue"}:
         return None
-    try:
-        half, layers = replace(settings, amp="fp16"), view.scene.job.layers
-    except SettingsError:  # pipelines that average refuse it
-        return None
-    found = _estimates(plan, half, layers)
+    found = _estimates(plan, settings, view.scene.job.layers)
     hosts = [
         replace(host, speeds=(found[host.name].speed,) * len(host.speeds), launch_ms=found[host.name].launch_ms)
         for host in view.scene.hosts

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from orchestrator.forecast.advice import FIDELITIES, GAIN, Advice, Choice, Scene, WhatIf, advise, changed
 from orchestrator.forecast.cut import pipeline_for
 from orchestrator.forecast.gpu_catalogue import HOST_DAYS, RESTART_S, FailureCosts, error_words, estimate, failures
 from orchestrator.forecast.imagined import HostGroup, imagine
-from orchestrator.forecast.inputs import ForecastInputs, allowed, in_16_bits, kept, memory_words
-from orchestrator.forecast.layers import Layer, gradient_bytes, layers_in, network_of
+from orchestrator.forecast.inputs import ForecastInputs, allowed, by_catalogue, kept, memory_words
+from orchestrator.forecast.layers import gradient_bytes, layers_in, network_of
 from orchestrator.forecast.links import GOODPUT
 from orchestrator.forecast.pipeline.choice import PipelineChoice
 from orchestrator.forecast.step import PREDICTED, Fidelity, HostSpeed
@@ -111,7 +112,7 @@ def outlook_of(plan: LaunchPlan, view: ForecastInputs, chosen: Collection[str]) 
         basis=(*view.basis, *(f"sets {setting.words}" for setting in plan.nccl), *limits),
         speeds_from=view.speeds_from,
         **_pipelines(view.scene, plan.training, chosen, advice),
-        in_half=_in_half(in_16_bits(plan, view), plan.training, chosen),
+        in_half=_in_half(plan.training, chosen, partial(by_catalogue, plan, view)),
         faster=faster,
         command=faster[0].command if faster else run_line(plan),
     )
@@ -141,7 +142,7 @@ def imagined_outlook(
         ),
         speeds_from={group.gpu.name: "catalogue" for group in groups},
         **_pipelines(scene, settings, chosen, advice),
-        in_half=_in_half(_imagined_in_half(groups, layers, settings, bandwidth_bps), settings, chosen),
+        in_half=_in_half(settings, chosen, lambda half: imagine(groups, layers, half.batch, bandwidth_bps, half.amp)),
         failures=failures(len(scene.hosts), 2 * gradient_bytes(layers)),
     )
 
@@ -176,19 +177,18 @@ def _pipelines(scene: Scene, settings: Settings, chosen: Collection[str], advice
     return {"pipelines": pipelines, "pipeline_then": then}
 
 
-def _imagined_in_half(
-    groups: Sequence[HostGroup], layers: tuple[Layer, ...], settings: Settings, bandwidth_bps: float
-) -> Scene | None:
-    return imagine(groups, layers, settings.batch, bandwidth_bps, "fp16") if settings.amp == "none" else None
-
-
-def _in_half(scene: Scene | None, settings: Settings, chosen: Collection[str]) -> InHalf | None:
-    """scene: with the speeds of 16 bits."""
-    if scene is None or settings.device == "cpu":
+def _in_half(
+    settings: Settings, chosen: Collection[str], scene_of: Callable[[Settings], Scene | None]
+) -> InHalf | None:
+    """None if the job rounds already or uses no GPU. scene_of: the hosts with these settings, if they are known."""
+    if settings.amp != "none" or settings.device == "cpu":
         return None
     try:
         half = replace(settings, amp="fp16")
-    except SettingsError:
+    except SettingsError:  # other settings refuse it
+        return None
+    scene = scene_of(half)
+    if scene is None:
         return None
     advice = advise(scene, allowed(half), kept(half, chosen))
     best, cut = advice.best[advice.fidelity], pipeline_for(scene, half, chosen)
