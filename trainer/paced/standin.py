@@ -291,21 +291,22 @@ def memory_needed(anatomy: Anatomy, pace: Pace, samples: int) -> int:
     """Bytes on the GPU. Raises TrainError if it has fewer."""
     needed = anatomy.state_bytes + samples * anatomy.activation_bytes
     fits = most_samples(anatomy, pace)
-    if fits is not None and pace.memory_bytes is not None and samples > fits:
+    if fits is not None and samples > fits:
         remedy = "use a smaller batch, or accumulate=N"
         if not fits:
             alone = f"the network takes {anatomy.state_bytes / 2**30:.1f} GiB by itself"
             remedy = f"{alone}: strategy=pipeline gives each host a part of it"
-        raise out_of_memory(f"{samples} samples", needed, pace.memory_bytes, f"at most {fits} samples fit; {remedy}")
+        check_memory(pace, needed, f"{samples} samples", f"at most {fits} samples fit; {remedy}")
     return needed
 
 
-def out_of_memory(what: str, needed_bytes: int, has_bytes: int, remedy: str) -> TrainError:
-    """what: a plural noun."""
-    return TrainError(
-        f"out of memory: {what} take {needed_bytes / 2**30:.1f} GiB, the GPU that this rank simulates has "
-        f"{has_bytes / 2**30:.1f} GiB: {remedy}"
-    )
+def check_memory(pace: Pace, needed_bytes: int, what: str, remedy: str) -> None:
+    """what: a plural noun. Raises TrainError if the simulated GPU has less memory."""
+    if pace.memory_bytes is not None and needed_bytes > pace.memory_bytes:
+        raise TrainError(
+            f"out of memory: {what} take {needed_bytes / 2**30:.1f} GiB, the GPU that this rank simulates has "
+            f"{pace.memory_bytes / 2**30:.1f} GiB: {remedy}"
+        )
 
 
 def most_samples(anatomy: Anatomy, pace: Pace) -> int | None:

@@ -18,7 +18,7 @@ from trainer.compute.microbatches import MicroBatches
 from trainer.compute.models import skeleton_of, stages_of, ties_of, trainable
 from trainer.compute.timer import InjectedDelay, Timer
 from trainer.data.sample_stream import SampleStream
-from trainer.paced.standin import LearningPart, PacedPart, out_of_memory
+from trainer.paced.standin import LearningPart, PacedPart, check_memory
 from trainer.paced.stopwatch import StageClock
 from trainer.pipeline.chain import Block, Cuts, Form, balanced, survey, survey_of
 from trainer.pipeline.paced_stages import LearningStage, PacedStage
@@ -300,13 +300,12 @@ def paced_clock(
     refuse_arithmetic(settings)
     own = plan.layout.stage(info.rank)
     needed = memory_of_stage(settings, plan, info.rank, sizes)
-    if pace.memory_bytes is not None and needed > pace.memory_bytes:
-        raise out_of_memory(
-            f"blocks {own.first} to {own.last} with {max(sizes, default=0)} samples per micro-batch",
-            needed,
-            pace.memory_bytes,
-            "give its host fewer blocks, or use a larger accumulate, a smaller in_flight, or schedule=1f1b",
-        )
+    check_memory(
+        pace,
+        needed,
+        f"blocks {own.first} to {own.last} with {max(sizes, default=0)} samples per micro-batch",
+        "give its host fewer blocks, or use a larger accumulate, a smaller in_flight, or schedule=1f1b",
+    )
     clock = StageClock(
         pace,
         plan.work(info.rank),

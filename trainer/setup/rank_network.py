@@ -15,7 +15,7 @@ from trainer.compute.microbatches import MicroBatches
 from trainer.compute.models import moves_statistics, needs_pairs_of_samples
 from trainer.compute.timer import InjectedDelay, Timer
 from trainer.data.sample_stream import SampleStream
-from trainer.paced.standin import Anatomy, Learner, StandIn, dissect, keep_freed_memory, memory_needed, out_of_memory
+from trainer.paced.standin import Anatomy, Learner, StandIn, check_memory, dissect, keep_freed_memory, memory_needed
 from trainer.paced.stopwatch import StageClock, Stopwatch
 from trainer.ranks.rank_info import RankInfo
 from trainer.setup.training_task import Experiment, TrainingTask
@@ -213,13 +213,12 @@ def paced_slices(
     whole = {name: weight.detach() for name, weight in anatomy.model.named_parameters()}
     weights = list(SlicedParts(plan.layers).held(info.rank, whole, anatomy.model).values())
     needed = 3 * bytes_of(*weights) + bytes_of(*anatomy.model.buffers()) + max(sizes) * anatomy.activation_bytes
-    if pace.memory_bytes is not None and needed > pace.memory_bytes:
-        raise out_of_memory(
-            f"its slices and the activations of {max(sizes)} samples",
-            needed,
-            pace.memory_bytes,
-            "use a smaller batch, or accumulate=N; strategy=pipeline splits activations, too",
-        )
+    check_memory(
+        pace,
+        needed,
+        f"its slices and the activations of {max(sizes)} samples",
+        "use a smaller batch, or accumulate=N; strategy=pipeline splits activations, too",
+    )
     clock = StageClock(pace, plan.work(info.rank), 1, seed=(settings.seed, info.rank))
     keep_records(metrics, settings, clock, needed)
     return PacedSlices(weights, clock, plan.layers, info.rank, facts.classes)
