@@ -73,7 +73,7 @@ def blocks_of(model: str, image: tuple[int, int, int], classes: int) -> tuple[Bl
     if model in TEXT_MODELS:
         return tuple(_gpt(TEXT_MODELS[model], image[2]))
     if not is_written_here(model):
-        return tuple(_recorded(model, image[1], classes))
+        return _recorded(model, image[1], classes)
     blocks = _lenet if model == "lenet" else partial(_resnet, _RESNETS[model])
     return tuple(blocks(*image[:2], classes))
 
@@ -89,28 +89,21 @@ def is_resnet(model: str) -> bool:
 
 def is_known(settings: Settings) -> bool:
     model = settings.model
-    return (
-        is_written_here(model) or model in TEXT_MODELS or (model in _records() and settings.data_set.shape[1] in PIXELS)
-    )
+    if is_written_here(model) or model in TEXT_MODELS:
+        return True
+    return model in _records() and settings.data_set.shape[1] in PIXELS
 
 
 def network_of(settings: Settings) -> tuple[Block, ...]:
     """Raises UsageError for an unknown network."""
     if not is_known(settings):
-        known = (
-            ", ".join(["lenet", *_RESNETS, *TEXT_MODELS])
-            + f", and {len(_records())} of torchvision's for {_or(PIXELS)} pixels"
-        )
+        written_here, sizes = ", ".join(["lenet", *_RESNETS, *TEXT_MODELS]), " or ".join(map(str, PIXELS))
         raise UsageError(
             f"{settings.model}: its layers are not known here, so that nothing is predicted",
-            f"known: {known}, and others after `orch profile` has measured them on your hosts, with the same "
-            "--set; `orch run` trains it all the same",
+            f"known: {written_here}, and {len(_records())} of torchvision's for {sizes} pixels, and others after "
+            "`orch profile` has measured them on your hosts, with the same --set; `orch run` trains it all the same",
         )
     return blocks_of(settings.model, settings.data_set.shape, settings.data_set.classes)
-
-
-def _or(sizes: Sequence[int]) -> str:
-    return " or ".join(map(str, sizes))
 
 
 def has_depthwise(layers: Sequence[Layer]) -> bool:
@@ -140,16 +133,14 @@ def _records() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _recorded(model: str, pixels: int, classes: int) -> Iterator[Block]:
+def _recorded(model: str, pixels: int, classes: int) -> tuple[Block, ...]:
     """Raises KeyError for an unknown model or size."""
-    inputs = 3 * pixels * pixels  # of the first layer; other layers' were not recorded
     *others, last = _records()[model][str(pixels)]
-    for block in others:
-        layers = [_seen(layer) for layer in block["layers"]]
-        yield Block((replace(layers[0], inputs=inputs), *layers[1:]), block["outputs"])
-        inputs = 0
-    layers = [_for_classes(_seen(layer), classes) for layer in last["layers"]]
-    yield Block((replace(layers[0], inputs=inputs), *layers[1:]), classes)
+    blocks = [Block(tuple(map(_seen, block["layers"])), block["outputs"]) for block in others]
+    blocks.append(Block(tuple(_for_classes(_seen(layer), classes) for layer in last["layers"]), classes))
+    first, *rest = blocks[0].layers
+    known = replace(first, inputs=3 * pixels * pixels)  # other layers' inputs were not recorded
+    return (Block((known, *rest), blocks[0].outputs), *blocks[1:])
 
 
 def _for_classes(layer: Layer, classes: int) -> Layer:
