@@ -1,7 +1,7 @@
 """`data=text`: bytes of all text files below DATA_DIR, cut into samples of `tokens` bytes; labels are the next bytes.
 
     text = read_text(folder, tokens=256)
-    len(text.train), text.facts            bytes; samples
+    len(text.train), samples_in(len(text.train), tokens=256)        bytes; samples
 
 The last tenth of all bytes is for tests. Files are read in the order of their names; files that are not UTF-8 are left
 out, as are hidden ones.
@@ -51,8 +51,8 @@ def read_text(folder: Path, tokens: int) -> Text:
             f"{MOST_BYTES / 2**30:.0f} GiB; name a folder that holds only the text, by --data_dir (--set data_dir=...)"
         )
     content = b"\n".join(content for path in files if _is_text(content := path.read_bytes()))
-    last = len(content) - round(TEST_PART * len(content))
-    train, test = content[:last], content[last:]
+    test_at = _test_at(len(content))
+    train, test = content[:test_at], content[test_at:]
     if min(samples_in(len(train), tokens), samples_in(len(test), tokens)) < 1:
         raise TrainError(
             f"{folder} holds {len(content):,} bytes of text, too few for a training and a test sample of {tokens} "
@@ -73,8 +73,12 @@ def made_text(tokens: int, seed: int) -> Text:
     words = torch.cat([letters, torch.full((WORDS, 1), 32, dtype=torch.uint8)], dim=1)
     chosen = torch.randint(0, WORDS, (MADE * tokens // 7 + 2,), generator=generator)
     text = words[chosen].flatten()
-    last = len(text) - round(TEST_PART * len(text))
-    return Text(text[:last], text[last:], f"synthetic-{seed}")
+    test_at = _test_at(len(text))
+    return Text(text[:test_at], text[test_at:], f"synthetic-{seed}")
+
+
+def _test_at(length: int) -> int:
+    return length - round(TEST_PART * length)
 
 
 def samples_in(length: int, tokens: int) -> int:

@@ -52,8 +52,7 @@ class Console:
         self.first_step: int | None = None
         self.samples, self.train_s = 0, 0.0
         self.result: Evaluation | None = None
-        self.is_text = not settings.is_own and settings.data_set.is_text
-        self.tokens = settings.tokens if self.is_text else 0
+        self.tokens = settings.tokens if not settings.is_own and settings.data_set.is_text else 0
         self.started_s = time.monotonic()
         self.next_s = self.started_s
         ranks = f"{info.world_size} rank{'s' if info.world_size > 1 else ''}"
@@ -84,7 +83,7 @@ class Console:
 
     def evaluation(self, epoch: int, train_loss: float, result: Evaluation) -> None:
         self.result = result
-        bits = f"  {result.loss / math.log(2):.4f} bits per byte" if self.is_text else ""
+        bits = f"  {result.loss / math.log(2):.4f} bits per byte" if self.tokens else ""
         self.say(
             f"epoch {epoch + 1}  train loss {train_loss:.4f}  test loss {result.loss:.4f}{bits}  "
             f"accuracy {result.accuracy:.2%} of {result.samples}"
