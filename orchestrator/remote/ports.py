@@ -116,7 +116,7 @@ def _instruction(code: int, if_true: int, if_false: int, value: int) -> bytes:
     return struct.pack("HBBI", code, if_true, if_false, value)
 
 
-# The master's rendezvous port: claim it, let members test it, then admit only them (uses `ports`).
+# The master's rendezvous port: claim it, let members test it, then admit only them.
 #
 # rendezvous = Rendezvous("10.0.0.1", 29500)
 # port = rendezvous.claim()                       # raises OSError

@@ -54,7 +54,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "nodes": st.lists(NAME | st.just("gpu[01-16]"), min_size=1, max_size=3),
     "hosts": st.sampled_from(["1:2", "3"]),
 }
-"""Of kinds that have a grammar of their own by hand, the others by their declaration."""
+"""Values are written by hand for kinds with a grammar of their own, and derived for the others."""
 OF_SCRIPT = {"keep", "folder", "batch", "pass_local_rank", "no_metrics", "resume"}
 
 

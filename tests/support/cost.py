@@ -1,4 +1,4 @@
-"""What work costs, judged alike on slow, fast and busy machines: by its growth, and by the calls that it makes."""
+"""Measures of work that do not depend on a machine's speed or load: growth of time, and number of calls."""
 
 from __future__ import annotations
 
