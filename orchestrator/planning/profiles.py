@@ -250,7 +250,7 @@ def kinds_of(plan: LaunchPlan, facts: Mapping[str, NodeFacts]) -> dict[Rank, Kin
 
 def cuda_graph_of(settings: Settings) -> str:
     """Off if other settings, which a profile does not have, rule graphs out."""
-    why = why_not_replayed(settings.strategy, settings.sync_bn, settings.accumulate)
+    why = why_not_replayed(settings.strategy, settings.sync_bn)
     return "off" if why else settings.cuda_graph
 
 

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import functools
 import itertools
+import statistics
 
 import pytest
 
 from tests.cuda.machine import Host, Job, Rank, problems
 
-STEPS, MICRO_BATCHES = 4, 4
+STEPS, MICRO_BATCHES = 8, 4
 LENET = (
-    *("--exp", "mnist_lenet", "--data", "synthetic", "--augment", "none", "--eval_every", "0", "--samples", "48"),
+    *("--exp", "mnist_lenet", "--data", "synthetic", "--augment", "none", "--eval_every", "0", "--samples", "96"),
     *("--batch", "12", "--steps", str(STEPS), "--strategy", "pipeline", "--stages", "host-0:0,host-1:1"),
     *("--accumulate", str(MICRO_BATCHES)),
 )
@@ -34,7 +35,7 @@ def numbered() -> None:
     """What a stage hands on is its micro-batch's number in the run; whether it gets such is printed."""
     import torch
 
-    from trainer.pipeline import PipelineUpdate, StageWork
+    from trainer.pipeline import PipelineUpdate, StageRecording, StageWork
 
     def counted(run):
         def of_update(self):
@@ -63,7 +64,22 @@ def numbered() -> None:
 
         return of_numbers
 
+    def kept(forward, backward):
+        """A recording holds its micro-batch's inputs until its backward pass."""
+
+        def first(self, inputs):
+            output = forward(self, inputs)
+            self.given = self.piece.images.detach().clone().cpu()
+            return output
+
+        def then(self, gradient):
+            print("slot", "right" if torch.equal(self.piece.images.detach().cpu(), self.given) else "wrong")
+            return backward(self, gradient)
+
+        return first, then
+
     PipelineUpdate.run = counted(PipelineUpdate.run)
+    StageRecording.forward, StageRecording.backward = kept(StageRecording.forward, StageRecording.backward)
     PipelineUpdate._forward, PipelineUpdate._backward = named(PipelineUpdate._forward), named(PipelineUpdate._backward)
     StageWork.forward, StageWork.judge, StageWork.backward = map(
         checked, (StageWork.forward, StageWork.judge, StageWork.backward)
@@ -87,16 +103,55 @@ def test_what_a_stage_gets_is_what_the_other_has_computed(played, way):
     assert not (words := problems(ranks)), words
     output = "".join(rank.output for rank in ranks)
     assert "wrong" not in output
+    assert output.count("slot right") >= (STEPS - 1) * MICRO_BATCHES
     assert output.count("forward right") == output.count("backward right") >= STEPS * MICRO_BATCHES
     assert not any(rank.rows("end")[0]["counts"]["overwritten"] for rank in ranks)
 
 
 @pytest.mark.parametrize("way", ["zero bubble", "1f1b", "fp16"])
-def test_no_stage_waits_for_all_that_its_gpu_has_to_do(played, way):
-    """But where the numbers above are written and read, once for each message: see `numbered`."""
-    for rank in played(way):
+def test_no_stage_waits_for_all_that_its_gpu_has_to_do(machine, way):
+    for rank in played_twice(machine, way)[0]:
         for step in rank.counts(skip=0):
-            assert step["stream_waits"] <= 2 * MICRO_BATCHES and not step["device_waits"]
+            assert not step["stream_waits"] and not step["device_waits"]
+
+
+def played_twice(machine, way: str) -> tuple[list[Rank], list[Rank]]:
+    """Without and with CUDA graphs, which are recorded while more and more micro-batches are in flight."""
+    arguments, hosts = WAYS[way]
+    off, on = (machine.run(Job((*LENET, *arguments, "--cuda_graph", graph), hosts)) for graph in ("off", "on"))
+    assert not (words := problems([*off, *on])), words
+    return off, on
+
+
+def median(rank: Rank, name: str) -> float:
+    return statistics.median(step[name] for step in rank.counts(skip=3)[:-1])
+
+
+@pytest.mark.parametrize("way", ["zero bubble", "1f1b", "fp16", "bf16"])
+def test_a_stage_launches_one_graph_for_each_task(machine, way):
+    off, on = played_twice(machine, way)
+    tasks = 2 if way == "1f1b" else 3
+    assert "cuda_graph: micro-batches of 3 samples recorded for 4 in flight" in on[0].output
+    for plain, replayed in zip(off, on, strict=True):
+        assert (median(plain, "graph_launches"), median(replayed, "graph_launches")) == (0, tasks * MICRO_BATCHES)
+        assert not median(replayed, "stream_waits") and not median(replayed, "device_waits")
+        assert median(replayed, "copies_to_host") == median(plain, "copies_to_host")
+    first, last = ((median(a, "launches"), median(b, "launches")) for a, b in zip(off, on, strict=True))
+    assert first[1] < first[0] / 7 and last[1] < last[0] / 2  # the last computes losses, too
+
+
+@pytest.mark.parametrize("gib", [0.6, 0.8, 1, 1.2, 2])
+def test_a_stage_records_what_memory_holds(machine, gib):
+    """At 0.55 GiB, a run without graphs ends for lack of memory."""
+    larger = {"12": "8192", "96": str(8 * 8192)}
+    ranks = machine.run(Job([larger.get(word, word) for word in LENET], (Host(), Host()), {"FAKE_GIB": gib}))
+    assert not (words := problems(ranks)), words
+    assert len(ranks[0].rows("step")) == STEPS
+    assert "out of memory" not in ranks[0].output
+    if gib == 0.6:
+        assert "cuda_graph: off from now on, a recording and a plain pass take" in ranks[0].output
+    if gib == 2:
+        assert "cuda_graph: micro-batches of 2048 samples recorded for 4 in flight" in ranks[0].output
 
 
 def test_tasks_are_timed_by_the_gpu(played):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,13 +16,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchvision.models.resnet import BasicBlock, ResNet
 
+from tests.support.cpu_graphs import CpuGraph, cpu_graphs
 from tests.support.gloo_ranks import Gang, group_of
 from tests.support.pipeline_update import updated
 from trainer.checkpoints import kept_state
 from trainer.compute.arithmetic import Full
 from trainer.compute.models import stages_of
 from trainer.compute.timer import NO_DELAY, CpuTimer
-from trainer.pipeline import Cuts, Layout, Pipeline, StageWork, part_of
+from trainer.pipeline import Cuts, Layout, Pipeline, StageWork, part_of, replay_stage
 from trainer.shared import Stage, parse_stages
 from trainer.strategies import GradientSum
 
@@ -40,6 +42,7 @@ class Case:
     in_flight: int = 0
     heavier: int = -1
     averages: bool = False
+    graphs: bool = False
 
 
 class Small(ResNet):
@@ -119,6 +122,11 @@ def shapes() -> list[tuple[int, ...]]:
 
 def piped(rank: int, case: Case) -> dict[str, Tensor] | None:
     """The same over the ranks: this one's part of the network."""
+    with cpu_graphs() if case.graphs else contextlib.nullcontext():
+        return _piped(rank, case)
+
+
+def _piped(rank: int, case: Case) -> dict[str, Tensor] | None:
     layout = Layout.of(parse_stages(case.stages), case.nodes, BLOCKS)
     peers = peers_of(layout, rank)
     if rank >= len(case.nodes):
@@ -133,6 +141,10 @@ def piped(rank: int, case: Case) -> dict[str, Tensor] | None:
     group = group_of(len(case.nodes))
     pipeline = Pipeline(stage, layout, cuts, group, sums, CpuTimer(), NO_DELAY, in_flight=case.in_flight)
     steps = optimiser(part)
+    notes: list[str] = []
+    if case.graphs:
+        replay_stage(stage, pipeline.in_flight, notes.append, notes.append)
+        stage.forward, stage.backward = copied(stage.forward), copied(stage.backward)  # type: ignore[method-assign]
     for update, sizes in enumerate(case.sizes):
         batch = sum(map(sum, sizes))
         images, labels = samples(update, batch, case.dtype)
@@ -144,10 +156,23 @@ def piped(rank: int, case: Case) -> dict[str, Tensor] | None:
         updated(pipeline, images, labels, batch)
         steps.step()
     pipeline.settle()
+    if case.graphs:
+        assert any("recorded" in note for note in notes) and not any("off a plain pass, two" in note for note in notes)
+        assert CpuGraph.replays > sum(len(of) for sizes in case.sizes for of in sizes), notes
     if case.averages:
         pipeline.average_statistics(part, ())
     state = part.state_dict()
     return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def copied(task: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    """As on a GPU, where a tensor is copied to the host before the next task."""
+
+    def of(*arguments: Any) -> Tensor | None:
+        found = task(*arguments)
+        return None if found is None else found.clone()
+
+    return of
 
 
 def peers_of(layout: Layout, rank: int) -> Any:
@@ -179,6 +204,13 @@ TWO = Case("a:0-2,b:3-6", ("a", "b"), [[(4, 4, 4, 4)]] * 9 + [[(4, 3)]])
 
 def test_ten_updates_over_two_stages_are_those_of_one_process_to_the_last_bit(gang: Gang) -> None:
     assert furthest(gang, TWO) == 0
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_replayed_stages_are_one_process_to_the_last_bit(gang: Gang, splits: bool) -> None:
+    """Two sizes, several in flight, and plain passes in between."""
+    sizes = [[(4, 4, 4, 4, 3, 3)]] * 6 + [[(2, 4, 4)]] + [[(4, 4, 4, 4, 3, 3)]] * 3
+    assert furthest(gang, replace(TWO, sizes=sizes, splits=splits, graphs=True)) == 0
 
 
 def test_a_micro_batch_that_counts_twice_shows(gang: Gang) -> None:

@@ -3,8 +3,9 @@
     graphs = replayable(model, say, gave_up)    in place; records each batch size at its third training pass
 
 ResNet-152 has 1,350 launches per step, 24 ms of host time. Recordings are cut into pieces, so that gradients are handed
-on during backward as usual. They use memory of their own, and the next backward overwrites their gradients:
-accumulating micro-batches needs `enabled = False`.
+on during backward as usual. They use memory of their own, and the next backward overwrites their gradients. If an
+update has several micro-batches (`begin(adds=True)`), recordings add up gradients in `sums` and hand them on with the
+last one. A pipeline's recordings: `trainer.pipeline.stage_graphs`.
 """
 # torch.cuda.make_graphed_callables does not fit: its warm-up moves BatchNorm's statistics, it uses the parameters
 # themselves, whose gradients DDP's hooks have bound to another stream, and it copies between pieces.
@@ -15,7 +16,7 @@ import contextlib
 import gc
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,18 +43,23 @@ def why_not(device: torch.device, settings: Any, model: nn.Module) -> str:
         return "the rank computes on the CPU"
     if "capture_error_mode" not in inspect.signature(torch.cuda.graph).parameters:
         return f"torch {torch.__version__} is older than 2.1"
-    if why := why_not_replayed(settings.strategy, settings.sync_bn, settings.accumulate):
+    if why := why_not_replayed(settings.strategy, settings.sync_bn):
         return why
-    return "" if stages_of(model) else f"{settings.model} cannot be cut into pieces"
+    if settings.strategy == "pipeline" or stages_of(model):  # a stage is one piece
+        return ""
+    return f"{settings.model} cannot be cut into pieces"
 
 
 class Graphs:
     """A network's recordings by image shape. gave_up: called with the reason when this rank stops."""
 
     def __init__(self, say: Callable[[str], None], gave_up: Callable[[str], None]) -> None:
-        self.say, self.gave_up, self.enabled, self.given_up = say, gave_up, True, False
+        self.say, self.gave_up, self.given_up = say, gave_up, False
         self.passes: dict[torch.Size, int] = {}
-        self.recorded: dict[torch.Size, Recording] = {}
+        self.recorded: dict[tuple[torch.Size, bool], Recording] = {}
+        self.sums: Sums | None = None
+        self.adds, self.is_last = False, True
+        """Whether the update has several micro-batches, and whether its last one has begun."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
         # A copied network has other weights: it never replays.
@@ -61,13 +67,34 @@ class Graphs:
         copied.given_up = True
         return copied
 
-    def of(self, model: nn.Module, images: Tensor) -> Recording | None:
-        """None for a plain pass."""
-        learns = model.training and torch.is_grad_enabled() and len(images) > 0
-        if self.given_up or not self.enabled or not learns:
+    def begin(self, *, adds: bool) -> None:
+        """Before each update."""
+        self.adds, self.is_last = adds, not adds
+        if self.sums:
+            self.sums.is_empty = True
+
+    def hand_over(self) -> None:
+        """Adds the sums to .grad, before a plain pass ends the update."""
+        if self.sums and not self.sums.is_empty:
+            self.sums.hand_over()
+
+    def replay(self, model: nn.Module, images: Tensor) -> Tensor | None:
+        """The output; None for a plain pass."""
+        if self.given_up or not learns(model, images):
             return None
-        if recording := self.recorded.pop(images.shape, None):
-            self.recorded[images.shape] = recording  # most recently used last
+        recording = self._recording(model, images)
+        if recording is None:
+            if self.is_last:
+                self.hand_over()
+            return None
+        if recording.sums:
+            recording.sums.begin()
+        return recording.replay(images, hands_over=self.is_last)
+
+    def _recording(self, model: nn.Module, images: Tensor) -> Recording | None:
+        key = images.shape, self.adds
+        if recording := self.recorded.pop(key, None):
+            self.recorded[key] = recording  # most recently used last
             return recording
         if images.numel() > max((shape.numel() for shape in self.passes), default=0):
             self.recorded.clear()  # the largest size so far needs all memory for plain passes
@@ -85,16 +112,18 @@ class Graphs:
             return None
         free = torch.cuda.mem_get_info(images.device)[0]
         try:
-            found = Recording(model, images)
+            if self.adds and not self.sums:
+                self.sums = Sums(trainable(model))
+            found = Recording(model, images, self.sums if self.adds else None)
             gib = (free - torch.cuda.mem_get_info(images.device)[0]) / 2**30
             far, apart = distances(model, found, images)
         except RuntimeError as error:  # torch's error for anything that CUDA refuses
             self._give_up(str(error).partition("\n")[0][:200])
             return None
-        if not far <= DIFFERENT + NOISE * apart:
-            self._give_up(f"a replay is {far:.2g} off a plain pass, two of which are {apart:.2g} apart")
+        if why := why_inexact(far, apart):
+            self._give_up(why)
             return None
-        self.recorded[images.shape] = found
+        self.recorded[images.shape, self.adds] = found
         self.say(
             f"cuda_graph: {len(images)} samples recorded in {len(found.pieces)} pieces, {gib:.1f} GiB, "
             f"{far:.1g} off a plain pass"
@@ -103,29 +132,89 @@ class Graphs:
 
     def _give_up(self, why: str) -> None:
         self.given_up, self.recorded = True, {}
+        self.hand_over()
+        self.sums = None
         self.gave_up(why)
+
+
+def why_inexact(far: float, apart: float) -> str:
+    """Empty if a replay equals a plain pass. apart: of two plain passes."""
+    if far <= DIFFERENT + NOISE * apart:
+        return ""
+    return f"a replay is {far:.2g} off a plain pass, two of which are {apart:.2g} apart"
+
+
+class Sums:
+    """Gradients of an update, in memory that recordings add to."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.of = {id(weight): torch.zeros_like(weight, requires_grad=False) for weight in weights}
+        self.weights, self.is_empty = list(weights), True
+
+    def begin(self) -> None:
+        """Before each replay."""
+        if self.is_empty:
+            torch._foreach_zero_(list(self.of.values()))
+            self.is_empty = False
+
+    def hand_over(self) -> None:
+        self.is_empty = True
+        for weight in self.weights:
+            found = self.of[id(weight)]
+            weight.grad = found if weight.grad is None else weight.grad + found
+
+    def bind(self) -> None:
+        """Makes them the weights' gradients, including what these hold. Plain passes then add to them, too."""
+        if not self.weights or self.weights[0].grad is self.of[id(self.weights[0])]:
+            return
+        empty = []
+        for weight in self.weights:
+            found = self.of[id(weight)]
+            if weight.grad is None:
+                empty.append(found)
+            else:
+                found.copy_(weight.grad)
+            weight.grad = found
+        if empty:
+            torch._foreach_zero_(empty)
+
+
+def learns(model: nn.Module, images: Tensor) -> bool:
+    return model.training and torch.is_grad_enabled() and len(images) > 0
 
 
 def replayable(model: nn.Module, say: Callable[[str], None], gave_up: Callable[[str], None]) -> Graphs:
     """Changes the model's class. Parameters, hooks and names stay."""
-    plain, graphs = type(model), Graphs(say, gave_up)
+    graphs = Graphs(say, gave_up)
+    replays(model, graphs)
+    return graphs
+
+
+def replays(model: nn.Module, graphs: Any) -> None:
+    """graphs: with `replay(model, images)`, which returns None for a plain pass."""
+    plain = type(model)
 
     def forward(self: Any, images: Tensor) -> Tensor:
-        recording = self.graphs.of(self, images)
-        output: Tensor = recording.replay(images) if recording else plain.forward(self, images)
-        return output
+        output: Tensor | None = self.graphs.replay(self, images)
+        return cast(Tensor, plain.forward(self, images)) if output is None else output
 
     model.graphs, model.plain_forward = graphs, plain.forward  # type: ignore[assignment]
     model.__class__ = type(plain.__name__, (plain,), {"forward": forward})
-    return graphs
 
 
 def _lacking(model: nn.Module, device: torch.device) -> str:
     """Judged by the largest pass so far; empty if memory suffices."""
-    held = torch.cuda.memory_allocated(device)
-    taken = torch.cuda.max_memory_allocated(device) - held
-    needed = 2 * taken + 3 * gradient_bytes(model)
-    free = ROOM * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - held)
+    return lacking(2 * pass_bytes(device) + 3 * gradient_bytes(model), device)
+
+
+def pass_bytes(device: torch.device) -> int:
+    """Of the largest pass so far, or of all passes at a time."""
+    return int(torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
+
+
+def lacking(needed: float, device: torch.device) -> str:
+    """Why bytes for a recording and a plain pass are not free; empty if they are. Call after `empty_cache`."""
+    free = ROOM * torch.cuda.mem_get_info(device)[0]
     if needed <= free:
         return ""
     return f"a recording and a plain pass take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
@@ -137,74 +226,104 @@ def _lacking(model: nn.Module, device: torch.device) -> str:
 class Recording:
     # All pieces share a memory pool, so they must replay in order: forward, then backward from the last piece.
 
-    def __init__(self, model: nn.Module, images: Tensor) -> None:
-        caches = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # a cached cast of a weight would be read at its old address
-        try:
+    def __init__(self, model: nn.Module, images: Tensor, sums: Sums | None = None) -> None:
+        self.sums = sums
+        with uncached():
             self.images = images.detach().clone()
-            self.pieces = _record(stages_of(model), self.images)
-        finally:
-            torch.set_autocast_cache_enabled(caches)
+            self.pieces = _record(stages_of(model), self.images, sums)
 
-    def replay(self, images: Tensor) -> Tensor:
+    def replay(self, images: Tensor, *, hands_over: bool = True) -> Tensor:
+        """hands_over: whether backward gives gradients to autograd."""
         self.images.copy_(images)
         value = self.images
         for piece in self.pieces:
-            value = _Replay.apply(piece, value, *piece.weights)
+            value = _Replay.apply(piece, hands_over, value, *piece.weights)
         return value
 
 
-def _record(stages: Sequence[nn.Module], images: Tensor) -> list[Piece]:
-    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """For recordings with autocast: a cached cast of a weight would be read at its old address."""
+    caches = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(caches)
+
+
+def _record(stages: Sequence[nn.Module], images: Tensor, sums: Sums | None) -> list[Piece]:
+    memory = Memory()
     pieces: list[Piece] = []
     for neighbours in pieces_of(stages):
-        pieces.append(Piece(neighbours, pieces[-1].output if pieces else images, pool, stream))
+        of = [sums.of[id(weight)] for weight in trainable(neighbours)] if sums else None
+        pieces.append(Piece(neighbours, pieces[-1].output if pieces else images, memory, of))
     gradient = torch.zeros_like(pieces[-1].output, requires_grad=False)
     for piece in reversed(pieces):
-        gradient = piece.record_backward(gradient, pool, stream)
+        gradient = piece.record_backward(gradient)
     return pieces
 
 
-class Piece:
-    """output, gradients: memory that a replay writes to."""
+class Memory:
+    """A pool and stream for recordings that always replay in the same order."""
 
-    def __init__(self, stages: nn.Sequential, images: Tensor, pool: Any, stream: Any) -> None:
-        self.weights = trainable(stages)
+    def __init__(self) -> None:
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    @contextlib.contextmanager
+    def recorded(self, graph: Any) -> Iterator[None]:
+        # Other threads (loaders, NCCL's watchdog) may use CUDA during the capture.
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()
+
+
+class Piece:
+    """output, gradients: memory that a replay writes to. sums: by trainable weight; backward then adds to them."""
+
+    def __init__(
+        self, stages: nn.Sequential, images: Tensor, memory: Memory, sums: Sequence[Tensor] | None = None
+    ) -> None:
+        self.weights, self.memory, self.sums = trainable(stages), memory, sums
         # Aliases, because DDP's hooks bind the parameters' gradients to another stream.
-        own = {name: weight.detach().requires_grad_() for name, weight in stages.named_parameters()}
-        self.aliases = list(own.values())
+        own = {name: weight.detach().requires_grad_(weight.requires_grad) for name, weight in stages.named_parameters()}
+        self.aliases = [alias for alias in own.values() if alias.requires_grad]
+        for alias, found in zip(self.aliases, sums or (), strict=sums is not None):
+            alias.grad = found
         self.images = images.detach().requires_grad_(images.requires_grad)
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with recorded(self.forward, pool, stream):
+        with memory.recorded(self.forward):
             self.output = functional_call(stages, own, (self.images,))
 
-    def record_backward(self, gradient: Tensor, pool: Any, stream: Any) -> Tensor:
+    def record_backward(self, gradient: Tensor) -> Tensor:
         """gradient: memory of the output's gradient. Returns that of the images'."""
         self.output_gradient = gradient
-        wanted = [*([self.images] if self.images.requires_grad else []), *self.aliases]
-        with recorded(self.backward, pool, stream):
-            gradients = torch.autograd.grad(self.output, wanted, gradient)
-        self.gradients = gradients[len(wanted) - len(self.aliases) :]
-        self.images_gradient = gradients[0] if self.images.requires_grad else None
+        self.images_gradient: Tensor | None = None
+        self.gradients: Sequence[Tensor] = self.sums or ()
+        if self.output.requires_grad:
+            with self.memory.recorded(self.backward):
+                self._backward(gradient)
         self.output = self.output.detach()  # drops the autograd graph, so that the pool can reuse its memory
         return gradient if self.images_gradient is None else self.images_gradient
 
-
-@contextlib.contextmanager
-def recorded(graph: Any, pool: Any, stream: Any) -> Iterator[None]:
-    # Other threads (loaders, NCCL's watchdog) may use CUDA during the capture.
-    with torch.cuda.stream(stream):
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            yield
-        finally:
-            graph.capture_end()
+    def _backward(self, gradient: Tensor) -> None:
+        if self.sums is not None:
+            torch.autograd.backward(self.output, gradient)
+            self.images_gradient = self.images.grad
+            return
+        wanted = [*([self.images] if self.images.requires_grad else []), *self.aliases]
+        gradients = torch.autograd.grad(self.output, wanted, gradient)
+        self.gradients = gradients[len(wanted) - len(self.aliases) :]
+        self.images_gradient = gradients[0] if self.images.requires_grad else None
 
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, piece: Piece, images: Tensor, *weights: Tensor) -> Tensor:
-        context.piece = piece
+    def forward(context: Any, piece: Piece, hands_over: bool, images: Tensor, *weights: Tensor) -> Tensor:
+        context.piece, context.hands_over = piece, hands_over
         piece.forward.replay()
         output: Tensor = piece.output
         return output.detach()
@@ -218,7 +337,8 @@ class _Replay(torch.autograd.Function):
         piece.backward.replay()
         # New tensors on the same memory: autograd takes them without a copy.
         images_gradient = None if piece.images_gradient is None else piece.images_gradient.detach()
-        return None, images_gradient, *(found.detach() for found in piece.gradients)
+        gradients = [found.detach() if context.hands_over else None for found in piece.gradients]
+        return None, None, images_gradient, *gradients
 
 
 def pieces_of(stages: Sequence[nn.Module]) -> Iterator[nn.Sequential]:
@@ -231,29 +351,32 @@ def pieces_of(stages: Sequence[nn.Module]) -> Iterator[nn.Sequential]:
 
 
 def distances(model: Any, recording: Recording, images: Tensor) -> tuple[float, float]:
-    """Relative distances of a replay, and of a second plain pass, to a plain pass."""
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    """Relative distances of a replay, and of a second plain pass, to a plain pass. Leaves buffers and sums as found."""
+    changed = [*model.buffers(), *(recording.sums.of.values() if recording.sums else ())]
+    kept = [tensor.clone() for tensor in changed]
 
     def one(forward: Callable[[Tensor], Tensor]) -> tuple[Sequence[Tensor], ...]:
+        for total in recording.sums.of.values() if recording.sums else ():
+            total.zero_()
         output = forward(images)
-        gradients = torch.autograd.grad(output, trainable(model), _some_gradient(output))
-        found = [output.detach()], gradients, [buffer.clone() for buffer, _ in kept]
-        for buffer, before in kept:
-            buffer.copy_(before)
+        gradients = torch.autograd.grad(output, trainable(model), some_gradient(output))
+        found = [output.detach()], [each.clone() for each in gradients], [buffer.clone() for buffer in model.buffers()]
+        for tensor, before in zip(changed, kept, strict=True):
+            tensor.copy_(before)
         return found
 
     plain = one(lambda images: model.plain_forward(model, images))
-    replayed = max(map(_far, plain, one(recording.replay)))
-    return replayed, max(map(_far, plain, one(lambda images: model.plain_forward(model, images))))
+    replayed = max(map(far, plain, one(recording.replay)))
+    return replayed, max(map(far, plain, one(lambda images: model.plain_forward(model, images))))
 
 
-def _some_gradient(output: Tensor) -> Tensor:
+def some_gradient(output: Tensor) -> Tensor:
     """Depends only on the shape; all values differ."""
     count = torch.arange(output.numel(), device=output.device)
     return (torch.sin(1.0 + count) / len(output)).view_as(output).to(output.dtype)
 
 
-def _far(plain: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+def far(plain: Sequence[Tensor], other: Sequence[Tensor]) -> float:
     pairs = list(zip(plain, other, strict=True))
     of = sum((one.double().square().sum() for one, _ in pairs), torch.zeros(()))
     off = sum(((one.double() - two.double()).square().sum() for one, two in pairs), torch.zeros(()))

@@ -94,11 +94,11 @@ def added(weight: Tensor, gradient: Tensor) -> None:
 def _cast(*tensors: Tensor | None) -> list[Any]:
     """Like autocast."""
     kind = next(tensor.device.type for tensor in tensors if tensor is not None)
-    to = _autocast(kind)
+    to = autocast_type(kind)
     return list(tensors) if to is None else [None if tensor is None else tensor.to(to) for tensor in tensors]
 
 
-def _autocast(kind: str) -> torch.dtype | None:
+def autocast_type(kind: str) -> torch.dtype | None:
     """None if autocast is off."""
     if hasattr(torch, "get_autocast_dtype"):  # torch 2.4 or newer; warns about the older names
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -190,6 +190,8 @@ class PipelineUpdate:
     def run(self) -> Generator[tuple[Tensor, Tensor], Tensor, tuple[Tensor, list[Done]]]:
         """On the last stage yields each micro-batch's inputs and labels, and receives the sum of its losses."""
         timer = self.of.timer
+        if self.of.stage.learns:
+            self.of.stage.begin([one.size for one in self.own])
         if not self.own:
             self.of.tell(self.loss_sum)
         while not self.schedule.is_over:

@@ -43,6 +43,8 @@ class StageWork:
     def __init__(self, part: nn.Module, precision: Full, *, reads: bool, splits: bool) -> None:
         self.part, self.precision, self.reads, self.splits = part, precision, reads, splits
         self.later = Later()
+        self.graphs: Any = None
+        """StageGraphs, or None."""
         self.dtype = next(part.parameters()).dtype if type(precision) is Full else None
         self._passes: deque[Pass] = deque()
         self._put_off: deque[list[Work]] = deque()
@@ -50,6 +52,11 @@ class StageWork:
         precision.scaled(torch.zeros((), device=next(part.parameters()).device))
         if splits:
             split_backward(part, self.later)
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        """Before an update. sizes: its micro-batches."""
+        if self.graphs and not self._passes and not self._put_off:
+            self.graphs.begin(sizes)
 
     def enter(self, inputs: Tensor) -> Tensor:
         """Starts a new autograd graph."""
@@ -101,10 +108,10 @@ class Part(nn.Module):
         super().__init__()
         for name, child in model._modules.items():  # all of them: a module that is used twice has two names
             self.add_module(name, child)
-        self._blocks = tuple(blocks)  # a tuple, so that they are not registered twice
+        self.blocks = tuple(blocks)  # a tuple, so that they are not registered twice
 
     def forward(self, inputs: Tensor) -> Tensor:
-        for block in self._blocks:
+        for block in self.blocks:
             inputs = block(inputs)
         return inputs
 

@@ -40,6 +40,8 @@ from trainer.paced.standin import (
     most_samples,
 )
 from trainer.pipeline.pipeline_strategy import Pipeline
+from trainer.pipeline.stage import StageWork
+from trainer.pipeline.stage_graphs import replay_stage
 from trainer.ranks import process_group
 from trainer.ranks.agreement import gather_lines, sum_over_ranks, together
 from trainer.ranks.process_group import choose_device, join, use_threads
@@ -158,7 +160,7 @@ def prepare(joined: JoinedRank, training_task: TrainingTask) -> Run:
         unused=Unused(model, group) if settings.sums_unused else None,
         ema=Ema(model, settings.ema) if settings.ema else None,
         rates=rates_of(settings, optimizer, batch_split.order.stream),
-        graphs=build_graphs(model, metrics, console) if settings.cuda_graph == "on" else None,
+        graphs=build_graphs(model, strategy, metrics, console) if settings.cuda_graph == "on" else None,
         training_task=training_task,
         order=batch_split.order,
         micro_batches=batch_split.micro_batches,
@@ -269,11 +271,18 @@ def say_what_changed(console: Console, asked: Settings, settings: Settings, no_g
         console.say(f"local_steps=0: {settings.local_steps}, because only orch predicts the speed of hosts and links")
 
 
-def build_graphs(model: nn.Module, metrics: MetricsWriter, console: Console) -> Graphs:
+def build_graphs(
+    model: nn.Module, strategy: Strategy | Pipeline, metrics: MetricsWriter, console: Console
+) -> Graphs | None:
+    """None for a pipeline, whose stage has its own."""
+
     def gave_up(why: str) -> None:
         metrics.write("setting", name="cuda_graph", value="off", why=why)
         console.aside(f"cuda_graph: off from now on, {why}")
 
+    if isinstance(strategy, Pipeline) and isinstance(strategy.stage, StageWork):
+        replay_stage(strategy.stage, strategy.in_flight, console.say, gave_up)
+        return None
     return replayable(model, console.say, gave_up)
 
 

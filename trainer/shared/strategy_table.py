@@ -54,7 +54,6 @@ STRATEGIES = {
     "pipeline": StrategyFacts(
         fidelities=("exact", "half", "local"),
         cuts_network=True,
-        why_no_graph="interleaves micro-batches in changing order",
     ),
     "tensor": StrategyFacts(
         fidelities=("exact", "half"), cuts_network=True, why_no_graph="makes ranks wait for each other during a pass"
@@ -77,14 +76,12 @@ LOCAL_STEPS = 32
 """Local steps if neither chosen nor predicted."""
 
 
-def why_not_replayed(strategy: str, sync_bn: bool, accumulate: int) -> str:
+def why_not_replayed(strategy: str, sync_bn: bool) -> str:
     """Why forward and backward cannot be CUDA graphs; "" if they can.
 
-    >>> why_not_replayed("ddp", sync_bn=True, accumulate=0)
+    >>> why_not_replayed("ddp", sync_bn=True)
     'sync_bn makes ranks wait for each other during a pass'
     """
     if why := STRATEGIES[strategy].why_no_graph:
         return f"strategy {strategy} {why}"
-    if sync_bn:
-        return "sync_bn makes ranks wait for each other during a pass"
-    return "accumulate adds up the gradients of several passes" if accumulate > 1 else ""
+    return "sync_bn makes ranks wait for each other during a pass" if sync_bn else ""

@@ -151,11 +151,14 @@ class FullUpdate(Update):
 
     def parts(self) -> Iterator[Any]:
         *others, last = pieces(self.batch, self.sizes)
-        if self.run.graphs:
-            self.run.graphs.enabled = not others or self.alone  # a replay would overwrite accumulated gradients
+        graphs = self.run.graphs
+        if graphs:
+            graphs.begin(adds=bool(others) and not self.alone)
         for part in others:
             with self.strategy.without_sync():
                 yield from self._given(part)
+        if graphs:
+            graphs.is_last = True
         yield from self._given(last)
 
     def _given(self, part: Any) -> Iterator[Any]:
@@ -169,6 +172,8 @@ class FullUpdate(Update):
             set_random_state(random)
             self._is_counted = True
         else:
+            if self.run.graphs:
+                self.run.graphs.hand_over()
             self._backward(self.strategy.no_loss())
             self.optimise()
 

@@ -1,0 +1,274 @@
+"""CUDA graphs of a pipeline's stage: for each size and micro-batch in flight, one per kind of task.
+
+    replay_stage(stage, in_flight, say, gave_up)      in place
+
+Tasks of different micro-batches alternate in changing order, so each recording has its own memory from its forward pass
+to its last task. Gradients are added up in the graphs.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from trainer.compute import graphs as plain_graphs
+from trainer.compute.graphs import WARM, Memory, Piece, Sums, lacking, learns, pass_bytes, replays, uncached
+from trainer.compute.models import gradient_bytes, trainable
+from trainer.pipeline.deferred import Later, autocast_type
+from trainer.pipeline.stage import Part, StageWork
+
+MOST_SIZES = 4
+MOST_RECORDED = 12
+"""Of sizes in a run: recording takes as long as some ten passes."""
+COMPARED_GRADIENTS = 5
+"""Copies of the gradients while a recording is compared with plain passes."""
+
+
+class Size(NamedTuple):
+    """autocast: the type that 16-bit operations use, or None."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+
+
+def replay_stage(stage: StageWork, in_flight: int, say: Callable[[str], None], gave_up: Callable[[str], None]) -> None:
+    """Changes the class of the stage's part."""
+    stage.graphs = StageGraphs(stage, in_flight, say, gave_up)
+    replays(stage.part, stage.graphs)
+
+
+class StageGraphs:
+    """gave_up: called with the reason when this rank stops."""
+
+    def __init__(
+        self, stage: StageWork, in_flight: int, say: Callable[[str], None], gave_up: Callable[[str], None]
+    ) -> None:
+        self.blocks, self.later, self.reads = nn.Sequential(*cast(Part, stage.part).blocks), stage.later, stage.reads
+        self.in_flight, self.say, self.gave_up = in_flight, say, gave_up
+        self.has_given_up = self.is_full = False
+        self.plain: dict[Size, Tensor] = {}
+        """Inputs of a plain pass of each size that is not recorded."""
+        self.passes: dict[Size, int] = {}
+        self.recorded: dict[Size, list[StageRecording]] = {}
+        self.count = 0
+        """Of recorded sizes in the whole run."""
+        self.sums: Sums | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageGraphs:
+        # A copied part has other weights: it never replays.
+        copied = copy.copy(self)
+        copied.has_given_up = True
+        return copied
+
+    def replay(self, part: nn.Module, inputs: Tensor) -> Tensor | None:
+        """The output; None for a plain pass."""
+        if self.has_given_up or not learns(part, inputs):
+            return None
+        size = Size(inputs.shape, inputs.dtype, autocast_type(inputs.device.type))
+        if known := self.recorded.pop(size, None):
+            self.recorded[size] = known  # most recently used last
+        if free := next((each for each in known or () if each.is_free), None):
+            return free.replay(inputs)
+        self.passes[size] = self.passes.get(size, 0) + 1
+        if size not in self.plain and not self.is_full:
+            self.plain[size] = inputs.detach().clone()
+        return None
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        """Before an update, with nothing in flight: records the sizes that are known by now."""
+        ready = [size for size in self.plain if self.passes[size] > WARM and size.shape[0] in sizes]
+        for size in sorted(ready, key=lambda size: -size.shape.numel()):
+            if not self.has_given_up and not self.is_full:
+                self._record_all(size, self.plain.pop(size), min(self.in_flight, sizes.count(size.shape[0])))
+        while len(self.plain) > MOST_SIZES:
+            self.plain.pop(next(iter(self.plain)))
+
+    def _record_all(self, size: Size, inputs: Tensor, most: int) -> None:
+        """A run that fits into memory without recordings always does so with them."""
+        self.recorded.setdefault(size, [])
+        while len(self.recorded) > MOST_SIZES:
+            self.recorded.pop(next(iter(self.recorded)))
+        known, inputs = self.recorded[size], inputs.requires_grad_(not self.reads)
+        torch.cuda.synchronize()
+        plain_bytes = pass_bytes(inputs.device)
+        taken = float(plain_bytes)
+        while len(known) < most:
+            gc.collect()  # nothing can be freed during a capture
+            torch.cuda.empty_cache()
+            needed = taken + plain_bytes * (1 - len(known) / most) + COMPARED_GRADIENTS * gradient_bytes(self.blocks)
+            if why := lacking(needed, inputs.device):
+                self._leave_plain(why)
+                return
+            free = torch.cuda.mem_get_info(inputs.device)[0]
+            if not self._record(size, inputs):
+                return
+            torch.cuda.empty_cache()
+            taken = free - torch.cuda.mem_get_info(inputs.device)[0]
+        self.count += 1
+        self.is_full = self.count == MOST_RECORDED
+        self.say(
+            f"cuda_graph: micro-batches of {len(inputs)} samples recorded for {most} in flight, "
+            f"{taken / 2**30:.2f} GiB each, {self.far:.1g} off a plain pass"
+        )
+
+    def _record(self, size: Size, inputs: Tensor) -> bool:
+        try:
+            if not self.sums:
+                self.sums = Sums(trainable(self.blocks))
+            with torch.autocast(inputs.device.type, size.autocast, enabled=size.autocast is not None):
+                found = StageRecording(self.blocks, inputs, self.sums, self.later)
+                self.far, apart = distances(self.blocks, found, inputs)
+            why = plain_graphs.why_inexact(self.far, apart)
+        except RuntimeError as error:  # torch's error for anything that CUDA refuses
+            why = str(error).partition("\n")[0][:200]
+        if why:
+            self._give_up(why)
+            return False
+        self.recorded[size].append(found)
+        return True
+
+    def _leave_plain(self, why: str) -> None:
+        """Without memory for more recordings."""
+        if not any(self.recorded.values()):
+            self._give_up(why)
+            return
+        self.is_full, self.plain = True, {}
+        self.say(f"cuda_graph: some micro-batches in flight are not recorded, {why}")
+
+    def _give_up(self, why: str) -> None:
+        self.later.cut()  # of a failed recording
+        self.has_given_up, self.recorded, self.plain, self.sums = True, {}, {}, None
+        gc.collect()
+        torch.cuda.empty_cache()
+        self.gave_up(why)
+
+
+class _Use:
+    """A micro-batch that uses a recording."""
+
+
+class StageRecording:
+    def __init__(self, blocks: nn.Sequential, inputs: Tensor, sums: Sums, later: Later) -> None:
+        self.sums, self.later = sums, later
+        self._use: weakref.ref[_Use] | None = None
+        memory = Memory()
+        with uncached():
+            own = inputs.detach().clone().requires_grad_(inputs.requires_grad)
+            self.piece = Piece(blocks, own, memory, [sums.of[id(weight)] for weight in trainable(blocks)])
+            versions = [found._version for found in sums.of.values()]
+            self.piece.record_backward(torch.zeros_like(self.piece.output, requires_grad=False))
+            self.weights_graph = self._record_weights(memory, later.cut())
+        if any(found._version == before for found, before in zip(sums.of.values(), versions, strict=True)):
+            raise RuntimeError("a weight has no gradient")
+        self.starts_from_weights = torch.zeros((), device=inputs.device, requires_grad=bool(self.piece.aliases))
+
+    @staticmethod
+    def _record_weights(memory: Memory, works: Sequence[Callable[[], None]]) -> Any:
+        if not works:
+            return None
+        graph = torch.cuda.CUDAGraph()
+        with memory.recorded(graph), torch.no_grad():
+            for work in works:
+                work()
+        return graph
+
+    @property
+    def is_free(self) -> bool:
+        """False between a forward pass and its last task, unless its output is lost."""
+        return self._use is None or self._use() is None
+
+    def replay(self, inputs: Tensor) -> Tensor:
+        use = _Use()
+        self._use = weakref.ref(use)
+        output: Tensor = _StageReplay.apply(self, use, inputs, self.starts_from_weights)
+        return output
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.piece.images.copy_(inputs)
+        self.piece.forward.replay()
+        output: Tensor = self.piece.output
+        return output.detach()
+
+    def backward(self, gradient: Tensor) -> Tensor | None:
+        self.piece.output_gradient.copy_(gradient)
+        self.piece.backward.replay()
+        # a new tensor on the same memory: autograd takes it without a copy
+        return None if self.piece.images_gradient is None else self.piece.images_gradient.detach()
+
+    def weights(self) -> None:
+        if self.weights_graph:
+            self.weights_graph.replay()
+
+    def release(self) -> None:
+        self._use = None
+
+
+class _StageReplay(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, recording: StageRecording, use: _Use, inputs: Tensor, _: Tensor) -> Tensor:
+        context.recording, context.use = recording, use
+        return recording.forward(inputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        recording, use = context.recording, context.use
+        recording.sums.bind()
+        of_inputs = recording.backward(gradient)
+
+        def rest(use: _Use = use) -> None:
+            recording.weights()
+            recording.release()
+
+        if recording.weights_graph:
+            recording.later.add(rest)
+        else:
+            recording.release()
+        return None, None, of_inputs, None
+
+
+def distances(blocks: nn.Sequential, recording: StageRecording, inputs: Tensor) -> tuple[float, float]:
+    """Relative distances of a replay, and of a second plain pass, to a plain pass. Leaves buffers and sums as found."""
+    sums, later = list(recording.sums.of.values()), recording.later
+    changed = [*blocks.buffers(), *sums]
+    kept = [tensor.clone() for tensor in changed]
+
+    def restored(*found: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
+        copies = *([tensor.clone() for tensor in each] for each in found), [one.clone() for one in blocks.buffers()]
+        for tensor, before in zip(changed, kept, strict=True):
+            tensor.data.copy_(
+                before
+            )  # micro-batches in flight hold BatchNorm's statistics, and autograd checks versions
+        return copies
+
+    def plain() -> tuple[list[Tensor], ...]:
+        own = {name: one.detach().requires_grad_(one.requires_grad) for name, one in blocks.named_parameters()}
+        leaf = inputs.detach().requires_grad_(inputs.requires_grad)
+        output = functional_call(blocks, own, (leaf,))
+        torch.autograd.backward(output, plain_graphs.some_gradient(output))
+        with torch.no_grad():
+            for work in later.cut():
+                work()
+            gradients = [one.grad for one in own.values() if one.grad is not None]
+            return restored([output], [leaf.grad] if leaf.grad is not None else [], gradients)
+
+    def replayed() -> tuple[list[Tensor], ...]:
+        with torch.no_grad():
+            for found in sums:
+                found.zero_()
+            output = recording.forward(inputs)
+            of_inputs = recording.backward(plain_graphs.some_gradient(output))
+            recording.weights()
+            return restored([output], [] if of_inputs is None else [of_inputs], sums)
+
+    first = plain()
+    far = max(map(plain_graphs.far, first, replayed()))
+    return far, max(map(plain_graphs.far, first, plain()))
