@@ -6,6 +6,7 @@ import pytest
 import torch
 from torchvision.models.resnet import BasicBlock, ResNet
 
+from tests.support.cpu_graphs import CpuGraph, cpu_graphs
 from trainer.compute.arithmetic import Full
 from trainer.compute.models import stages_of
 from trainer.compute.timer import CpuTimer
@@ -107,7 +108,14 @@ def test_sizes_that_find_no_memory_are_left_out():
 # ---- a real network -------------------------------------------------------------------------------------------------
 
 
-def test_passes_through_blocks_give_the_gradients_of_the_whole_network():
+@pytest.mark.parametrize("replays", [False, True])
+def test_passes_through_blocks_give_the_gradients_of_the_whole_network(replays):
+    with cpu_graphs():
+        take_passes(replays)
+        assert bool(CpuGraph.replays) is replays
+
+
+def take_passes(replays):
     torch.manual_seed(0)
     model, device = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10), torch.device("cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -117,8 +125,9 @@ def test_passes_through_blocks_give_the_gradients_of_the_whole_network():
     images, labels = subject.batch(4)
     (local_loss(model, images, labels) / 4).backward()
     whole = [weight.grad for weight in model.parameters()]
-    passes = Passes(subject)
+    passes = Passes(subject, replays=replays)
     for cut in ((0, 1, 2, 3, 4, 5), (0, 4)):
+        passes.take(4, cut)
         torch.manual_seed(1)
         optimizer.zero_grad(set_to_none=True)
         laps = passes.take(4, cut)

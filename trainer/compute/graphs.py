@@ -68,7 +68,7 @@ class Graphs:
         return copied
 
     def begin(self, *, adds: bool) -> None:
-        """Before each update."""
+        """Call before each update."""
         self.adds, self.is_last = adds, not adds
         if self.sums:
             self.sums.is_empty = True
@@ -152,7 +152,7 @@ class Sums:
         self.weights, self.is_empty = list(weights), True
 
     def begin(self) -> None:
-        """Before each replay."""
+        """Call before each replay."""
         if self.is_empty:
             torch._foreach_zero_(list(self.of.values()))
             self.is_empty = False
@@ -208,7 +208,7 @@ def _lacking(model: nn.Module, device: torch.device) -> str:
 
 
 def pass_bytes(device: torch.device) -> int:
-    """Of the largest pass so far, or of all passes at a time."""
+    """The most that passes have held at a time."""
     return int(torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
 
 

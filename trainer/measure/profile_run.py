@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from trainer.measure.updates import Subject, Trainee
 from trainer.paced.standin import StandIn, StandInOptimizer, most_samples
 from trainer.pipeline.chain import Block, survey
 from trainer.pipeline.stage import StageWork
+from trainer.pipeline.stage_graphs import replay_stage
 from trainer.ranks.agreement import together
 from trainer.ranks.process_group import choose_device, join, leave, use_threads
 from trainer.ranks.rank_info import RankInfo
@@ -134,7 +135,7 @@ def _blocks(settings: Settings, subject: Subject, ladder: Ladder) -> dict[str, A
         return None
     facts, budget_s = subject.facts, OF_BLOCKS * settings.profile_s
     blocks = survey(settings.model, facts.shape, facts.classes)
-    return made(record_blocks(subject, blocks, ladder, settings.batch, budget_s), subject.update)
+    return made(record_blocks(subject, blocks, ladder, settings, budget_s), subject.update)
 
 
 def steady(pace: Pace) -> Pace:
@@ -154,13 +155,15 @@ MARKS = 50
 
 
 class Passes:
-    """The network can take no more whole updates: its weight gradients are delayed."""
+    """The network can take no more whole updates: its weight gradients are delayed. replays: by CUDA graphs."""
 
-    def __init__(self, trainee: Trainee) -> None:
-        self.trainee, self.blocks = trainee, stages_of(trainee.model)
-        self.cut: Cut = ()
+    def __init__(self, trainee: Trainee, *, replays: bool = False) -> None:
+        self.trainee, self.blocks, self.replays = trainee, stages_of(trainee.model), replays
+        self.samples, self.cut = 0, cast(Cut, ())
         self.stages: list[StageWork] = []
         trainee.optimizer.zero_grad(set_to_none=True)
+        if graphs := vars(trainee.model).get("graphs"):
+            graphs.recorded.clear()  # their memory is needed
 
     def noise_ms(self) -> float:
         """Between adjacent marks."""
@@ -171,19 +174,26 @@ class Passes:
 
     def take(self, samples: int, cut: Cut) -> list[Lap]:
         """Raises NoMemory."""
-        if cut != self.cut:
-            self.cut, self.stages = cut, self._stages(cut)
+        if (samples, cut) != (self.samples, self.cut):
+            self.samples, self.cut, self.stages = samples, cut, self._stages(cut)
+            for _ in range(WARM + 1 if self.replays else 0):
+                self.trainee.attempt(samples, lambda: self._take(samples))
         return self.trainee.attempt(samples, lambda: self._take(samples))
 
     def _stages(self, cut: Cut) -> list[StageWork]:
         ends = (*cut[1:], len(self.blocks))
-        return [
+        stages = [
             StageWork(nn.Sequential(*self.blocks[first:end]), self.trainee.precision, reads=first == 0, splits=True)
             for first, end in zip(cut, ends, strict=True)
         ]
+        for stage in stages if self.replays else ():
+            replay_stage(stage, 1, say=lambda line: None, gave_up=_say_without_graphs)
+        return stages
 
     def _take(self, samples: int) -> list[Lap]:
         timer = self.trainee.timer
+        for stage in self.stages:
+            stage.begin([samples])
         passed, targets = self.trainee.batch(samples)
         last = len(self.stages) - 1
         forward = [timer.mark()]
@@ -214,12 +224,13 @@ class Passes:
 
 
 def record_blocks(
-    trainee: Trainee, blocks: Sequence[Block], ladder: Ladder, batch: int, budget_s: float
+    trainee: Trainee, blocks: Sequence[Block], ladder: Ladder, settings: Settings, budget_s: float
 ) -> Measuring[dict[str, Any] | None]:
     """None if memory is too small. Measures the whole network again just before its blocks, for the same load."""
-    sizes = micro_batches({size: times.step_ms for size, times in ladder.times.items()}, batch, budget_s)
+    sizes = micro_batches({size: times.step_ms for size, times in ladder.times.items()}, settings.batch, budget_s)
     yield sizes[-1]
     whole = yield from median(sizes[-1], budget_s / 4)
-    passes = Passes(trainee)
+    replays = settings.cuda_graph != "off" and not why_not(trainee.device, settings, trainee.model)
+    passes = Passes(trainee, replays=replays)
     found = time_blocks(passes.take, blocks, sizes, passes.noise_ms(), budget_s)
     return found.record(sizes[-1], whole.step_ms - whole.optim_ms) if found else None

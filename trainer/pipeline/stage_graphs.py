@@ -12,7 +12,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from trainer.pipeline.stage import Part, StageWork
 
 MOST_SIZES = 4
 MOST_RECORDED = 12
-"""Of sizes in a run: recording takes as long as some ten passes."""
+"""In a run, because recording a size takes as long as some ten passes."""
 COMPARED_GRADIENTS = 5
 """Copies of the gradients while a recording is compared with plain passes."""
 
@@ -51,7 +51,9 @@ class StageGraphs:
     def __init__(
         self, stage: StageWork, in_flight: int, say: Callable[[str], None], gave_up: Callable[[str], None]
     ) -> None:
-        self.blocks, self.later, self.reads = nn.Sequential(*cast(Part, stage.part).blocks), stage.later, stage.reads
+        part: Any = stage.part
+        self.blocks = nn.Sequential(*(part.blocks if isinstance(part, Part) else part))
+        self.later, self.reads = stage.later, stage.reads
         self.in_flight, self.say, self.gave_up = in_flight, say, gave_up
         self.has_given_up = self.is_full = False
         self.plain: dict[Size, Tensor] = {}
@@ -59,7 +61,7 @@ class StageGraphs:
         self.passes: dict[Size, int] = {}
         self.recorded: dict[Size, list[StageRecording]] = {}
         self.count = 0
-        """Of recorded sizes in the whole run."""
+        """Recorded sizes in the whole run."""
         self.sums: Sums | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageGraphs:
@@ -83,7 +85,7 @@ class StageGraphs:
         return None
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Before an update, with nothing in flight: records the sizes that are known by now."""
+        """Records the sizes that are known by now. Call before an update, with nothing in flight."""
         ready = [size for size in self.plain if self.passes[size] > WARM and size.shape[0] in sizes]
         for size in sorted(ready, key=lambda size: -size.shape.numel()):
             if not self.has_given_up and not self.is_full:

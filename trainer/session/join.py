@@ -198,7 +198,7 @@ class Rehearsal:
         network = ByBlocks(
             self._network, self._optimizer, self._precision, self._joined.device, self._timer, self._batch
         )
-        return (yield from record_blocks(network, self._cut, ladder, self._settings.batch, budget_s))
+        return (yield from record_blocks(network, self._cut, ladder, self._settings, budget_s))
 
     def _batch(self, samples: int) -> Any:
         chosen = [self._samples[index % len(self._samples)] for index in range(samples)]
