@@ -62,12 +62,22 @@ def test_the_last_block_is_the_networks(text: str, said: str) -> None:
         check_stages(parse_stages(text), 5)
 
 
-@given(st.integers(0, 12), st.integers(1, 8), st.booleans(), st.data())
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=4), st.integers(1, 8), st.booleans(), st.booleans(), st.data())
 def test_turns_take_each_micro_batch_once_and_hold_no_more_than_memory(
-    count: int, in_flight: int, splits: bool, data: st.DataObject
+    counts: list[int], in_flight: int, splits: bool, is_late: bool, data: st.DataObject
 ) -> None:
-    """Inputs and gradients come when they please; a gradient comes of what went forward."""
-    turns, arrived, returned = StageSchedule(count, in_flight, splits), 0, 0
+    """Inputs and gradients come when they please; a gradient comes of what went forward. Several updates."""
+    ahead = 0
+    for count, following in zip(counts, [*counts[1:], 0], strict=True):
+        schedule = StageSchedule(count, in_flight, splits, following if is_late else 0, forwards=ahead)
+        _take_all(schedule, data)
+        ahead = schedule.ahead
+        assert ahead <= schedule.following
+
+
+def _take_all(turns: StageSchedule, data: st.DataObject) -> None:
+    count, forwards = turns.count + turns.following, turns.forwards
+    arrived, returned = forwards, 0
     done: list[Task] = []
     while not turns.is_over:
         arrived = data.draw(st.integers(arrived, count))
@@ -77,9 +87,12 @@ def test_turns_take_each_micro_batch_once_and_hold_no_more_than_memory(
             done.append(task)
         else:
             arrived, returned = max(arrived, min(count, turns.forwards + 1)), turns.forwards
-        assert turns.forwards - turns.weights <= in_flight
+        assert turns.forwards - turns.weights <= turns.in_flight
         assert turns.weights <= turns.backwards <= turns.forwards <= count
-    assert [done.count(task) for task in Task] == [count, count, count if splits else 0]
+        assert turns.backwards <= turns.count  # the next update has gradients of its own
+    found = [done.count(task) for task in Task]
+    assert found == [turns.forwards - forwards, turns.count, turns.count if turns.splits else 0]
+    assert turns.forwards >= turns.count
 
 
 def test_a_gradient_goes_before_a_forward_and_that_before_weights() -> None:
@@ -101,6 +114,17 @@ def test_gradients_that_come_at_once_let_inputs_pass_between_them(splits: bool) 
     assert found == [Task.BACKWARD, Task.FORWARD, Task.BACKWARD, Task.FORWARD]
     assert turns.take(has_input=False, has_gradient=True) is Task.BACKWARD
     assert turns.take(has_input=False, has_gradient=True) is Task.BACKWARD  # no input waits
+
+
+def test_a_late_stage_fills_a_wait_with_the_next_update() -> None:
+    turns = StageSchedule(2, in_flight=3, following=2)
+    assert [turns.take(has_input=True, has_gradient=False) for _ in range(4)] == [*3 * [Task.FORWARD], None]
+    found = [turns.take(has_input=True, has_gradient=True) for _ in range(5)]
+    # A third gradient would belong to the next update, which has not begun.
+    assert found == [Task.BACKWARD, Task.BACKWARD, Task.WEIGHTS, Task.FORWARD, Task.WEIGHTS]
+    assert (turns.is_over, turns.ahead) == (True, 2)
+    turns = StageSchedule(2, in_flight=3, forwards=turns.ahead)
+    assert turns.take(has_input=True, has_gradient=True) is Task.BACKWARD
 
 
 def test_each_later_stage_holds_one_fewer() -> None:

@@ -113,7 +113,14 @@ class Task(Enum):
 
 @dataclass
 class StageSchedule:
-    """Decides a stage's next task; ranks and forecasts follow the same rule. One update of one rank."""
+    """Decides a stage's next task; ranks and forecasts follow the same rule. One update of one rank.
+
+    >>> late = StageSchedule(count=1, in_flight=4, splits=False, following=1)
+    >>> [late.take(has_input=True, has_gradient=False) for _ in range(3)]     # the next update's too, then it waits
+    [<Task.FORWARD: 'forward'>, <Task.FORWARD: 'forward'>, None]
+    >>> late.take(has_input=False, has_gradient=True), late.is_over, late.ahead
+    (<Task.BACKWARD: 'backward'>, True, 1)
+    """
 
     # A gradient goes back first, because the stage before waits for it. Then a further micro-batch goes forward, if
     # memory allows, before a second gradient, because the stage behind waits for it. Gradients of the stage's own
@@ -127,7 +134,10 @@ class StageSchedule:
     """The most micro-batches between forward and their last task."""
     splits: bool = True
     """Whether BACKWARD leaves the weights to WEIGHTS."""
+    following: int = 0
+    """Micro-batches of the next update that may go forward during this one."""
     forwards: int = 0
+    """Of both updates. Begins with those that went forward during the update before."""
     backwards: int = 0
     weights: int = 0
     owes_forward: bool = False
@@ -138,16 +148,26 @@ class StageSchedule:
         return self.weights == self.count
 
     @property
+    def ahead(self) -> int:
+        """Micro-batches of the next update that have gone forward."""
+        return max(0, self.forwards - self.count)
+
+    @property
     def may_forward(self) -> bool:
         """Whether memory and a micro-batch are left."""
-        return self.forwards < self.count and self.forwards - self.weights < self.in_flight
+        return self.forwards < self.count + self.following and self.forwards - self.weights < self.in_flight
+
+    @property
+    def may_backward(self) -> bool:
+        """Whether a micro-batch of this update waits for its gradient."""
+        return self.backwards < min(self.forwards, self.count)
 
     def take(self, *, has_input: bool, has_gradient: bool) -> Task | None:
         """The next task, counted as done; None to wait. has_input, has_gradient: whether the data for FORWARD and
         BACKWARD are there.
         """
         goes_forward = self.may_forward and has_input
-        if self.backwards < self.forwards and has_gradient and not (goes_forward and self.owes_forward):
+        if self.may_backward and has_gradient and not (goes_forward and self.owes_forward):
             self.backwards += 1
             self.weights += not self.splits
             self.owes_forward = True
