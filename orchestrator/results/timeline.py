@@ -61,7 +61,7 @@ class TimelineLane(Record):
 
 
 class Timeline(Record):
-    """Milliseconds since the first rank began the step."""
+    """Milliseconds since the first rank began the step, or a forward pass of it."""
 
     step: int
     """From 0."""
@@ -118,7 +118,9 @@ def timeline(
     clocks = align(_bounds(pairs, places, rows), order)
     if clocks is None or not any(rows.values()):
         return None
-    begin_ms = min(clocks.offsets_ms.values())  # each rank counts from the begin of its step
+    # Each rank counts from the begin of its step; a late stage begins some tasks earlier.
+    firsts = {rank: min([0.0, *(row[2] for row in of_rank)]) for rank, of_rank in rows.items()}
+    begin_ms = min(offset + firsts[rank] for rank, offset in clocks.offsets_ms.items())
     shift = {rank: offset - begin_ms for rank, offset in clocks.offsets_ms.items()}
     return Timeline(
         step=step,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -9,9 +11,11 @@ from trainer.pipeline import Pipeline
 from trainer.strategies import Exchange
 
 
-def updated(pipeline: Pipeline, images: Tensor, labels: Tensor, batch: int) -> tuple[Tensor, Exchange]:
+def updated(
+    pipeline: Pipeline, images: Tensor, labels: Tensor, batch: int, number: int = 0, following: Any = None
+) -> tuple[Tensor, Exchange]:
     """With the cross entropy as loss. The arguments are those of `Pipeline.update`."""
-    making = pipeline.update(images, labels, batch)
+    making = pipeline.update(images, labels, batch, number, following)
     try:
         inputs, targets = next(making)
         while True:

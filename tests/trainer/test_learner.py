@@ -36,6 +36,7 @@ STAGES = {
     "like a larger one": ([], "node0:0,node1:1", LONG, "resnet152_cifar", 2),
     "at once": (["--schedule", "1f1b"], "node0:0,node1:1", LONG, "resnet152_cifar", 2),
     "in 16 bits": (["--fidelity", "half"], "node0:0,node1:1", LONG, "resnet152_cifar", 2),
+    "late": (["--fidelity", "late", "--accumulate", "2"], "node0:0,node1:1", LONG, "resnet152_cifar", 2),
     "with BatchNorm": (SMALL, "node0:0-1,node1:2-4", LONG, "resnet152_cifar", 2),
 }
 """Settings; the stages of the network that learns, and those of the one whose time is kept; the latter; ranks."""

@@ -161,7 +161,7 @@ class _Product(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Done:
-    """A task of an update with its marks. number: of the micro-batch."""
+    """A task of an update with its marks. number: of the micro-batch, counted on in the next update."""
 
     task: Task
     number: int
@@ -178,12 +178,24 @@ class Done:
 class PipelineUpdate:
     """One rank's update; tasks in the order of `trainer.shared.stages`, as data arrive."""
 
-    def __init__(self, pipeline: Any, own: Sequence[MicroBatch], images: Tensor, labels: Tensor, batch: int) -> None:
-        """pipeline: a Pipeline. Others: as in its `update`."""
-        self.of, self.own, self.batch = pipeline, own, batch
-        sizes = [micro_batch.size for micro_batch in self.own]
-        self.parts = list(zip(images.split(sizes), labels.split(sizes), strict=True)) if pipeline.is_first else []
-        self.schedule = StageSchedule(len(self.own), pipeline.in_flight, pipeline.stage.splits)
+    def __init__(
+        self,
+        pipeline: Any,
+        own: Sequence[MicroBatch],
+        following: Sequence[MicroBatch],
+        parts: Sequence[tuple[Tensor, Tensor]],
+        batch: int,
+        number: int,
+    ) -> None:
+        """pipeline: a Pipeline. own: micro-batches of this rank. following: micro-batches of the next update that may
+        go forward during this one. parts: images and labels of both on the first stage. batch, number: as in its
+        `update`.
+        """
+        self.of, self.own, self.both, self.parts = pipeline, own, [*own, *following], parts
+        self.batch, self.number = batch, number
+        self.schedule = StageSchedule(
+            len(own), pipeline.in_flight, pipeline.stage.splits, len(following), forwards=len(pipeline.early)
+        )
         self.losses: list[Tensor] = []
         self.done: list[Done] = []
 
@@ -221,8 +233,8 @@ class PipelineUpdate:
     def _next(self) -> Task | None:
         schedule = self.schedule
         return schedule.take(
-            has_input=schedule.forwards < schedule.count and self._has_input(self.own[schedule.forwards]),
-            has_gradient=schedule.backwards < schedule.forwards and self._has_gradient(self.own[schedule.backwards]),
+            has_input=schedule.forwards < len(self.both) and self._has_input(self.both[schedule.forwards]),
+            has_gradient=schedule.may_backward and self._has_gradient(self.own[schedule.backwards]),
         )
 
     def _has_input(self, one: MicroBatch) -> bool:
@@ -238,7 +250,7 @@ class PipelineUpdate:
     def _do(self, task: Task) -> Generator[tuple[Tensor, Tensor], Tensor, tuple[int, float | None, Any]]:
         """Micro-batch number, arrival of its data, and hand-over of its result."""
         if task is Task.FORWARD:
-            return (yield from self._forward(self.own[self.schedule.forwards - 1], self.schedule.forwards - 1))
+            return (yield from self._forward(self.both[self.schedule.forwards - 1], self.schedule.forwards - 1))
         if task is Task.BACKWARD:
             return self._backward(self.own[self.schedule.backwards - 1])
         self.of.stage.weights()
@@ -260,7 +272,7 @@ class PipelineUpdate:
             inputs = of.stage.enter(inputs)
             output = of.stage.judge(inputs, (yield inputs, cast(Tensor, labels)), there_s)
         else:
-            output = of.stage.forward(inputs, there_s)
+            output = of.stage.forward(inputs, there_s, self._weights(index))
         if of.is_last:
             self.losses.append(output)
             if self.schedule.forwards == self.schedule.count:
@@ -269,6 +281,10 @@ class PipelineUpdate:
             sent = of.timer.mark()
             of.to_next[one.ranks[of.number + 1]].send(of.cuts.check_output(output, one.size).to(of.cuts.dtype))
         return one.number, there_s or None, sent
+
+    def _weights(self, index: int) -> dict[str, Tensor] | None:
+        late = self.of.late
+        return late.weights_of(self.number + (index >= self.schedule.count)) if late else None
 
     def _backward(self, one: MicroBatch) -> tuple[int, float | None, Any]:
         of = self.of

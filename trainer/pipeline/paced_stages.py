@@ -24,7 +24,7 @@ class PacedStage:
         self._passes: deque[int] = deque()
         self._put_off: deque[int] = deque()
 
-    def forward(self, inputs: Tensor, there_s: float) -> Tensor:
+    def forward(self, inputs: Tensor, there_s: float, weights: dict[str, Tensor] | None = None) -> Tensor:
         samples = len(inputs)
         self._passes.append(samples)
         self.part.stopwatch.run(FORWARD, samples, there_s)
@@ -59,8 +59,8 @@ class LearningStage(StageWork):
         self._sizes: deque[int] = deque()
         self._sizes_put_off: deque[int] = deque()
 
-    def forward(self, inputs: Tensor, there_s: float) -> Tensor:
-        output = super().forward(inputs, there_s)
+    def forward(self, inputs: Tensor, there_s: float, weights: dict[str, Tensor] | None = None) -> Tensor:
+        output = super().forward(inputs, there_s, weights)
         self._forward_is_over(len(inputs), there_s)
         return output
 

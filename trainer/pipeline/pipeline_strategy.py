@@ -1,7 +1,7 @@
 """`pipeline`: each host computes some blocks, and micro-batches pass from stage to stage.
 
     strategy.announce({0: (16, 16, 16, 8)})          the micro-batches that rank 0 reads for the next update
-    loss_sum, exchange = yield from strategy.update(images, labels, batch=56)
+    loss_sum, exchange = yield from strategy.update(images, labels, batch=56, number=0)
 
 The update is that of one process that accumulates the same micro-batches; activations travel instead of gradients.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,8 @@ from trainer.compute.batch_norm_kernels import REMEMBERED, average_running_stati
 from trainer.compute.models import fill_gradients, gradients_of, has_batch_norm, trainable
 from trainer.compute.timer import CpuTimer, InjectedDelay, Timer, covered_ms
 from trainer.pipeline.chain import Cuts
-from trainer.pipeline.deferred import PipelineUpdate
+from trainer.pipeline.deferred import Done, PipelineUpdate
+from trainer.pipeline.late import LateWeights
 from trainer.pipeline.paced_stages import PacedStage
 from trainer.pipeline.stage import ACTIVATIONS, GRADIENTS, LABELS, LOSSES, Receiver, Sender, StageParts, StageWork
 from trainer.pipeline.stage_layout import Layout, MicroBatch
@@ -36,18 +37,19 @@ from trainer.strategies.gradient_sum import GradientSum
 
 
 class Announced(NamedTuple):
-    """own: this rank's micro-batches. of_pipeline: samples of its pipeline. judged: on rank 0, samples of each
-    other rank that sends it a loss.
+    """own: this rank's micro-batches. routes, of_pipeline: micro-batches and samples of its pipeline. judged: on rank
+    0, samples of each other rank that sends it a loss.
     """
 
     own: list[MicroBatch]
+    routes: int
     of_pipeline: int
     judged: Mapping[int, int]
 
 
 class Pipeline(Base):
     """sums: over ranks with the same blocks, or None. group: Gloo, for activations. averages: of weights between
-    pipelines that update by themselves; then `sums` stay within this pipeline.
+    pipelines that update by themselves; then `sums` stay within this pipeline. late: unless all updates are exact.
     """
 
     def __init__(
@@ -62,8 +64,9 @@ class Pipeline(Base):
         *,
         in_flight: int,
         averages: ParameterAverage | None = None,
+        late: LateWeights | None = None,
     ) -> None:
-        self.averages = averages
+        self.averages, self.late = averages, late
         self.stage, self.layout, self.cuts, self.group, self.sums = stage, layout, cuts, group, sums
         self.parts = StageParts(layout)
         self.timer, self.delay = timer, delay
@@ -82,6 +85,8 @@ class Pipeline(Base):
         self.news = threading.Condition()
         self.ahead: deque[Announced] = deque()
         """Announced updates."""
+        self.early: list[Done] = []
+        """Forwards of the next update that are done."""
         before = () if self.is_first else stages[place.stage - 1]
         behind = () if self.is_last else stages[place.stage + 1]
         labels = not (self.is_first and self.is_last)
@@ -147,21 +152,36 @@ class Pipeline(Base):
         for receiver in self.losses.values():
             receiver.expect((1,), torch.float64)
         judged = {rank: sum(one.size for one in routes if one.ranks[-1] == rank) for rank in self.losses}
-        self.ahead.append(Announced(own, sum(map(sum, sizes.values())), judged))
+        self.ahead.append(Announced(own, len(routes), sum(map(sum, sizes.values())), judged))
 
     def update(
-        self, images: Tensor, labels: Tensor, batch: int
+        self,
+        images: Tensor,
+        labels: Tensor,
+        batch: int,
+        number: int,
+        following: tuple[Tensor, Tensor] | None = None,
     ) -> Generator[tuple[Tensor, Tensor], Tensor, tuple[Tensor, Exchange]]:
         """Leaves the gradient in .grad. Returns the sum of losses.
 
-        images, labels: of the oldest announced update, on the first stage. On the last stage yields each micro-batch's
-        inputs and labels, and receives the sum of its losses.
+        images, labels: of the oldest announced update, on the first stage. number: of the update in the whole run.
+        following: images and labels of the next announced update, if late stages may begin it during this one. On the
+        last stage yields each micro-batch's inputs and labels, and receives the sum of its losses.
         """
-        own, of_pipeline, judged = self.ahead.popleft()
+        own, count, of_pipeline, judged = self.ahead.popleft()
         self.samples = sum(one.size for one in own)
         self.recent = REMEMBERED * self.recent + self.samples
-        run = PipelineUpdate(self, own, images, labels, of_pipeline if self.averages else batch)
+        # The last stage is exact: it has no stage behind it to wait for.
+        after = self.ahead[0].own if following and not self.is_last else []
+        parts = self._parts(own, images, labels) + (self._parts(after, *following) if following else [])
+        if self.late:
+            self.late.begin(number)
+        after = [replace(one, number=count + one.number) for one in after]
+        run = PipelineUpdate(self, own, after, parts, of_pipeline if self.averages else batch, number)
         loss_sum, done = yield from run.run()
+        if self.late:
+            self.late.hand_over()
+        early, self.early = self.early, [replace(one, number=one.number - count) for one in done if one.number >= count]
         waits = tuple((one.since, one.begin) for one in done if one.since is not None)
         said = self._said(loss_sum, judged)
         self.delay.pause("sync")
@@ -176,8 +196,19 @@ class Pipeline(Base):
             allreduce_flat(gradients_of(self.model), self.sums)
             held_up_s = self.sums.held_up_s - before_s
         return loss_sum, Exchange(
-            computed, held_up_s=held_up_s, waits=waits, tasks=tuple(done), wire_ms=self._wire_ms(), said=said
+            computed,
+            held_up_s=held_up_s,
+            waits=waits,
+            tasks=tuple(done),
+            early=tuple(early),
+            wire_ms=self._wire_ms(),
+            said=said,
         )
+
+    def _parts(self, own: Sequence[MicroBatch], images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """By micro-batch, on the first stage."""
+        sizes = [one.size for one in own]
+        return list(zip(images.split(sizes), labels.split(sizes), strict=True)) if self.is_first and own else []
 
     def _wire_ms(self) -> float:
         """Time with a message in transfer."""
@@ -230,11 +261,13 @@ class Pipeline(Base):
             self.averages.after_update()
 
     def own_state(self) -> dict[str, Tensor]:
-        return self.averages.own_state() if self.averages else {}
+        return (self.averages.own_state() if self.averages else {}) | (self.late.own_state() if self.late else {})
 
     def expect(self, kept: Mapping[str, Tensor]) -> None:
         if self.averages:
             self.averages.expect(kept)
+        if self.late:
+            self.late.expect(kept)
 
     def regroup(self, part: float) -> None:
         if self.averages:

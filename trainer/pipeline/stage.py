@@ -1,6 +1,6 @@
 """A stage's work on micro-batches, its part of the network, and the transfers between stages.
 
-output = stage.forward(inputs, there_s)                  or on the last stage:
+output = stage.forward(inputs, there_s, weights)         or on the last stage:
 inputs = stage.enter(inputs)
 stage.judge(inputs, loss_sum, there_s)
 gradient = stage.backward(of_output, batch, there_s)     of the oldest micro-batch
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from trainer.compute.arithmetic import Full
 from trainer.compute.models import stages_of
@@ -65,11 +66,13 @@ class StageWork:
         # may have travelled in 16 bits
         return (inputs.to(self.dtype) if self.dtype else inputs).detach().requires_grad_()
 
-    def forward(self, inputs: Tensor, there_s: float) -> Tensor:
-        """Returns the detached output. there_s: arrival of the inputs (time.perf_counter)."""
+    def forward(self, inputs: Tensor, there_s: float, weights: dict[str, Tensor] | None = None) -> Tensor:
+        """Returns the detached output. there_s: arrival of the inputs (time.perf_counter). weights: by name, in place
+        of the part's own.
+        """
         inputs = self.enter(inputs)
         with self.precision.autocast():
-            output = self.part(inputs)
+            output = functional_call(self.part, weights, (inputs,)) if weights else self.part(inputs)
         self._passes.append(Pass(inputs, output))
         result: Tensor = output.detach()
         return result

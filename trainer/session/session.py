@@ -134,12 +134,11 @@ class Session:
         """This rank's micro-batches to the end of the epoch, or of the run."""
         self._check_whole_epochs()
         run, progress, started_s = self.run, self.progress, time.monotonic()
-        kind = StageUpdate if isinstance(run.strategy, Pipeline) else FullUpdate
         run.order.epoch, self.loss = progress.epoch, None
         with self._for_all_ranks(), StepLog(run, progress) as log, self._left_behind():
             begin = log.begin()
-            for batch in self._drawn():
-                self._under_way = update = kind(run, batch, progress, begin)
+            for batch, following in self._drawn_ahead():
+                self._under_way = update = self._begun(batch, following, begin)
                 yield from update.parts()
                 step = update.step
                 assert step  # noqa: S101 - for the type checker
@@ -205,11 +204,36 @@ class Session:
             raise TrainError("there is no batch for this step: call step in the body of `for ... in batches()`")
         return self._under_way
 
+    def _begun(self, batch: Batch, following: Batch | None, begin: Any) -> Update:
+        if isinstance(self.run.strategy, Pipeline):
+            return StageUpdate(self.run, batch, self.progress, begin, following)
+        return FullUpdate(self.run, batch, self.progress, begin)
+
+    def _drawn_ahead(self) -> Iterator[tuple[Batch, Batch | None]]:
+        """Each batch, and the next one if a pipeline's late stages may begin it during this update."""
+        drawn = self._drawn()
+        for batch in drawn:
+            while self._may_begin_next():
+                following = moved(next(drawn), self.run.device)
+                yield batch, following
+                batch = following
+            yield batch, None
+
+    def _may_begin_next(self) -> bool:
+        # Not before a checkpoint or an evaluation, which need the state between two updates.
+        run, done = self.run, self.updates + 1
+        is_late = run.settings.fidelity == "late" and done >= run.settings.exact_updates(run.last_step)
+        return is_late and self.progress.step + 1 < self._epoch_ends and not self.keeper.is_due(done)
+
+    @property
+    def _epoch_ends(self) -> int:
+        """Updates of this epoch, or fewer if the run ends in it."""
+        return min(self.run.stream.steps, self.run.last_step - self.progress.epoch * self.run.stream.steps)
+
     def _drawn(self) -> Iterator[Batch]:
         """Drawn again after a change of shares."""
         run, progress = self.run, self.progress
-        epoch_ends = min(run.stream.steps, run.last_step - progress.epoch * run.stream.steps)
-        while progress.step < epoch_ends:
+        while progress.step < self._epoch_ends:
             run.order.first_step, stream = progress.step, run.stream
             batches = iter(run.batches)
             progress.restore_random()

@@ -140,6 +140,8 @@ def prepare(joined: JoinedRank, training_task: TrainingTask) -> Run:
     console = Console(info, settings, batch_split.last_step, training_task.name)
     say_what_changed(console, joined.settings, settings, no_graph)
     optimizer = training_task.optimizer(settings, model)
+    if settings.fidelity == "late" and is_adam(optimizer):
+        console.say(LATE_ADAM)
     room = memory_limit_of(model, info, batch_split.micro_batches, batch_split.order, device)
     return Run(
         settings=settings,
@@ -253,7 +255,10 @@ def build_synchronised(
     else:
         delay, executor = InjectedDelay(settings.bottleneck, info.rank, timer), ON_DEVICE
     if batch_split.pipeline:
-        return delay, build_pipeline(settings, batch_split.pipeline, model, precision, group, timer, delay, executor)
+        updates = batch_split.last_step
+        return delay, build_pipeline(
+            settings, batch_split.pipeline, model, precision, group, timer, delay, executor, updates
+        )
     nodes, devices = gather_lines(info.node), gather_lines(next(model.parameters()).device.type)
     if batch_split.tensor:
         sums = GradientSum(group, nodes, DTYPES[settings.sent_as], delay, executor, devices)
@@ -269,6 +274,17 @@ def say_what_changed(console: Console, asked: Settings, settings: Settings, no_g
         console.say(f"cuda_graph: off, {no_graph}")
     if settings.local_steps != asked.local_steps:
         console.say(f"local_steps=0: {settings.local_steps}, because only orch predicts the speed of hosts and links")
+
+
+LATE_ADAM = (
+    "warning: fidelity=late may cost accuracy with Adam or AdamW, which suffer from late gradients more than SGD does; "
+    "compare with fidelity=exact, or use optimizer=sgd"
+)
+
+
+def is_adam(optimizer: Any) -> bool:
+    """Also if it trains within a simulated network's time."""
+    return isinstance(getattr(optimizer, "own", optimizer), torch.optim.Adam | torch.optim.AdamW)
 
 
 def build_graphs(
@@ -365,7 +381,8 @@ def split_work(settings: Settings, info: RankInfo, training_task: TrainingTask) 
         caps = [min((cap for cap in caps if cap is not None), default=None)] * len(caps)
     micro_batches = MicroBatches(settings.accumulate, caps, together=settings.strategy == "fsdp")
     if pipeline:
-        micro_batches = MicroBatches(settings.accumulate or pipeline.micro_batches, [None] * len(caps), together=False)
+        usual = 1 if settings.fidelity == "late" else pipeline.micro_batches
+        micro_batches = MicroBatches(settings.accumulate or usual, [None] * len(caps), together=False)
     last_step = min(whole, settings.steps or whole)
     order = RankBatches(stream, READER if tensor else info.rank)
     return BatchSplit(order, micro_batches, shares, speeds, last_step, pipeline, tensor)

@@ -21,6 +21,7 @@ from trainer.data.sample_stream import SampleStream
 from trainer.paced.standin import LearningPart, PacedPart, check_memory
 from trainer.paced.stopwatch import StageClock
 from trainer.pipeline.chain import Block, Cuts, Form, balanced, survey, survey_of
+from trainer.pipeline.late import LateWeights
 from trainer.pipeline.paced_stages import LearningStage, PacedStage
 from trainer.pipeline.pipeline_strategy import Pipeline
 from trainer.pipeline.stage import Part, StageWork, part_of
@@ -211,8 +212,9 @@ def build_pipeline(
     timer: Timer,
     delay: InjectedDelay,
     executor: Executor,
+    updates: int,
 ) -> Pipeline:
-    """A collective call. Ranks with the same blocks begin with equal weights."""
+    """A collective call. Ranks with the same blocks begin with equal weights. updates: of the whole run."""
     layout, rank = plan.layout, dist.get_rank()
     cuts, splits, sums = cuts_of(settings, plan, rank), settings.schedule == "zero_bubble", None
     stage: StageWork | PacedStage
@@ -234,7 +236,24 @@ def build_pipeline(
             if own := _group_of(lanes, group):
                 sums = GradientSum(own, delay=delay, executor=executor)
     links = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout()))
-    return Pipeline(stage, layout, cuts, links, sums, timer, delay, in_flight=settings.in_flight, averages=averages)
+    late = late_weights(part, settings.exact_updates(updates)) if is_late(settings, cuts) else None
+    in_flight = settings.in_flight
+    return Pipeline(stage, layout, cuts, links, sums, timer, delay, in_flight=in_flight, averages=averages, late=late)
+
+
+def is_late(settings: Settings, cuts: Cuts) -> bool:
+    """The last stage is exact."""
+    return settings.fidelity == "late" and cuts.behind is not None
+
+
+def late_weights(part: nn.Module, first: int) -> LateWeights | None:
+    """None without arithmetic. first: late update."""
+    if isinstance(part, PacedPart) and not isinstance(part, LearningPart):
+        return None
+    # A learning part's other weights only take time.
+    of_filler = set(map(id, part.weights)) if isinstance(part, LearningPart) else set()
+    weights = {name: weight for name, weight in part.named_parameters() if id(weight) not in of_filler}
+    return LateWeights({name: weight for name, weight in weights.items() if weight.requires_grad}, first)
 
 
 def _group_of(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup | None:
@@ -328,11 +347,17 @@ def learning_part(plan: PipelinePlan, learning: Learning, rank: int, part: Part,
 
 
 def memory_of_stage(settings: Settings, plan: PipelinePlan, rank: int, sizes: Sequence[int]) -> int:
-    """Bytes of weights, gradients, momentum, and activations of all micro-batches in flight."""
+    """Bytes of weights, gradients, momentum, and activations of all micro-batches in flight. A late stage also has two
+    copies of its weights, and micro-batches of two updates.
+    """
     own, place = plan.layout.stage(rank), plan.layout.place(rank)
     lanes = plan.layout.ranks[place.pipeline]
     in_flight = in_flight_of_rank(settings.in_flight, len(lanes), place.stage, len(lanes[place.stage]))
     blocks = plan.blocks(rank)
     entering = math.prod(plan.chain[own.first - 1].behind) if own.first else 0
     a_sample = 4 * entering + sum(block.activation_bytes for block in blocks)
-    return sum(block.state_bytes for block in blocks) + a_sample * sum(sorted(sizes, reverse=True)[:in_flight])
+    state, held = sum(block.state_bytes for block in blocks), sorted(sizes, reverse=True)
+    if settings.fidelity == "late" and place.stage < len(lanes) - 1:
+        # `state_bytes` counts weights three times, and the smaller buffers
+        state, held = state + 2 * state // 3, sorted([*held, *held], reverse=True)
+    return state + a_sample * sum(held[:in_flight])

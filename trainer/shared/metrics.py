@@ -65,7 +65,8 @@ EVENTS: dict[str, dict[str, str]] = {
     "tasks": {
         "step": "the update of these marks",
         "tasks": "rows of task, micro-batch or null, begin, end, arrival and sending: ms since the step began, on the "
-        "rank's clock. Arrival: of input from a neighbour; sending: of the result to a neighbour; or null",
+        "rank's clock. Arrival: of input from a neighbour; sending: of the result to a neighbour; or null. With "
+        "fidelity=late also forwards of this update before the step, and of the next one, whose micro-batches count on",
         "left_out": "number of later rows that are missing here",
     },
     "epoch": {

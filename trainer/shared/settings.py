@@ -273,14 +273,15 @@ class Settings:
     fidelity: str = setting(
         "The losses that synchronisation may cause: none except the order of sums (exact: the update of one process "
         "that adds up the gradients of the ranks' parts, with separate BatchNorms unless sync_bn is set); gradients "
-        "travel in 16 bits (half), or as thin matrices, with the remainder sent later (compressed); or ranks train "
-        "by themselves for local_steps updates, then their weights are averaged (local). Nothing else lowers it.",
+        "travel in 16 bits (half), or as thin matrices, with the remainder sent later (compressed); a pipeline's "
+        "stages but the last begin an update with weights that lack the update before (late); or ranks train by "
+        "themselves for local_steps updates, then their weights are averaged (local). Nothing else lowers it.",
         choices=FIDELITIES,
         default="exact",
         of_ranks=True,
     )
     wire: str = setting(
-        "The number format for transfers; auto is bf16 for half, otherwise fp32. local may use 16 bits, too.",
+        "The number format for transfers; auto is bf16 for half, otherwise fp32. late and local may use 16 bits, too.",
         choices=["auto", "fp32", "bf16", "fp16"],
         default="auto",
         of_ranks=True,
@@ -318,6 +319,13 @@ class Settings:
         at_least=-1,
         default=0,
         only=("fidelity", "local"),
+    )
+    late_after: float = setting(
+        "The part of the run's updates, 0..1, that are exact before late begins.",
+        at_least=0,
+        below=1,
+        default=0.1,
+        only=("fidelity", "late"),
     )
     local_batch: int = setting(
         "The most samples of a local update: a rank with a larger share makes several updates of it, so that fast "
@@ -553,7 +561,9 @@ class Settings:
         return exchanges and not is_local and self.unused_parameters == "zeros"
 
     def exact_updates(self, updates: int) -> int:
-        """The number of exact updates at the start of compressed or local. updates: of the whole run."""
+        """The number of exact updates at the start of compressed, late or local. updates: of the whole run."""
+        if self.fidelity == "late":  # the first update has no update before it
+            return max(1, round(self.late_after * updates))
         asked = self.compress_after if self.fidelity == "compressed" else self.local_after
         return updates // 10 if asked < 0 else asked
 

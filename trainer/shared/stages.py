@@ -137,7 +137,7 @@ class StageSchedule:
     following: int = 0
     """Micro-batches of the next update that may go forward during this one."""
     forwards: int = 0
-    """Of both updates. Begins with those that went forward during the update before."""
+    """In both updates; at the begin, micro-batches that went forward during the update before."""
     backwards: int = 0
     weights: int = 0
     owes_forward: bool = False

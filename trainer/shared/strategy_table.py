@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FIDELITY_NAMES = ("exact", "half", "compressed", "local")
+FIDELITY_NAMES = ("exact", "half", "compressed", "late", "local")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class StrategyFacts:
 
 _WEIGHTS_MOVE = "moves weights during a pass"
 STRATEGIES = {
-    "ddp": StrategyFacts(fidelities=FIDELITY_NAMES, during_backward=True),
+    "ddp": StrategyFacts(fidelities=("exact", "half", "compressed", "local"), during_backward=True),
     "allreduce": StrategyFacts(fidelities=("exact", "half"), collectives=("sum of each",)),
     "allreduce_flat": StrategyFacts(fidelities=("exact", "half", "compressed"), collectives=("sum",)),
     "reduce_broadcast": StrategyFacts(collectives=("reduce", "broadcast")),
@@ -52,7 +52,7 @@ STRATEGIES = {
         why_no_graph="reduces gradients in its own order, which has not been tested with CUDA graphs",
     ),
     "pipeline": StrategyFacts(
-        fidelities=("exact", "half", "local"),
+        fidelities=("exact", "half", "late", "local"),
         cuts_network=True,
     ),
     "tensor": StrategyFacts(

@@ -36,7 +36,9 @@ class Exchange(NamedTuple):
     waits: tuple[tuple[Any, Any], ...] = ()
     """Begin and end of waits before `computed`."""
     tasks: tuple[Any, ...] = ()
-    """Tasks of a pipeline stage."""
+    """Tasks of a pipeline stage during this update."""
+    early: tuple[Any, ...] = ()
+    """Tasks of this update that were done during the update before."""
     wire_ms: float | None = None
     """A pipeline stage's transfer time, otherwise None."""
     said: tuple[Tensor, int] | None = None

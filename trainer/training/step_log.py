@@ -206,7 +206,7 @@ def task_rows(timer: Timer, exchange: Exchange, begin: Any, summed: Any, updated
 
     tasks: list[Row] = [
         [task.task.value, task.number, of_mark(task.begin), of_mark(task.end), of_host(task.came_s), of_mark(task.sent)]
-        for task in exchange.tasks
+        for task in (*exchange.early, *exchange.tasks)
     ]
     return [
         *tasks,

@@ -230,14 +230,19 @@ class FullUpdate(Update):
 class StageUpdate(Update):
     """A pipeline's rank. The loop computes losses on the last stage."""
 
-    _next: Any = None
-    """Its loss is needed next."""
+    def __init__(self, run: Run, batch: Any, progress: Progress, begin: Any, following: Any) -> None:
+        """following: the next update's batch, if late stages may begin it during this update."""
+        super().__init__(run, batch, progress, begin)
+        self._following = following
+        self._next: Any = None
+        """Its loss is needed next."""
 
     def parts(self) -> Iterator[Any]:
         strategy, step = cast(Pipeline, self.run.strategy), self.at.step
         announce(self.run, strategy, step)
         inputs, labels = self.batch
-        self._tasks: Any = strategy.update(inputs, labels, self.run.stream.batch_at(step))
+        batch = self.run.stream.batch_at(step)
+        self._tasks: Any = strategy.update(inputs, labels, batch, self.number, self._following)
         self._backward(None)
         self.optimise()  # on a stage without losses
         while self._next is not None:

@@ -1,0 +1,66 @@
+"""Weights of a stage that is one update late (`fidelity=late`).
+
+    late.begin(7)                    before update 7, with the weights that update 6 has left
+    late.weights_of(7)               left by update 5, by name; None for an exact update: the parameters themselves
+    late.weights_of(8)               left by update 6, for forward passes of update 8 during update 7
+    late.hand_over()                 after the last backward: the gradients, to the parameters
+
+Both passes of an update use the same weights. (PipeDream-2BW's delay of one: Narayanan et al. 2021, section 3.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+LATE = "late"
+"""The kind of own state in checkpoints."""
+
+
+class LateWeights:
+    """weights: the stage's parameters, by name. first: the first late update."""
+
+    # Two sets of copies take turns: the optimiser changes the parameters in place, while the next update's backward
+    # still needs the values that its forward has used.
+
+    def __init__(self, weights: Mapping[str, nn.Parameter], first: int) -> None:
+        self.weights, self.first, self.update = dict(weights), first, 0
+        self.now: dict[str, Tensor] | None = None
+        self.next: dict[str, Tensor] | None = None
+
+    def begin(self, update: int) -> None:
+        self.update = update
+        free, self.now = self.now, self.next
+        if update < self.first:
+            self.now = None
+        elif self.now is None:  # the first update, or resumed without this rank's copies
+            self.now = self._copied({})
+        self.next = self._copied(free or {}) if update + 1 >= self.first else None
+
+    def weights_of(self, update: int) -> dict[str, Tensor] | None:
+        """update: the current one or the next."""
+        return self.now if update == self.update else self.next
+
+    def hand_over(self) -> None:
+        for name, copy in (self.now or {}).items():
+            self.weights[name].grad, copy.grad = copy.grad, None
+
+    @torch.no_grad()
+    def _copied(self, into: dict[str, Tensor]) -> dict[str, Tensor]:
+        for name, weight in self.weights.items():
+            if name in into:
+                into[name].copy_(weight)
+            else:
+                into[name] = weight.detach().clone().requires_grad_()
+        return into
+
+    def own_state(self) -> dict[str, Tensor]:
+        """The next update's weights."""
+        return {f"{LATE}.{number}": copy.detach() for number, copy in enumerate((self.next or {}).values())}
+
+    def expect(self, kept: Mapping[str, Tensor]) -> None:
+        """Prepares `own_state` to be overwritten."""
+        if any(name.startswith(f"{LATE}.") for name in kept):
+            self.next = self._copied({})
