@@ -117,7 +117,7 @@ def test_no_stage_waits_for_all_that_its_gpu_has_to_do(machine, way):
 
 def played_twice(machine, way: str) -> tuple[list[Rank], list[Rank]]:
     """Without and with CUDA graphs, which are recorded while more and more micro-batches are in flight."""
-    arguments, hosts = WAYS[way]
+    arguments, hosts = (WAYS | LATE)[way]
     off, on = (machine.run(Job((*LENET, *arguments, "--cuda_graph", graph), hosts)) for graph in ("off", "on"))
     assert not (words := problems([*off, *on])), words
     return off, on
@@ -127,7 +127,11 @@ def median(rank: Rank, name: str) -> float:
     return statistics.median(step[name] for step in rank.counts(skip=3)[:-1])
 
 
-@pytest.mark.parametrize("way", ["zero bubble", "1f1b", "fp16", "bf16"])
+LATE = {"late": (("--fidelity", "late", "--late_after", "0.25"), (Host(), Host()))}
+"""Micro-batches of two updates are in flight, so `numbered` does not apply."""
+
+
+@pytest.mark.parametrize("way", ["zero bubble", "1f1b", "fp16", "bf16", "late"])
 def test_a_stage_launches_one_graph_for_each_task(machine, way):
     off, on = played_twice(machine, way)
     tasks = 2 if way == "1f1b" else 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,14 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from tests.support.cpu_graphs import CpuGraph, cpu_graphs
 from tests.support.gloo_ranks import Gang, group_of
 from tests.support.pipeline_update import updated
 from tests.trainer import test_pipeline
-from tests.trainer.test_pipeline import BLOCKS, Case, network, optimiser, order, peers_of, samples, shapes
+from tests.trainer.test_pipeline import BLOCKS, Case, copied, network, optimiser, order, peers_of, samples, shapes
 from trainer.checkpoints.kept_state import fill
 from trainer.compute.arithmetic import Full
 from trainer.compute.timer import NO_DELAY, CpuTimer
-from trainer.pipeline import Cuts, Layout, Pipeline, StageWork, part_of
+from trainer.pipeline import Cuts, Layout, Pipeline, StageWork, part_of, replay_stage
 from trainer.pipeline.late import LateWeights
 from trainer.pipeline.stage import own_names
 from trainer.shared import parse_stages
@@ -94,6 +96,10 @@ class LateRank:
             stage, layout, cuts, group, sums, CpuTimer(), NO_DELAY, in_flight=case.in_flight, late=late
         )
         self.steps = optimiser(self.part)
+        self.notes: list[str] = []
+        if case.graphs:
+            replay_stage(stage, self.pipeline.in_flight, self.notes.append, self.notes.append)
+            stage.forward, stage.backward = copied(stage.forward), copied(stage.backward)  # type: ignore[method-assign]
 
     def resumed(self, before: LateRank) -> LateRank:
         """With a checkpoint of the other one."""
@@ -107,6 +113,11 @@ class LateRank:
 
 def late(rank: int, case: LateCase) -> tuple[dict[str, Tensor], int] | None:
     """This rank's part of the network, and the number of forwards that were done early."""
+    with cpu_graphs() if case.graphs else contextlib.nullcontext():
+        return _late(rank, case)
+
+
+def _late(rank: int, case: LateCase) -> tuple[dict[str, Tensor], int] | None:
     layout = Layout.of(parse_stages(case.stages), case.nodes, BLOCKS)
     peers = peers_of(layout, rank)
     if rank >= len(case.nodes):
@@ -135,6 +146,11 @@ def late(rank: int, case: LateCase) -> tuple[dict[str, Tensor], int] | None:
         early += len(exchange.early)
         one.steps.step()
     one.pipeline.settle()
+    if case.graphs:
+        assert len([note for note in one.notes if "recorded" in note]) == (1 if one.pipeline.is_last else 3), one.notes
+        assert not any("off a plain pass, two" in note for note in one.notes)
+        micro_batches = sum(len(of) for sizes in case.sizes for of in sizes)
+        assert CpuGraph.replays >= 2 * (micro_batches - 6), "plain: two updates, and the one before the first late one"
     return {name: tensor.detach().clone() for name, tensor in one.part.state_dict().items()}, early
 
 
@@ -159,6 +175,13 @@ THREE = LateCase("a:0-1,b:2-4,c:5-6", ("a", "b", "c"), [[(4, 3, 4)]] * 6 + [[(4,
 @pytest.mark.parametrize("case", [TWO, THREE], ids=["two stages", "three stages"])
 def test_updates_are_those_of_one_process_with_the_delay(gang: Gang, case: LateCase, splits: bool) -> None:
     assert furthest(gang, replace(case, splits=splits)) <= 1e-12
+
+
+@pytest.mark.parametrize("splits", [True, False], ids=["zero_bubble", "1f1b"])
+@pytest.mark.parametrize("case", [TWO, THREE], ids=["two stages", "three stages"])
+def test_replayed_updates_are_those_of_one_process_with_the_delay(gang: Gang, case: LateCase, splits: bool) -> None:
+    replayed = replace(case, sizes=[[(4, 4)]] * 12, first=5, splits=splits, graphs=True)
+    assert furthest(gang, replayed) <= 1e-12
 
 
 def test_the_delay_makes_a_difference(gang: Gang) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -148,28 +148,27 @@ class Sums:
     """Gradients of an update, in memory that recordings add to."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
-        self.of = {id(weight): torch.zeros_like(weight, requires_grad=False) for weight in weights}
         self.weights, self.is_empty = list(weights), True
+        self.all = [torch.zeros_like(weight, requires_grad=False) for weight in weights]
+        self.of = dict(zip(map(id, weights), self.all, strict=True))
 
     def begin(self) -> None:
         """Call before each replay."""
         if self.is_empty:
-            torch._foreach_zero_(list(self.of.values()))
+            torch._foreach_zero_(self.all)
             self.is_empty = False
 
     def hand_over(self) -> None:
         self.is_empty = True
-        for weight in self.weights:
-            found = self.of[id(weight)]
+        for weight, found in zip(self.weights, self.all, strict=True):
             weight.grad = found if weight.grad is None else weight.grad + found
 
-    def bind(self) -> None:
-        """Makes them the weights' gradients, including what these hold. Plain passes then add to them, too."""
-        if not self.weights or self.weights[0].grad is self.of[id(self.weights[0])]:
+    def bind(self, weights: Sequence[Tensor]) -> None:
+        """Makes them the gradients of these weights, including what these hold. Plain passes then add to them, too."""
+        if not weights or weights[0].grad is self.all[0]:
             return
         empty = []
-        for weight in self.weights:
-            found = self.of[id(weight)]
+        for weight, found in zip(weights, self.all, strict=True):
             if weight.grad is None:
                 empty.append(found)
             else:
@@ -282,14 +281,21 @@ class Memory:
 
 
 class Piece:
-    """output, gradients: memory that a replay writes to. sums: by trainable weight; backward then adds to them."""
+    """output, gradients: memory that a replay writes to. sums: by trainable weight; backward then adds to them.
+    instead: of parameters, by their id.
+    """
 
     def __init__(
-        self, stages: nn.Sequential, images: Tensor, memory: Memory, sums: Sequence[Tensor] | None = None
+        self,
+        stages: nn.Sequential,
+        images: Tensor,
+        memory: Memory,
+        sums: Sequence[Tensor] | None = None,
+        instead: Mapping[int, Tensor] | None = None,
     ) -> None:
         self.weights, self.memory, self.sums = trainable(stages), memory, sums
         # Aliases, because DDP's hooks bind the parameters' gradients to another stream.
-        own = {name: weight.detach().requires_grad_(weight.requires_grad) for name, weight in stages.named_parameters()}
+        own = aliases_of(stages, instead or {})
         self.aliases = [alias for alias in own.values() if alias.requires_grad]
         for alias, found in zip(self.aliases, sums or (), strict=sums is not None):
             alias.grad = found
@@ -318,6 +324,13 @@ class Piece:
         gradients = torch.autograd.grad(self.output, wanted, gradient)
         self.gradients = gradients[len(wanted) - len(self.aliases) :]
         self.images_gradient = gradients[0] if self.images.requires_grad else None
+
+
+def aliases_of(stages: nn.Module, instead: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: instead.get(id(weight), weight).detach().requires_grad_(weight.requires_grad)
+        for name, weight in stages.named_parameters()
+    }
 
 
 class _Replay(torch.autograd.Function):
@@ -352,11 +365,11 @@ def pieces_of(stages: Sequence[nn.Module]) -> Iterator[nn.Sequential]:
 
 def distances(model: Any, recording: Recording, images: Tensor) -> tuple[float, float]:
     """Relative distances of a replay, and of a second plain pass, to a plain pass. Leaves buffers and sums as found."""
-    changed = [*model.buffers(), *(recording.sums.of.values() if recording.sums else ())]
+    changed = [*model.buffers(), *(recording.sums.all if recording.sums else ())]
     kept = [tensor.clone() for tensor in changed]
 
     def one(forward: Callable[[Tensor], Tensor]) -> tuple[Sequence[Tensor], ...]:
-        for total in recording.sums.of.values() if recording.sums else ():
+        for total in recording.sums.all if recording.sums else ():
             total.zero_()
         output = forward(images)
         gradients = torch.autograd.grad(output, trainable(model), some_gradient(output))

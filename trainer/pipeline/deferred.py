@@ -203,7 +203,7 @@ class PipelineUpdate:
         """On the last stage yields each micro-batch's inputs and labels, and receives the sum of its losses."""
         timer = self.of.timer
         if self.of.stage.learns:
-            self.of.stage.begin([one.size for one in self.own])
+            self.of.stage.begin([one.size for one in self.own], self.of.late.sets if self.of.late else ())
         if not self.own:
             self.of.tell(self.loss_sum)
         while not self.schedule.is_over:

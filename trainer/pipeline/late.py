@@ -29,15 +29,23 @@ class LateWeights:
         self.weights, self.first, self.update = dict(weights), first, 0
         self.now: dict[str, Tensor] | None = None
         self.next: dict[str, Tensor] | None = None
+        self.spare: dict[str, Tensor] | None = None
+        """The second set before the first late update: CUDA graphs are recorded for both sets at once."""
 
     def begin(self, update: int) -> None:
         self.update = update
-        free, self.now = self.now, self.next
+        free, self.now, self.spare = self.now or self.spare, self.next, None
         if update < self.first:
             self.now = None
         elif self.now is None:  # the first update, or resumed without this rank's copies
             self.now = self._copied({})
         self.next = self._copied(free or {}) if update + 1 >= self.first else None
+        if self.next and not self.now:
+            self.spare = self._copied({})
+
+    @property
+    def sets(self) -> list[dict[str, Tensor]]:
+        return [each for each in (self.now, self.next, self.spare) if each]
 
     def weights_of(self, update: int) -> dict[str, Tensor] | None:
         """update: the current one or the next."""

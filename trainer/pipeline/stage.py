@@ -46,6 +46,8 @@ class StageWork:
         self.later = Later()
         self.graphs: Any = None
         """StageGraphs, or None."""
+        self.given: Mapping[str, Tensor] | None = None
+        """Weights in use instead of the part's own."""
         self.dtype = next(part.parameters()).dtype if type(precision) is Full else None
         self._passes: deque[Pass] = deque()
         self._put_off: deque[list[Work]] = deque()
@@ -54,10 +56,10 @@ class StageWork:
         if splits:
             split_backward(part, self.later)
 
-    def begin(self, sizes: Sequence[int]) -> None:
-        """Before an update. sizes: its micro-batches."""
+    def begin(self, sizes: Sequence[int], sets: Sequence[Mapping[str, Tensor]] = ()) -> None:
+        """Call before an update. sizes: its micro-batches. sets: weights of late updates, which take turns."""
         if self.graphs and not self._passes and not self._put_off:
-            self.graphs.begin(sizes)
+            self.graphs.begin(sizes, sets)
 
     def enter(self, inputs: Tensor) -> Tensor:
         """Starts a new autograd graph."""
@@ -70,7 +72,7 @@ class StageWork:
         """Returns the detached output. there_s: arrival of the inputs (time.perf_counter). weights: by name, in place
         of the part's own.
         """
-        inputs = self.enter(inputs)
+        inputs, self.given = self.enter(inputs), weights
         with self.precision.autocast():
             output = functional_call(self.part, weights, (inputs,)) if weights else self.part(inputs)
         self._passes.append(Pass(inputs, output))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from trainer.compute import graphs as plain_graphs
-from trainer.compute.graphs import WARM, Memory, Piece, Sums, lacking, learns, pass_bytes, replays, uncached
+from trainer.compute.graphs import WARM, Memory, Piece, Sums, aliases_of, lacking, learns, pass_bytes, replays, uncached
 from trainer.compute.models import gradient_bytes, trainable
 from trainer.pipeline.deferred import Later, autocast_type
 from trainer.pipeline.stage import Part, StageWork
@@ -39,6 +39,10 @@ class Size(NamedTuple):
     autocast: torch.dtype | None
 
 
+Given = Mapping[str, Tensor] | None
+"""Weights of late updates instead of the part's own."""
+
+
 def replay_stage(stage: StageWork, in_flight: int, say: Callable[[str], None], gave_up: Callable[[str], None]) -> None:
     """Changes the class of the stage's part."""
     stage.graphs = StageGraphs(stage, in_flight, say, gave_up)
@@ -52,14 +56,16 @@ class StageGraphs:
         self, stage: StageWork, in_flight: int, say: Callable[[str], None], gave_up: Callable[[str], None]
     ) -> None:
         part: Any = stage.part
+        self.stage, self.later, self.reads = stage, stage.later, stage.reads
         self.blocks = nn.Sequential(*(part.blocks if isinstance(part, Part) else part))
-        self.later, self.reads = stage.later, stage.reads
+        self.names = {name: id(weight) for name, weight in part.named_parameters()}
         self.in_flight, self.say, self.gave_up = in_flight, say, gave_up
         self.has_given_up = self.is_full = False
-        self.plain: dict[Size, Tensor] = {}
-        """Inputs of a plain pass of each size that is not recorded."""
+        self.examples: dict[Size, Tensor] = {}
+        """Inputs of a plain pass."""
         self.passes: dict[Size, int] = {}
-        self.recorded: dict[Size, list[StageRecording]] = {}
+        self.recorded: dict[tuple[Size, int], list[StageRecording]] = {}
+        """By size and the given weights' id, 0 for the part's own."""
         self.count = 0
         """Recorded sizes in the whole run."""
         self.sums: Sums | None = None
@@ -75,30 +81,37 @@ class StageGraphs:
         if self.has_given_up or not learns(part, inputs):
             return None
         size = Size(inputs.shape, inputs.dtype, autocast_type(inputs.device.type))
-        if known := self.recorded.pop(size, None):
-            self.recorded[size] = known  # most recently used last
+        key = size, _id_of(self.stage.given)
+        if known := self.recorded.pop(key, None):
+            self.recorded[key] = known  # most recently used last
         if free := next((each for each in known or () if each.is_free), None):
             return free.replay(inputs)
         self.passes[size] = self.passes.get(size, 0) + 1
-        if size not in self.plain and not self.is_full:
-            self.plain[size] = inputs.detach().clone()
+        if size not in self.examples and not self.is_full:
+            self.examples[size] = inputs.detach().clone()
         return None
 
-    def begin(self, sizes: Sequence[int]) -> None:
-        """Records the sizes that are known by now. Call before an update, with nothing in flight."""
-        ready = [size for size in self.plain if self.passes[size] > WARM and size.shape[0] in sizes]
+    def begin(self, sizes: Sequence[int], sets: Sequence[Mapping[str, Tensor]] = ()) -> None:
+        """Records what is known by now. Call before an update, with nothing in flight. sets: see `StageWork.begin`."""
+        weights: Sequence[Given] = sets or (None,)
+        if sets:  # the part's own are not used again
+            self.recorded = {key: known for key, known in self.recorded.items() if key[1]}
+        ready = [size for size in self.examples if self.passes[size] > WARM and size.shape[0] in sizes]
         for size in sorted(ready, key=lambda size: -size.shape.numel()):
-            if not self.has_given_up and not self.is_full:
-                self._record_all(size, self.plain.pop(size), min(self.in_flight, sizes.count(size.shape[0])))
-        while len(self.plain) > MOST_SIZES:
-            self.plain.pop(next(iter(self.plain)))
+            for given in weights:
+                if not self.has_given_up and not self.is_full:
+                    self._record_all(size, given, min(self.in_flight, sizes.count(size.shape[0])))
+        while len(self.examples) > MOST_SIZES:
+            self.examples.pop(next(iter(self.examples)))
 
-    def _record_all(self, size: Size, inputs: Tensor, most: int) -> None:
+    def _record_all(self, size: Size, given: Given, most: int) -> None:
         """A run that fits into memory without recordings always does so with them."""
-        self.recorded.setdefault(size, [])
+        known = self.recorded.setdefault((size, _id_of(given)), [])
+        if len(known) >= most:
+            return
         while len(self.recorded) > MOST_SIZES:
             self.recorded.pop(next(iter(self.recorded)))
-        known, inputs = self.recorded[size], inputs.requires_grad_(not self.reads)
+        inputs = self.examples[size].requires_grad_(not self.reads)
         torch.cuda.synchronize()
         plain_bytes = pass_bytes(inputs.device)
         taken = float(plain_bytes)
@@ -110,8 +123,10 @@ class StageGraphs:
                 self._leave_plain(why)
                 return
             free = torch.cuda.mem_get_info(inputs.device)[0]
-            if not self._record(size, inputs):
+            found = self._record(size, inputs, given)
+            if not found:
                 return
+            known.append(found)
             torch.cuda.empty_cache()
             taken = free - torch.cuda.mem_get_info(inputs.device)[0]
         self.count += 1
@@ -121,36 +136,40 @@ class StageGraphs:
             f"{taken / 2**30:.2f} GiB each, {self.far:.1g} off a plain pass"
         )
 
-    def _record(self, size: Size, inputs: Tensor) -> bool:
+    def _record(self, size: Size, inputs: Tensor, given: Given) -> StageRecording | None:
+        instead = {self.names[name]: weight for name, weight in (given or {}).items()}
         try:
             if not self.sums:
                 self.sums = Sums(trainable(self.blocks))
             with torch.autocast(inputs.device.type, size.autocast, enabled=size.autocast is not None):
-                found = StageRecording(self.blocks, inputs, self.sums, self.later)
+                found = StageRecording(self.blocks, inputs, self.sums, self.later, instead)
                 self.far, apart = distances(self.blocks, found, inputs)
             why = plain_graphs.why_inexact(self.far, apart)
         except RuntimeError as error:  # torch's error for anything that CUDA refuses
             why = str(error).partition("\n")[0][:200]
         if why:
             self._give_up(why)
-            return False
-        self.recorded[size].append(found)
-        return True
+            return None
+        return found
 
     def _leave_plain(self, why: str) -> None:
         """Without memory for more recordings."""
         if not any(self.recorded.values()):
             self._give_up(why)
             return
-        self.is_full, self.plain = True, {}
+        self.is_full, self.examples = True, {}
         self.say(f"cuda_graph: some micro-batches in flight are not recorded, {why}")
 
     def _give_up(self, why: str) -> None:
         self.later.cut()  # of a failed recording
-        self.has_given_up, self.recorded, self.plain, self.sums = True, {}, {}, None
+        self.has_given_up, self.recorded, self.examples, self.sums = True, {}, {}, None
         gc.collect()
         torch.cuda.empty_cache()
         self.gave_up(why)
+
+
+def _id_of(given: Given) -> int:
+    return id(given) if given else 0
 
 
 class _Use:
@@ -158,17 +177,22 @@ class _Use:
 
 
 class StageRecording:
-    def __init__(self, blocks: nn.Sequential, inputs: Tensor, sums: Sums, later: Later) -> None:
-        self.sums, self.later = sums, later
+    """instead: of the blocks' parameters, by their id."""
+
+    def __init__(
+        self, blocks: nn.Sequential, inputs: Tensor, sums: Sums, later: Later, instead: Mapping[int, Tensor]
+    ) -> None:
+        self.sums, self.later, self.instead = sums, later, instead
+        self.learned = [instead.get(id(weight), weight) for weight in trainable(blocks)]
         self._use: weakref.ref[_Use] | None = None
         memory = Memory()
         with uncached():
             own = inputs.detach().clone().requires_grad_(inputs.requires_grad)
-            self.piece = Piece(blocks, own, memory, [sums.of[id(weight)] for weight in trainable(blocks)])
-            versions = [found._version for found in sums.of.values()]
+            self.piece = Piece(blocks, own, memory, sums.all, instead)
+            versions = [found._version for found in sums.all]
             self.piece.record_backward(torch.zeros_like(self.piece.output, requires_grad=False))
             self.weights_graph = self._record_weights(memory, later.cut())
-        if any(found._version == before for found, before in zip(sums.of.values(), versions, strict=True)):
+        if any(found._version == before for found, before in zip(sums.all, versions, strict=True)):
             raise RuntimeError("a weight has no gradient")
         self.starts_from_weights = torch.zeros((), device=inputs.device, requires_grad=bool(self.piece.aliases))
 
@@ -223,7 +247,7 @@ class _StageReplay(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         recording, use = context.recording, context.use
-        recording.sums.bind()
+        recording.sums.bind(recording.learned)
         of_inputs = recording.backward(gradient)
 
         def rest(use: _Use = use) -> None:
@@ -239,7 +263,7 @@ class _StageReplay(torch.autograd.Function):
 
 def distances(blocks: nn.Sequential, recording: StageRecording, inputs: Tensor) -> tuple[float, float]:
     """Relative distances of a replay, and of a second plain pass, to a plain pass. Leaves buffers and sums as found."""
-    sums, later = list(recording.sums.of.values()), recording.later
+    sums, later = recording.sums.all, recording.later
     changed = [*blocks.buffers(), *sums]
     kept = [tensor.clone() for tensor in changed]
 
@@ -252,7 +276,7 @@ def distances(blocks: nn.Sequential, recording: StageRecording, inputs: Tensor) 
         return copies
 
     def plain() -> tuple[list[Tensor], ...]:
-        own = {name: one.detach().requires_grad_(one.requires_grad) for name, one in blocks.named_parameters()}
+        own = aliases_of(blocks, recording.instead)
         leaf = inputs.detach().requires_grad_(inputs.requires_grad)
         output = functional_call(blocks, own, (leaf,))
         torch.autograd.backward(output, plain_graphs.some_gradient(output))
