@@ -1,11 +1,14 @@
 """The network cut over two ranks, by its blocks (pipeline) and by its channels (tensor), beside one process that
-accumulates over the same micro-batches: its first losses have to be the same; time and memory are to be compared.
+accumulates over the same micro-batches: its first losses have to be the same; time and memory are to be compared. Ways
+with CUDA graphs are compared with one process with CUDA graphs.
 """
 
 from __future__ import annotations
 
+import pydoc_data
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from .. import expected
 from ..row import Row, failed, figure, number, skipped
@@ -25,38 +28,57 @@ class Way:
     micro_batches: int
     judged: int
     arguments: tuple[str, ...]
+    graph: str = "off"
+    exp: tuple[str, ...] = RESNET
+    batch: int = _BATCH
 
 
+_GPT = (
+    "--exp",
+    "gpt_text",
+    "--model",
+    "gpt_small",
+    "--eval_every",
+    "0",
+    "--data_dir",
+    str(Path(pydoc_data.__file__).parent),
+)
+"""On text that ships with Python."""
 WAYS: dict[str, Way] = {
     "pipeline": Way(8, 2, ("--strategy", "pipeline")),
     "pipeline, 1f1b": Way(8, 2, ("--strategy", "pipeline", "--schedule", "1f1b")),
+    "pipeline, graphs": Way(8, 2, ("--strategy", "pipeline"), "on"),
+    "pipeline, 1f1b, graphs": Way(8, 2, ("--strategy", "pipeline", "--schedule", "1f1b"), "on"),
+    "pipeline, GPT": Way(8, 2, ("--strategy", "pipeline"), "on", _GPT, 64),
     # One: NCCL takes 4.5 ms a call where both ranks share a GPU (an H100, November 2026), and it calls at each layer.
     "tensor": Way(1, 1, ("--strategy", "tensor")),
 }
 
 
 def play(bench: Bench) -> Iterator[Row]:
-    alone: dict[int, Done] = {}
+    alone: dict[str, Done] = {}
     for name, way in WAYS.items():
-        if way.micro_batches not in alone:
-            alone[way.micro_batches] = _run(
-                bench, f"alone-{way.micro_batches}", way.micro_batches, "--strategy", "none"
-            )
-            yield _row(f"1 process, batch {_BATCH} in {way.micro_batches}", alone[way.micro_batches])
-        one, done = alone[way.micro_batches], _run(bench, name.replace(", ", "-"), way.micro_batches, *way.arguments)
+        base = f"alone-{way.micro_batches}-{way.graph}-{way.batch}"
+        if base not in alone:
+            alone[base] = _run(bench, base, way, "--strategy", "none")
+            graphs = ", graphs" if way.graph == "on" else ""
+            yield _row(f"1 process, batch {way.batch} in {way.micro_batches}{graphs}", alone[base])
+        one, done = alone[base], _run(bench, name.replace(", ", "-"), way, *way.arguments)
         yield _row(f"2 ranks, {name}", done)
         if one.succeeded and done.succeeded:
             yield _compared(one, done, way.judged, bench.facts.is_stand_in)
+            if way.graph == "on":
+                ratio = done.median("t_ms") / one.median("t_ms")
+                yield figure("  its step / one process's", ratio, "", expected.CUT_STEP, "both ranks share the GPU")
 
 
-def _run(bench: Bench, name: str, micro_batches: int, *arguments: str) -> Done:
-    """Kernels that add up in one order, so that the same work gives the same numbers; no graphs, which a cut network
-    has none of.
-    """
-    size = ("--batch", str(_BATCH), "--accumulate", str(micro_batches), "--samples", str(_BATCH * _STEPS))
-    same = ("--epochs", "1", "--augment", "none", "--lr", "0.001", "--cudnn_benchmark", "off", "--cuda_graph", "off")
+def _run(bench: Bench, name: str, way: Way, *arguments: str) -> Done:
+    """Kernels that add up in one order, so that the same work gives the same numbers."""
+    size = ("--batch", str(way.batch), "--accumulate", str(way.micro_batches), "--samples", str(way.batch * _STEPS))
+    same = ("--epochs", "1", "--augment", "none", "--lr", "0.001", "--cudnn_benchmark", "off")
+    graph = ("--cuda_graph", way.graph)
     play = bench.runs.alone if name.startswith("alone") else bench.runs.pair
-    return play(f"cut-{name}", *RESNET, *size, *same, *arguments, limit_s=_LIMIT_S, GPU_DETERMINISTIC="1")
+    return play(f"cut-{name}", *way.exp, *size, *same, *graph, *arguments, limit_s=_LIMIT_S, GPU_DETERMINISTIC="1")
 
 
 def _row(what: str, done: Done) -> Row:
