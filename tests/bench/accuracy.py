@@ -5,9 +5,9 @@
 
 A small network learns MNIST for real, in batches of 256: LeNet, or small_resnet, which has BatchNorm. Paces are those
 of `inventory/lab_a2000_v100.yaml`. Rows that exchange gradients are `paced: {like: mnist_lenet}`, over a link that is
-as slow for them as 2.5 Gbps is for ResNet-152's: the exchange takes the same part of a step. The pipeline is like
-ResNet-152 itself (`like: resnet152_cifar`), cut by the plan, at 2.5 Gbps. Everything, the links too, is faster by
-`--times`; without it as fast as this leaves a core about half its time.
+as slow for them as 2.5 Gbps is for ResNet-152's: the exchange takes the same part of a step. Pipelines (`pipeline`
+and `late`) are like ResNet-152 itself (`like: resnet152_cifar`), cut by the plan, at 2.5 Gbps. Everything, the links
+too, is faster by `--times`; without it as fast as this leaves a core about half its time.
 
 The learning rate falls as a cosine to the last epoch, and a run ends with the evaluation that reaches the target. Its
 seconds are those of its updates, evaluations left out, up to where accuracy crosses the target on the line between the
@@ -54,6 +54,7 @@ ROWS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "compressed": ((), {"shares": BY_SPEED, "fidelity": "compressed"}),
     "local": ((), {"shares": BY_SPEED, "fidelity": "local", "local_steps": 8, "local_after": 0}),
     "pipeline": ((), {"strategy": "pipeline"}),
+    "late": ((), {"strategy": "pipeline", "fidelity": "late"}),
 }
 """Which hosts take part (none: all), and their settings."""
 SELDOM = ("a2000 alone", "ddp, equal shares")
