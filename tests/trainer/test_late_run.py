@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
 from orchestrator.results import load_timeline
@@ -21,7 +21,20 @@ from tests.support.gloo_ranks import RANKS, Gang, script_met
 from tests.support.run_folders import Host, write_run
 from tests.support.trainer_ranks import of_event, started
 from tests.support.trainer_ranks import trained as run_of
-from tests.trainer.test_own_networks import BATCH, EPOCHS, SAMPLES, Data, label, off, points
+from tests.trainer.test_own_networks import (
+    BATCH,
+    EPOCHS,
+    EXACT,
+    NETWORKS,
+    SAMPLES,
+    Data,
+    built,
+    entropy,
+    label,
+    off,
+    plain_of,
+    points,
+)
 from trainer.data import SampleStream
 from trainer.ranks import RankInfo
 from trainer.session import Session
@@ -49,28 +62,39 @@ def optimiser(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-def trained(rank: int, case: tuple[dict[str, str], tuple[str, ...], float]) -> tuple[dict[str, Tensor], str]:
-    """What this rank holds of the state, and what it said. case: settings, each rank's host, and dropout."""
-    asked, nodes, dropout = case
+Task = tuple[nn.Module, Data, Any]
+"""Network, data and loss."""
+
+
+def made(name: str, dropout: float = 0.0) -> Task:
+    return built(name) if name else (network(dropout), Data(points, label), entropy)
+
+
+def trained(rank: int, case: tuple[dict[str, str], tuple[str, ...], float | str]) -> tuple[dict[str, Tensor], str]:
+    """What this rank holds of the state, and what it said. case: settings, each rank's host, and dropout or the name of
+    another network.
+    """
+    asked, nodes, which = case
     info, said = RankInfo(rank, rank, RANKS, RANKS, "vm", nodes[rank], None, None), io.StringIO()
-    data = Data(points, label)
     with script_met(info, {"batch": str(BATCH), "epochs": str(EPOCHS), **LATE, **asked}) as met:
         with contextlib.redirect_stdout(said):
-            model = network(dropout)
+            model, data, loss = made(which) if isinstance(which, str) else made("", which)
             run = Session(assemble.prepare(met, CustomScript(model, optimiser(model), data, default_collate)))
             for _ in run.epochs():
                 for inputs, targets in run.batches():
-                    run.step(cross_entropy(run.model(inputs), targets, reduction="sum"))
-                run.evaluate(lambda outputs, targets: {"loss": cross_entropy(outputs, targets, reduction="sum")}, data)
+                    run.step(loss(run.model(inputs), targets))
+                run.evaluate(lambda outputs, targets: {"loss": loss(outputs, targets)}, data)
             run.end()
         return {name: tensor.clone() for name, tensor in run.run.model.state_dict().items()}, said.getvalue()
 
 
-def delayed(exact: set[str], parts: int, first: int, clip_norm: float = 0.0) -> tuple[dict[str, Tensor], ...]:
+def delayed(
+    exact: set[str], parts: int, first: int, clip_norm: float = 0.0, name: str = ""
+) -> tuple[dict[str, Tensor], ...]:
     """The first and the last state of one process. exact: names on the last stage. parts: micro-batches. first: late
-    update.
+    update. name: of another network.
     """
-    used, kept, data = network(), network(), Data(points, label)
+    (used, data, loss), (kept, *_) = made(name), made(name)
     for module in used.modules():
         if isinstance(module, nn.BatchNorm1d):
             module.momentum = 1 - 0.9 ** (1 / parts)
@@ -86,7 +110,7 @@ def delayed(exact: set[str], parts: int, first: int, clip_norm: float = 0.0) -> 
             used.zero_grad()
             inputs, targets = default_collate([data[index] for index in stream.indices(epoch, step, 0)])
             for part, labels in zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True):
-                (cross_entropy(used(part), labels, reduction="sum") / len(targets)).backward()
+                (loss(used(part), labels) / len(targets)).backward()
             if clip_norm:
                 nn.utils.clip_grad_norm_(used.parameters(), clip_norm)
             for of_kept, of_used in zip(kept.parameters(), used.parameters(), strict=True):
@@ -117,7 +141,40 @@ def test_a_scripts_updates_are_those_of_one_process_with_the_delay(gang: Gang, n
         {key: one for key, one in state.items() if nodes is FOUR or ("running" not in key and "tracked" not in key)}
         for state in answers
     ]
-    assert max(off({key: begun[key] for key in state}, last, state) for state in own) <= 1e-12
+    assert max(off(begun, last, state) for state in own) <= 1e-12
+
+
+class Again(nn.Linear):
+    """Runs a second time in backward."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__(8, 8)
+        self.reentrant = reentrant
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = checkpoint(super().forward, inputs, use_reentrant=self.reentrant)
+        return found.tanh()
+
+
+def checkpointed(*, reentrant: bool) -> nn.Sequential:
+    blocks = [Again(reentrant=reentrant) for _ in range(4)]
+    return nn.Sequential(nn.Linear(6, 8), *blocks, nn.Linear(8, 3))
+
+
+AGAIN = {
+    "checkpointed blocks": (lambda: checkpointed(reentrant=False), plain_of(), entropy),
+    "checkpointed blocks, reentrant": (lambda: checkpointed(reentrant=True), plain_of(), entropy),
+}
+NETWORKS |= AGAIN
+
+
+@pytest.mark.parametrize("name", [*EXACT, *AGAIN])
+def test_any_network_that_can_be_cut_trains_with_the_delay(gang: Gang, name: str) -> None:
+    """Also if weights have hooks, are computed, are used twice, or are used again in backward."""
+    answers = [state for state, _ in gang.run(trained, ({"accumulate": "2"}, FOUR, name), timeout_s=60)]
+    begun, last = delayed(set(answers[-1]), 2, 1, name=name)
+    assert set().union(*answers) == set(last)
+    assert max(off(begun, last, state) for state in answers) <= 1e-12
 
 
 @pytest.mark.parametrize(("updates", "first"), [(4, 1), (3, 1), (4, 4), (4, 5), (3, 5)])

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from trainer.compute.models import gradient_bytes, stages_of, trainable
+from trainer.compute.models import gradient_bytes, has_hooks, stages_of, trainable
 from trainer.shared.strategy_table import why_not_replayed
 
 WARM = 2
@@ -107,8 +107,8 @@ class Graphs:
             self.recorded.pop(next(iter(self.recorded)))
         gc.collect()  # nothing can be freed during a capture
         torch.cuda.empty_cache()
-        if lacking := _lacking(model, images.device):
-            self._give_up(lacking)
+        if why := hooks_of(model, of_weights=self.adds) or _lacking(model, images.device):
+            self._give_up(why)
             return None
         free = torch.cuda.mem_get_info(images.device)[0]
         try:
@@ -199,6 +199,16 @@ def replays(model: nn.Module, graphs: Any) -> None:
 
     model.graphs, model.plain_forward = graphs, plain.forward  # type: ignore[assignment]
     model.__class__ = type(plain.__name__, (plain,), {"forward": forward})
+
+
+def hooks_of(model: nn.Module, *, of_weights: bool) -> str:
+    """Names hooks that a replay would not call; empty if there are none. of_weights: whether theirs count, too."""
+    if found := next((name for name, module in model.named_modules() if has_hooks(module)), None):
+        return f"{found} has hooks, which a replay does not call"
+    for name, weight in model.named_parameters() if of_weights else ():
+        if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+            return f"{name} has hooks, which a replay does not call"
+    return ""
 
 
 def _lacking(model: nn.Module, device: torch.device) -> str:

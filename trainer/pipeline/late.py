@@ -10,7 +10,8 @@ Both passes of an update use the same weights. (PipeDream-2BW's delay of one: Na
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,7 @@ class LateWeights:
             if name in into:
                 into[name].copy_(weight)
             else:
-                into[name] = weight.detach().clone().requires_grad_()
+                into[name] = _copy(weight)
         return into
 
     def own_state(self) -> dict[str, Tensor]:
@@ -72,3 +73,46 @@ class LateWeights:
         """Prepares `own_state` to be overwritten."""
         if any(name.startswith(f"{LATE}.") for name in kept):
             self.next = self._copied({})
+
+
+def _copy(weight: nn.Parameter) -> Tensor:
+    """With the weight's hooks."""
+    copy = weight.detach().clone().requires_grad_()
+    for hook in (weight._backward_hooks or {}).values():
+        copy.register_hook(hook)
+    for hook in (getattr(weight, "_post_accumulate_grad_hooks", None) or {}).values():
+        copy.register_post_accumulate_grad_hook(hook)
+    return copy
+
+
+class Places:
+    """Lets a network compute with other weights. (torch.func.functional_call loses the weights of a module that is
+    used in two places, and looks for them in every call.)
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        names = {id(weight): name for name, weight in network.named_parameters()}
+        self.places = [
+            (module, key, names[id(weight)], weight)
+            for module in network.modules()
+            for key, weight in module._parameters.items()
+            if weight is not None
+        ]
+
+    @contextlib.contextmanager
+    def holding(self, weights: Mapping[str, Tensor] | None) -> Iterator[None]:
+        """weights: by name; None for the network's own."""
+        if not weights:
+            yield
+            return
+        try:
+            self._set(weights)
+            yield
+        finally:
+            self._set({})
+
+    def _set(self, weights: Mapping[str, Tensor]) -> None:
+        for module, key, name, own in self.places:
+            module._parameters[key] = weights.get(name, own)  # type: ignore[assignment]
+            if isinstance(module, nn.RNNBase):
+                module._flat_weights = [getattr(module, each) for each in module._flat_weights_names]

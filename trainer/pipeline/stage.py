@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from trainer.compute.arithmetic import Full
 from trainer.compute.models import stages_of
 from trainer.pipeline.deferred import Later, Work, split_backward
+from trainer.pipeline.late import Places
 from trainer.pipeline.stage_layout import Layout
 from trainer.shared.stages import Stage
 from trainer.strategies.base import weighted
@@ -32,8 +32,11 @@ from trainer.strategies.base import weighted
 
 @dataclass(frozen=True)
 class Pass:
+    """weights: by name, if other than the part's own."""
+
     inputs: Tensor
     output: Tensor
+    weights: dict[str, Tensor] | None = None
 
 
 class StageWork:
@@ -43,7 +46,7 @@ class StageWork:
 
     def __init__(self, part: nn.Module, precision: Full, *, reads: bool, splits: bool) -> None:
         self.part, self.precision, self.reads, self.splits = part, precision, reads, splits
-        self.later = Later()
+        self.places, self.later = Places(part), Later()
         self.graphs: Any = None
         """StageGraphs, or None."""
         self.given: Mapping[str, Tensor] | None = None
@@ -73,9 +76,9 @@ class StageWork:
         of the part's own.
         """
         inputs, self.given = self.enter(inputs), weights
-        with self.precision.autocast():
-            output = functional_call(self.part, weights, (inputs,)) if weights else self.part(inputs)
-        self._passes.append(Pass(inputs, output))
+        with self.precision.autocast(), self.places.holding(weights):
+            output = self.part(inputs)
+        self._passes.append(Pass(inputs, output, weights))
         result: Tensor = output.detach()
         return result
 
@@ -93,7 +96,8 @@ class StageWork:
         if gradient is None:
             weighted(self.precision.scaled(done.output), batch).backward()
         elif done.output.requires_grad:  # False if all its weights are frozen
-            torch.autograd.backward(done.output, gradient.to(done.output.dtype))
+            with self.places.holding(done.weights):  # checkpointed blocks run again
+                torch.autograd.backward(done.output, gradient.to(done.output.dtype))
         if self.splits:
             self._put_off.append(self.later.cut())
         if done.inputs.grad is None and not self.reads:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from trainer.compute import graphs as plain_graphs
-from trainer.compute.graphs import WARM, Memory, Piece, Sums, aliases_of, lacking, learns, pass_bytes, replays, uncached
+from trainer.compute.graphs import WARM, Memory, Piece, Sums, aliases_of, hooks_of, lacking, learns, pass_bytes, replays, uncached
 from trainer.compute.models import gradient_bytes, trainable
 from trainer.pipeline.deferred import Later, autocast_type
 from trainer.pipeline.stage import Part, StageWork
@@ -119,6 +119,9 @@ class StageGraphs:
             gc.collect()  # nothing can be freed during a capture
             torch.cuda.empty_cache()
             needed = taken + plain_bytes * (1 - len(known) / most) + COMPARED_GRADIENTS * gradient_bytes(self.blocks)
+            if why := hooks_of(self.stage.part, of_weights=True):
+                self._give_up(why)
+                return
             if why := lacking(needed, inputs.device):
                 self._leave_plain(why)
                 return
