@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tests.support.cpu_graphs import CpuGraph, cpu_graphs
+from trainer.compute.arithmetic import Full
 from trainer.compute.graphs import Graphs, replayable
 from trainer.compute.models import build_model
+from trainer.pipeline import StageWork, replay_stage
 
 
 def network() -> nn.Module:
@@ -70,3 +72,33 @@ def test_recorded_updates_are_plain_ones(sizes: Sequence[int], off: float) -> No
     assert not any("off a plain pass, two" in note for note in notes)
     furthest = max((replayed[name].double() - tensor.double()).abs().max().item() for name, tensor in plain.items())
     assert furthest <= off
+
+
+def test_hooks_that_a_replay_would_not_call_keep_passes_plain() -> None:
+    with cpu_graphs():
+        for adds, hooked, why in (
+            (False, lambda model: model.layer1[0].register_forward_hook(lambda *_: None), "layer1.0 has hooks"),
+            (True, lambda model: model.fc.weight.register_hook(lambda _: None), "fc.weight has hooks"),
+            (False, lambda model: model.fc.weight.register_hook(lambda _: None), ""),
+        ):
+            model, notes, reasons = network(), list[str](), list[str]()
+            graphs = replayable(model, notes.append, reasons.append)
+            hooked(model)
+            for _ in range(2):
+                _accumulated(model, graphs, (4, 4) if adds else (4,), torch.Generator())
+            _accumulated(model, graphs, (4, 4) if adds else (4,), torch.Generator())
+            assert [reason.partition(",")[0] for reason in reasons] == [why] * bool(why)
+
+
+def test_hooks_keep_a_stage_plain() -> None:
+    part, notes, reasons = nn.Sequential(nn.Linear(4, 3), nn.ReLU()), list[str](), list[str]()
+    part[0].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    with cpu_graphs():
+        stage = StageWork(part, Full(), reads=True, splits=False)
+        replay_stage(stage, 2, notes.append, reasons.append)
+        for _ in range(3):
+            stage.begin([2, 2])
+            for _ in range(2):
+                stage.forward(torch.ones(2, 4), 0)
+                stage.backward(torch.ones(2, 3), 4, 0)
+    assert (notes, reasons) == ([], ["0.weight has hooks, which a replay does not call"])

@@ -19,7 +19,19 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from trainer.compute import graphs as plain_graphs
-from trainer.compute.graphs import WARM, Memory, Piece, Sums, aliases_of, hooks_of, lacking, learns, pass_bytes, replays, uncached
+from trainer.compute.graphs import (
+    WARM,
+    Memory,
+    Piece,
+    Sums,
+    aliases_of,
+    hooks_of,
+    lacking,
+    learns,
+    pass_bytes,
+    replays,
+    uncached,
+)
 from trainer.compute.models import gradient_bytes, trainable
 from trainer.pipeline.deferred import Later, autocast_type
 from trainer.pipeline.stage import Part, StageWork
