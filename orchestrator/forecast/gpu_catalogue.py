@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from orchestrator.forecast.layers import FLOAT_BYTES, Layer, gradient_bytes
 from orchestrator.hosts.cards import Card, all_cards
 from orchestrator.units import format_percent
+from trainer.shared.settings import Settings
 from trainer.shared.shares import Speed
 
 # The rate of convolutional networks follows a GPU's memory bandwidth far better than its TFLOPS. Other networks are
@@ -37,6 +38,10 @@ class Estimate:
     launch_ms: float
     error: float
     source: str
+
+    def launched_ms(self, settings: Settings) -> float:
+        """launch_ms, or 0 with CUDA graphs."""
+        return self.launch_ms if settings.cuda_graph == "off" else 0.0
 
 
 def estimate(card: Card, layers: Sequence[Layer], amp: str) -> Estimate:

@@ -1,7 +1,7 @@
 """Imagined clusters, from `500xA2000,500xV100` to a forecast's scene. Pure.
 
 groups = parse_groups("500xA2000,2x4xA16")     500 hosts of one A2000, two hosts of four A16
-scene = imagine(groups, layers, batch=16000, bandwidth_bps=2.5e9)
+scene = imagine(groups, layers, bandwidth_bps=2.5e9, settings=settings)
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from orchestrator.forecast.layers import Layer
 from orchestrator.forecast.links import GOODPUT, NCCL, LinkCosts, Site
 from orchestrator.forecast.step import HostSpeed, Workload
 from orchestrator.hosts.cards import Card, all_cards, find_card
+from trainer.shared.settings import Settings
 
 MOST_RANKS = 20_000
 _GROUP = re.compile(r"(?P<hosts>\d{1,6})x(?:(?P<gpus>\d{1,3})x)?(?P<gpu>[A-Za-z][A-Za-z0-9 .-]*|\d{4}[A-Za-z ]*)")
@@ -66,14 +67,12 @@ def parse_groups(text: str) -> tuple[HostGroup, ...]:
     return tuple(groups)
 
 
-def imagine(
-    groups: Sequence[HostGroup], layers: tuple[Layer, ...], batch: int, bandwidth_bps: float, amp: str = "none"
-) -> Scene:
+def imagine(groups: Sequence[HostGroup], layers: tuple[Layer, ...], bandwidth_bps: float, settings: Settings) -> Scene:
     """bandwidth_bps: of every host's link, as declared. Raises UsageError if a GPU is too small or has no `amp`."""
     hosts, sites = list[HostSpeed](), list[Site]()
     bps = GOODPUT * bandwidth_bps
     for group in groups:
-        found = estimate(group.gpu, layers, amp)
+        found = estimate(group.gpu, layers, settings.amp)
         speeds = (found.speed,) * group.gpus
         if speeds[0].cap == 0:
             raise UsageError(
@@ -82,7 +81,7 @@ def imagine(
             )
         for _ in range(group.hosts):
             name = f"{group.gpu.name}-{len(hosts)}"
-            hosts.append(HostSpeed(name, speeds, group.kind, launch_ms=found.launch_ms))
+            hosts.append(HostSpeed(name, speeds, group.kind, launch_ms=found.launched_ms(settings)))
             sites.append(Site(name, group.gpus, bps, bps))
     costs = NCCL.on_gpus(min(group.gpu.gb_per_s for group in groups))
-    return Scene(Workload(layers, batch), tuple(hosts), LinkCosts(tuple(sites), costs))
+    return Scene(Workload(layers, settings.batch), tuple(hosts), LinkCosts(tuple(sites), costs))

@@ -78,7 +78,7 @@ def inputs_of(
             remedy = "leave it out with --nodes, or cut the network with --set strategy=pipeline"
             raise UsageError(f"{name}: not one sample fits into its memory", remedy)
     estimates = _estimates(plan, settings, layers)
-    hosts = tuple(_host(node, *known[node.name], profiles, estimates.get(node.name)) for node in plan.nodes)
+    hosts = tuple(_host(node, *known[node.name], profiles, estimates.get(node.name), settings) for node in plan.nodes)
     speeds_from = {name: source for name, (_, source) in known.items()}
     wire, words = wire_of(plan, network, bandwidth_bps)
     scene = Scene(Workload(layers, settings.batch, blocks), hosts, wire)
@@ -93,11 +93,16 @@ def inputs_of(
 
 
 def _host(
-    node: NodePlan, speeds: tuple[Speed, ...], source: str, profiles: Profiles, estimated: Estimate | None
+    node: NodePlan,
+    speeds: tuple[Speed, ...],
+    source: str,
+    profiles: Profiles,
+    estimated: Estimate | None,
+    settings: Settings,
 ) -> HostSpeed:
     memory_bytes = node.paced.get("memory_bytes") if node.paced else None
     blocks = _blocks(node, source, profiles)
-    launch_ms = estimated.launch_ms if estimated and source == "catalogue" else 0.0
+    launch_ms = estimated.launched_ms(settings) if estimated and source == "catalogue" else 0.0
     return HostSpeed(node.name, speeds, blocks=blocks, memory_bytes=memory_bytes, launch_ms=launch_ms)
 
 
@@ -118,7 +123,11 @@ def by_catalogue(plan: LaunchPlan, view: ForecastInputs, settings: Settings) -> 
         return None
     found = _estimates(plan, settings, view.scene.job.layers)
     hosts = [
-        replace(host, speeds=(found[host.name].speed,) * len(host.speeds), launch_ms=found[host.name].launch_ms)
+        replace(
+            host,
+            speeds=(found[host.name].speed,) * len(host.speeds),
+            launch_ms=found[host.name].launched_ms(settings),
+        )
         for host in view.scene.hosts
     ]
     return replace(view.scene, hosts=tuple(hosts))

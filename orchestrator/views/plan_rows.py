@@ -122,7 +122,7 @@ def imagined_outlook(
     groups: Sequence[HostGroup], settings: Settings, bandwidth_bps: float, chosen: Collection[str]
 ) -> Outlook:
     layers = layers_in(network_of(settings))
-    scene = imagine(groups, layers, settings.batch, bandwidth_bps, settings.amp)
+    scene = imagine(groups, layers, bandwidth_bps, settings)
     unseen = {**UNSEEN, **UNSEEN_OF_CATALOGUE, **UNSEEN_OF_IMAGINED}
     advice, limits = _advised(scene, settings, chosen, {}, unseen)
     gpus = {group.gpu.name: group.gpu for group in groups}.values()
@@ -142,7 +142,7 @@ def imagined_outlook(
         ),
         speeds_from={group.gpu.name: "catalogue" for group in groups},
         **_pipelines(scene, settings, chosen, advice),
-        in_half=_in_half(settings, chosen, lambda half: imagine(groups, layers, half.batch, bandwidth_bps, half.amp)),
+        in_half=_in_half(settings, chosen, lambda half: imagine(groups, layers, bandwidth_bps, half)),
         failures=failures(len(scene.hosts), 2 * gradient_bytes(layers)),
     )
 

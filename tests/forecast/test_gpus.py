@@ -20,6 +20,7 @@ from orchestrator.forecast import (
 )
 from orchestrator.forecast.pipeline import StageHost, chain_of, times_of
 from orchestrator.hosts import all_cards, cards, find_card, read_cards
+from trainer.shared import parse_settings
 
 RESNET = layers_of("resnet152", (3, 32, 32), 10)
 
@@ -129,7 +130,7 @@ def test_hosts_that_are_not_there_are_written_as_groups():
         (2, 4, "A16"),
         (1, 1, "3090"),
     ]
-    scene = imagine(groups, RESNET, 1000, 2.5e9)
+    scene = imagine(groups, RESNET, 2.5e9, parse_settings("resnet152_cifar", {"batch": "1000"}))
     assert (len(scene.hosts), scene.wire.ranks) == (503, 509)
     assert {site.up_bps for site in scene.wire.sites} == {0.94 * 2.5e9}
     assert [scene.hosts[number].kind for number in (0, 500, 502)] == ["A2000", "4xA16", "3090"]
@@ -145,7 +146,7 @@ def test_what_is_no_group_is_refused(text):
 def test_a_network_too_large_for_a_gpu_is_refused():
     huge = (Layer(((100_000, 20_000),), 1e9),)
     with pytest.raises(UsageError, match="not one sample fits into the 16 GiB of an A16"):
-        imagine(parse_groups("1xA16"), huge, 64, 1e9)
+        imagine(parse_groups("1xA16"), huge, 1e9, parse_settings("resnet152_cifar", {}))
 
 
 def test_names_of_nodes_are_no_groups():

@@ -63,7 +63,7 @@ def test_what_a_person_has_chosen_stays():
 
 
 def test_at_the_catalogues_speeds_a_pipeline_is_slower_than_the_fastest_host_alone():
-    scene = imagine(parse_groups("1xA2000,1xV100"), LAYERS, 256, 2.5e9)
+    scene = imagine(parse_groups("1xA2000,1xV100"), LAYERS, 2.5e9, settings_of())
     assert choose(scene, settings_of(), ()).samples_per_s < max(scene.alone.values())
 
 
