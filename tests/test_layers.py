@@ -90,6 +90,7 @@ MOST_AT_TRAINERS_ROOT = 5
 SAME_NAME = {"Cluster", "OrchCallback"}
 """A Python program's cluster and what is remembered of one; and a callback for each framework."""
 FRAMEWORKS = {
+    "data.bpe": {"tokenizers"},
     "integrations.accelerate": {"accelerate"},
     "integrations.huggingface": {"transformers"},
     "integrations.lightning": {"lightning", "pytorch_lightning"},

@@ -6,6 +6,7 @@ If a rank simulates a GPU (`paced`), all ranks only keep time, without loss and 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 
 from torch.nn.functional import cross_entropy
@@ -49,9 +50,9 @@ def evaluate(session: Session) -> None:
         batches = ((images.to(run.device), labels) for images, labels in run.test_batches())
         result = judged(network, run.strategy.outputs(network, batches), run.training_task.facts.classes, run.device)
     eval_s = round(time.monotonic() - started_s, 6)
-    fields = dataclasses.asdict(result)
-    if run.training_task.facts.is_text:
-        fields["per_class"] = ()  # of 256 bytes
+    facts, fields = run.training_task.facts, {**dataclasses.asdict(result), "bits_per_byte": None}
+    if facts.is_text:
+        fields |= {"per_class": (), "bits_per_byte": result.loss / math.log(2) / facts.bytes_per_token}
     run.metrics.write("eval", epoch=progress.epoch, step=session.updates - 1, **fields, eval_s=eval_s)
-    run.console.evaluation(progress.epoch, session.loss, result)
+    run.console.evaluation(progress.epoch, session.loss, result, fields["bits_per_byte"])
     session.judged(result.accuracy, result.loss)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import UsageError
-from trainer.shared.experiments import CHOSEN, DATA_SETS, TEXT_MODELS, GptSize
+from trainer.shared.experiments import CHOSEN, DATA_SETS, TEXT_MODELS, GptSize, gpt_size
 from trainer.shared.settings import Settings
 
 FLOAT_BYTES = 4
@@ -71,7 +71,7 @@ def layers_in(blocks: Sequence[Block]) -> tuple[Layer, ...]:
 def blocks_of(model: str, image: tuple[int, int, int], classes: int) -> tuple[Block, ...]:
     """Like `trainer.compute.models.stages_of`."""
     if model in TEXT_MODELS:
-        return tuple(_gpt(TEXT_MODELS[model], image[2]))
+        return tuple(_gpt(gpt_size(model, classes), image[2]))
     if not is_written_here(model):
         return _recorded(model, image[1], classes)
     blocks = _lenet if model == "lenet" else partial(_resnet, _RESNETS[model])

@@ -276,7 +276,9 @@ def profile_line(settings: Settings) -> str:
 
 def _data_of(settings: Settings) -> str:
     name = settings.data_set_name
-    return f"{name} of {settings.tokens} tokens" if settings.data_set.is_text else name
+    if not settings.data_set.is_text:
+        return name
+    return f"{name} of {settings.tokens} tokens" + (f" (of {settings.vocabulary})" if settings.vocabulary else "")
 
 
 def _kind(

@@ -186,6 +186,7 @@ def _training(plan: LaunchPlan, figures: Figures, events: Events) -> dict[str, A
         "accuracy_per_class": _per_class(evaluation.get("per_class")),
         "loss": figures.loss,
         "test_loss": number(evaluation, "loss"),
+        "bits_per_byte": number(evaluation, "bits_per_byte"),
         "target": read_target(events),
         "curves": Curves() if measures_collectives(plan) else read_curves(events),
     }

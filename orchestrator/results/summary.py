@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import Any, Literal
 
@@ -284,6 +283,8 @@ class Summary(Record):
     loss: float | None = None
     """The last complete epoch's, else that of the last step with a loss; None when paced."""
     test_loss: float | None = None
+    bits_per_byte: float | None = None
+    """In the last test, if the samples are text."""
     target: AccuracyTarget | None = None
     batch_norm: BatchNorm | None = None
     curves: Curves = Field(default_factory=Curves)
@@ -309,11 +310,6 @@ class Summary(Record):
         if not self._is_text or self.samples_per_s is None or not isinstance(tokens, int):
             return None
         return self.samples_per_s * tokens
-
-    @property
-    def bits_per_byte(self) -> float | None:
-        """In the last test; None unless the samples are text."""
-        return self.test_loss / math.log(2) if self._is_text and self.test_loss is not None else None
 
     @property
     def basis_words(self) -> str:

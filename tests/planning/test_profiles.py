@@ -81,9 +81,9 @@ def remembered(kind: Kind, fixed_ms: float, sample_ms: float, **more) -> Profile
     return Profile(**fields, schema=1, node="a2000a", created="2026-11-21T09:12:00+00:00")
 
 
-def kinds(controller, *settings):
+def kinds(controller, *settings, exp="mnist_lenet"):
     cluster = controller.store.cluster("t")
-    wish = parse_job(JobSpec.model_validate({"exp": "mnist_lenet", "settings": settings}))
+    wish = parse_job(JobSpec.model_validate({"exp": exp, "settings": settings}))
     return kinds_of(controller.choice.plan(cluster, wish.request, wish.code), cluster.facts)
 
 
@@ -296,6 +296,8 @@ def test_a_profile_holds_for_its_kind_alone_and_a_host_of_its_own_before_that(co
         assert kind.model_copy(update=change).key != kind.key
     assert kinds(controller, "data=synthetic", "batch=8", "lr=1")["a2000a", 0] == kind
     assert kinds(controller, "amp=bf16")["a2000a", 0] != kind
+    sized = [kinds(controller, *more, exp="gpt_text")["a2000a", 0].data for more in ([], ["vocabulary=8192"])]
+    assert sized == ["text of 256 tokens", "text of 256 tokens (of 8192)"]
 
 
 def profile_with(**more):

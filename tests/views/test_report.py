@@ -126,6 +126,12 @@ def test_a_paced_run_says_so_and_shows_neither_loss_nor_accuracy(tmp_path: Path)
     assert "What it learned" not in text
 
 
+def test_the_loss_of_text_is_shown_in_bits_per_byte_as_recorded(tmp_path: Path) -> None:
+    evaluation = {"event": "eval", "accuracy": 0.5, "loss": 9.0, "bits_per_byte": 1.234}
+    run = write_run(tmp_path / "run", [Host("a2000")], {0: [start(), *ten_steps(), evaluation, end()]})
+    assert "test accuracy, 1.234 bits per byte" in page_of(run).text
+
+
 def test_a_run_that_failed_before_its_first_step_has_a_page_that_starts_with_the_failure(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [Host("a2000"), Host("v100")], {}, state="failed", first_failure=FAILURE)
     page = page_of(run)

@@ -15,7 +15,7 @@ from torchvision.models.resnet import BasicBlock, ResNet
 
 from trainer.compute.gpt import build_gpt
 from trainer.shared.errors import TrainError
-from trainer.shared.experiments import TEXT_MODELS
+from trainer.shared.experiments import TEXT_MODELS, gpt_size
 
 
 class LeNet(nn.Module):
@@ -44,7 +44,7 @@ def build_model(name: str, shape: tuple[int, int, int], classes: int) -> nn.Modu
     if name == "small_resnet":
         return SmallResNet(shape[0], classes)
     if name in TEXT_MODELS:
-        return build_gpt(TEXT_MODELS[name], shape[2])
+        return build_gpt(gpt_size(name, classes), shape[2])
     from torchvision import __version__, models
 
     further: dict[str, Any] = {"image_size": shape[1]} if name.startswith("vit_") else {}

@@ -45,28 +45,40 @@ class Opened(NamedTuple):
 
 
 _PART_OF_MEMORY = 0.25
+_COUNTED = ("classes", "train_samples", "test_samples", "bytes_per_token")
 
 
 def agree_on_facts(settings: Settings, info: RankInfo) -> DataSet:
     """A collective call. Raises TrainError if folders differ between hosts."""
     # A paced rank has no data: it takes the others' counts.
     own = ""
+    if settings.vocabulary:
+        with together(info.node):  # one rank per host trains the vocabulary, and keeps it for the others
+            if info.local_rank == 0 and info.learns:
+                find_facts(settings)
     with together(info.node):
         if info.learns:
             facts, mark = find_facts(settings)
-            own = json.dumps([info.node, mark, facts.classes, facts.train_samples, facts.test_samples])
+            own = json.dumps([info.node, mark, *(getattr(facts, name) for name in _COUNTED)])
     found = [json.loads(line) for line in gather_lines(own) if line]
     if not found:
         return known_facts(settings)
     node, *first = found[0]
     for other, *counted in found:
         if counted != first:
-            raise TrainError(
-                f"the files in {folder(settings)} differ between {node} and {other}: bring the same to all"
-            )
-    _, classes, train_samples, test_samples = first
-    counts = {"classes": classes, "train_samples": train_samples, "test_samples": test_samples}
-    return dataclasses.replace(settings.data_set, **counts)
+            raise TrainError(_difference(settings, (node, first[0]), (other, counted[0])))
+    return dataclasses.replace(settings.data_set, **dict(zip(_COUNTED, first[1:], strict=True)))
+
+
+def _difference(settings: Settings, one: tuple[str, str], other: tuple[str, str]) -> str:
+    """one, other: a node, and the mark of its data."""
+    between, marks = f"differ between {one[0]} and {other[0]}", [one[1].split(), other[1].split()]
+    if marks[0] != marks[1] and marks[0][0] == marks[1][0]:
+        return (
+            f"vocabulary: the tokens {between}, although the text is the same: install one version of tokenizers on "
+            f"both, and delete {folder(settings)}/.orch-bpe-* there"
+        )
+    return f"the files in {folder(settings)} {between}: bring the same to all"
 
 
 def choose_loader(settings: Settings, facts: DataSet, info: RankInfo, device: torch.device) -> Settings:

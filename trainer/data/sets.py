@@ -66,8 +66,12 @@ def find_facts(settings: Settings) -> tuple[DataSet, str]:
     """The data's facts, and a string that differs for different data. Raises TrainError for a faulty folder."""
     if settings.data_set.is_text:
         text = open_text(settings)
-        counts = [samples_in(len(part), settings.tokens) for part in (text.train, text.test)]
-        facts = dataclasses.replace(settings.data_set, train_samples=counts[0], test_samples=counts[1])
+        facts = dataclasses.replace(
+            settings.data_set,
+            train_samples=samples_in(len(text.train), settings.tokens),
+            test_samples=samples_in(len(text.test), settings.tokens),
+            bytes_per_token=text.bytes_per_token,
+        )
         return _limited(facts, settings.samples), text.digest
     if settings.data not in IN_FOLDERS:
         return known_facts(settings), settings.data
@@ -84,8 +88,8 @@ def find_facts(settings: Settings) -> tuple[DataSet, str]:
 def open_text(settings: Settings) -> Text:
     """Raises TrainError."""
     if settings.data == "synthetic":
-        return made_text(settings.tokens, settings.seed)
-    return read_text(folder(settings), settings.tokens)
+        return made_text(settings.tokens, settings.seed, settings.vocabulary)
+    return read_text(folder(settings), settings.tokens, settings.vocabulary)
 
 
 def _limited(facts: DataSet, samples: int) -> DataSet:

@@ -1,7 +1,9 @@
-"""`data=text`: bytes of all text files below DATA_DIR, cut into samples of `tokens` bytes; labels are the next bytes.
+"""`data=text`: all text files below DATA_DIR, cut into samples of `tokens` tokens; labels are the next tokens.
 
-    text = read_text(folder, tokens=256)
-    len(text.train), samples_in(len(text.train), tokens=256)        bytes; samples
+    text = read_text(folder, tokens=256, vocabulary=0)
+    len(text.train), samples_in(len(text.train), tokens=256)        tokens; samples
+
+A token is a byte, or one of a byte-pair vocabulary trained on the training part.
 
 The last tenth of all bytes is for tests. Files are read in the order of their names; files that are not UTF-8 are left
 out, as are hidden ones.
@@ -20,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trainer.data.bpe import vocabulary_of
 from trainer.data.sample_stream import RankBatches, derive_seed
 from trainer.shared.errors import TrainError
 
@@ -33,15 +36,17 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Text:
-    """train, test: uint8. digest: of all bytes."""
+    """train, test: uint8, or int32 with a vocabulary. digest: of all bytes, and the vocabulary's after a blank."""
 
     train: Tensor
     test: Tensor
     digest: str
+    bytes_per_token: float = 1.0
+    """Mean over the labels of all test samples."""
 
 
 @lru_cache(maxsize=1)
-def read_text(folder: Path, tokens: int) -> Text:
+def read_text(folder: Path, tokens: int, vocabulary: int = 0) -> Text:
     """Raises TrainError without text for a sample of each, and for more than memory holds."""
     files = [*_files(folder)]
     whole = sum(path.stat().st_size for path in files)
@@ -51,14 +56,26 @@ def read_text(folder: Path, tokens: int) -> Text:
             f"{MOST_BYTES / 2**30:.0f} GiB; name a folder that holds only the text, by --data_dir (--set data_dir=...)"
         )
     content = b"\n".join(content for path in files if _is_text(content := path.read_bytes()))
-    test_at = _test_at(len(content))
-    train, test = content[:test_at], content[test_at:]
-    if min(samples_in(len(train), tokens), samples_in(len(test), tokens)) < 1:
+    text = _cut(content, hashlib.sha256(content).hexdigest()[:16], tokens, vocabulary, folder)
+    if min(samples_in(len(text.train), tokens), samples_in(len(text.test), tokens)) < 1:
         raise TrainError(
             f"{folder} holds {len(content):,} bytes of text, too few for a training and a test sample of {tokens} "
             "tokens: name a folder with text files by --data_dir (--set data_dir=...)"
         )
-    return Text(_numbers(train), _numbers(test), hashlib.sha256(content).hexdigest()[:16])
+    return text
+
+
+def _cut(content: bytes, digest: str, tokens: int, vocabulary: int, folder: Path | None) -> Text:
+    """folder: keeps a vocabulary. Raises TrainError."""
+    test_at = len(content) - round(TEST_PART * len(content))
+    train, test = content[:test_at], content[test_at:]
+    if not vocabulary:
+        return Text(_numbers(train), _numbers(test), digest)
+    pairs = vocabulary_of(train, vocabulary, folder)
+    numbers = pairs.encode(test)
+    labels = numbers[1 : 1 + tokens * samples_in(len(numbers), tokens)]
+    bytes_per_token = pairs.bytes_of(labels) / max(1, len(labels))
+    return Text(pairs.encode(train), numbers, f"{digest} {pairs.digest}", bytes_per_token)
 
 
 def _numbers(content: bytes) -> Tensor:
@@ -66,23 +83,18 @@ def _numbers(content: bytes) -> Tensor:
 
 
 @lru_cache(maxsize=1)
-def made_text(tokens: int, seed: int) -> Text:
+def made_text(tokens: int, seed: int, vocabulary: int = 0) -> Text:
     """MADE samples of words in random order: learnable."""
     generator = torch.Generator().manual_seed(derive_seed("words", seed))
     letters = torch.randint(97, 123, (WORDS, 6), generator=generator, dtype=torch.uint8)
     words = torch.cat([letters, torch.full((WORDS, 1), 32, dtype=torch.uint8)], dim=1)
     chosen = torch.randint(0, WORDS, (MADE * tokens // 7 + 2,), generator=generator)
-    text = words[chosen].flatten()
-    test_at = _test_at(len(text))
-    return Text(text[:test_at], text[test_at:], f"synthetic-{seed}")
-
-
-def _test_at(length: int) -> int:
-    return length - round(TEST_PART * length)
+    content = words[chosen].flatten().numpy().tobytes()
+    return _cut(content, f"synthetic-{seed}", tokens, vocabulary, None)
 
 
 def samples_in(length: int, tokens: int) -> int:
-    """Each needs the byte behind its last."""
+    """Each needs the token behind its last."""
     return max(0, (length - 1) // tokens)
 
 
@@ -115,7 +127,7 @@ def _is_text(content: bytes) -> bool:
 
 class TextBatches:
     def __init__(self, text: Tensor, tokens: int, order: RankBatches) -> None:
-        """text: uint8, on the device that trains."""
+        """text: token numbers, on the device that trains."""
         self.text, self.order = text, order
         self.within = torch.arange(tokens, device=text.device)
 
@@ -127,7 +139,7 @@ class TextBatches:
             yield self.samples(indices)
 
     def samples(self, indices: list[int]) -> Batch:
-        """uint8 (samples, 1, 1, tokens), int64 (samples, tokens)."""
+        """Numbers of the text's type (samples, 1, 1, tokens), int64 (samples, tokens)."""
         begins = torch.tensor(indices, dtype=torch.long, device=self.text.device) * len(self.within)
         places = begins.unsqueeze(1) + self.within
         return self.text[places][:, None, None], self.text[places + 1].long()

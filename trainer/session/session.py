@@ -283,6 +283,7 @@ class Session:
             found = summed(network, run.strategy.outputs(network, pairs), judge, samples)
         of_epoch = {"epoch": progress.epoch, "step": self.updates - 1, "samples": samples}
         known: dict[str, Any] = {"accuracy": found.get("accuracy"), "per_class": [], "loss": found.get("loss")}
+        known["bits_per_byte"] = None  # of text by an experiment
         run.metrics.write("eval", **of_epoch, **known, eval_s=round(time.monotonic() - started_s, 6))
         run.console.judged(progress.epoch, samples, found)
         self.judged(found.get("accuracy"), found.get("loss"))

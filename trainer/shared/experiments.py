@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -24,6 +24,8 @@ class DataSet:
     std: tuple[float, ...]
     is_text: bool = False
     """A sample is a row of tokens, and its labels are the next ones."""
+    bytes_per_token: float = 1.0
+    """Mean over the labels of all test samples."""
 
     @property
     def label_shape(self) -> tuple[int, ...]:
@@ -33,12 +35,14 @@ class DataSet:
 
 TOKENS = 256
 """Per sample of text, unless set."""
+BYTES = 256
+"""Different ones: the tokens of text without a vocabulary of its own."""
 DATA_SETS = {
     "mnist": DataSet((1, 28, 28), 10, 60_000, 10_000, (0.1307,), (0.3081,)),
     "cifar10": DataSet((3, 32, 32), 10, 50_000, 10_000, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "imagenet": DataSet((3, 224, 224), 1000, 1_281_167, 50_000, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     # As many samples as paced ranks take; others count their files.
-    "text": DataSet((1, 1, TOKENS), 256, 100_000, 1_000, (), (), is_text=True),
+    "text": DataSet((1, 1, TOKENS), BYTES, 100_000, 1_000, (), (), is_text=True),
 }
 IN_FOLDERS = ("folder", "imagenet")
 """Read from DATA_DIR/train/CLASS/* and DATA_DIR/val/CLASS/*."""
@@ -155,7 +159,7 @@ class GptSize:
     layers: int
     width: int
     heads: int
-    vocabulary: int = 256
+    vocabulary: int = BYTES
 
 
 # gpt_small: 10.9 million parameters. gpt2_small: GPT-2's 12 layers of 768 (124 million, and a head of its own: 162).
@@ -164,5 +168,13 @@ TEXT_MODELS = {
     "gpt_small": GptSize(6, 384, 6),
     "gpt2_small": GptSize(12, 768, 12, 50_257),
 }
+
+
+def gpt_size(model: str, classes: int) -> GptSize:
+    """classes: tokens of the data. Bytes leave a network its own vocabulary."""
+    size = TEXT_MODELS[model]
+    return size if classes == BYTES else replace(size, vocabulary=classes)
+
+
 LENET_PIXELS = 32
 """LeNet's height and width."""

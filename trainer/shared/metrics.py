@@ -76,6 +76,7 @@ EVENTS: dict[str, dict[str, str]] = {
     "eval": {
         "epoch, step": "the epoch and update before it",
         "samples, accuracy, per_class, loss": "test samples over ALL ranks; 0..1; 0..1 or null per class; mean loss",
+        "bits_per_byte": "the loss of text in bits, divided by the test's bytes per token; otherwise null",
         "eval_s": "duration",
     },
     "target": {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from trainer.shared.experiments import LENET_PIXELS, MODEL_CHANNELS, OWN, TEXT_MODELS, TOKENS
+from trainer.shared.experiments import BYTES, LENET_PIXELS, MODEL_CHANNELS, OWN, TEXT_MODELS, TOKENS
 from trainer.shared.setting_fields import declared, is_changed, without_effect
 from trainer.shared.shares import PROFILED
 from trainer.shared.stages import ALONE
@@ -25,11 +25,11 @@ def mistakes_of(of: Settings) -> list[str]:
 def mistakes_of_network(of: Settings) -> list[str]:
     """Only useful if nothing else is wrong."""
     if of.is_own:
-        return [f"tokens: does nothing with data {of.data}; leave it out"] if of.tokens != TOKENS else []
+        return [f"{name}: does nothing with data {of.data}; leave it out" for name in _changed_of_text(of)]
     if of.data_set.is_text or of.model in TEXT_MODELS:
         return _of_text(of)
-    if of.tokens != TOKENS:
-        return [f"tokens: does nothing with data {of.data}; use exp=gpt_text"]
+    if changed := _changed_of_text(of):
+        return [f"{name}: does nothing with data {of.data}; use exp=gpt_text" for name in changed]
     if of.model == "lenet" and of.data_set.shape[1] > LENET_PIXELS:
         return [f"model: lenet takes images of {LENET_PIXELS} pixels at most, not {of.data_set.shape[1]}; use resnet50"]
     if MODEL_CHANNELS[of.model] in (None, of.data_set.shape[0]):
@@ -40,8 +40,14 @@ def mistakes_of_network(of: Settings) -> list[str]:
     ]
 
 
+def _changed_of_text(of: Settings) -> list[str]:
+    return [name for name, usual in (("tokens", TOKENS), ("vocabulary", 0)) if getattr(of, name) != usual]
+
+
 def _of_text(of: Settings) -> list[str]:
     mistakes = []
+    if 0 < of.vocabulary <= BYTES:
+        mistakes.append(f"vocabulary: {of.vocabulary} leaves no token but the {BYTES} bytes; use 0, or 8192")
     if not of.data_set.is_text:
         mistakes.append(f"model: {of.model} takes text, not the images of {of.data}; use exp=gpt_text")
     elif of.model not in TEXT_MODELS:

@@ -149,12 +149,21 @@ class Settings:
         also=("batch_size", "bs", "bsz", "global_batch", "global_batch_size", "train_batch_size"),
     )
     tokens: int = setting(
-        "Bytes per sample of text.",
+        "Tokens per sample of text: bytes, unless it has a vocabulary.",
         at_least=2,
         below=1 << 17,
         default=TOKENS,
         resumes_same=True,
         also=("context", "block_size", "seq_len"),
+    )
+    vocabulary: int = setting(
+        "Tokens of a byte-pair vocabulary (BPE) that the run trains on its own text, with the package tokenizers; 0: "
+        "a token is a byte.",
+        at_least=0,
+        below=1 << 17,
+        default=0,
+        resumes_same=True,
+        also=("bpe", "tokeniser", "tokenizer", "vocab_size"),
     )
     epochs: int = setting("Passes over the training data.", at_least=1)
     steps: int = setting(
@@ -588,7 +597,9 @@ class Settings:
     @property
     def data_set(self) -> DataSet:
         facts = DATA_SETS[self.data_set_name]
-        return dataclasses.replace(facts, shape=(1, 1, self.tokens)) if facts.is_text else facts
+        if not facts.is_text:
+            return facts
+        return dataclasses.replace(facts, shape=(1, 1, self.tokens), classes=self.vocabulary or facts.classes)
 
 
 AnySettings = Settings | CollectiveSettings

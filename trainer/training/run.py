@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -81,9 +80,9 @@ class Console:
             f"optimiser {times['optim_ms']:.1f} ms)"
         )
 
-    def evaluation(self, epoch: int, train_loss: float, result: Evaluation) -> None:
+    def evaluation(self, epoch: int, train_loss: float, result: Evaluation, bits_per_byte: float | None) -> None:
         self.result = result
-        bits = f"  {result.loss / math.log(2):.4f} bits per byte" if self.tokens else ""
+        bits = "" if bits_per_byte is None else f"  {bits_per_byte:.4f} bits per byte"
         self.say(
             f"epoch {epoch + 1}  train loss {train_loss:.4f}  test loss {result.loss:.4f}{bits}  "
             f"accuracy {result.accuracy:.2%} of {result.samples}"
