@@ -119,6 +119,19 @@ def test_too_little_text_and_no_folder_are_named(tmp_path: Path) -> None:
         read_text(tmp_path, 8)
     with pytest.raises(TrainError, match=r"nowhere cannot be read .*DATA_DIR"):
         read_text(tmp_path / "nowhere", 8)
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(TrainError, match=r"holds 0 bytes of text, too few"):
+        read_text(tmp_path, 4)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> bytes:  # root, who runs the tests, may read every file
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "a.txt").write_text("text " * 40)
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with pytest.raises(TrainError, match=r"a\.txt cannot be read \(Permission denied\): .*DATA_DIR"):
+        read_text(tmp_path, 8)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from torch import Tensor
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import BYTES
 
+Content = bytes | memoryview
 Merges = Sequence[tuple[str, str]]
 """Tokens that are joined, in this order. A byte is a character of Latin-1, so that any bytes are text."""
 NEEDED = "tokenizers>=0.20"
@@ -49,7 +50,7 @@ class Vocabulary:
         package = _package()
         self._encoder = package.Tokenizer(package.models.BPE(numbers, merges))
 
-    def encode(self, content: bytes) -> Tensor:
+    def encode(self, content: Content) -> Tensor:
         """int32."""
         known: dict[str, list[int]] = {}
         numbers = array("i")
@@ -59,14 +60,19 @@ class Vocabulary:
             numbers.extend(chain.from_iterable(map(known.__getitem__, words)))
             if len(known) > _MOST_WORDS:
                 known.clear()
-        return torch.frombuffer(numbers, dtype=torch.int32) if numbers else torch.empty(0, dtype=torch.int32)
+        return tensor_of(numbers, torch.int32)
 
     def bytes_of(self, numbers: Tensor) -> int:
         lengths = torch.tensor([len(token) for token in self.tokens])
         return int((torch.bincount(numbers, minlength=len(lengths)) * lengths).sum())
 
 
-def vocabulary_of(content: bytes, size: int, folder: Path | None) -> Vocabulary:
+def tensor_of(content: memoryview | array[int], kind: torch.dtype) -> Tensor:
+    """In the same memory."""
+    return torch.frombuffer(content, dtype=kind) if content else torch.empty(0, dtype=kind)
+
+
+def vocabulary_of(content: Content, size: int, folder: Path | None) -> Vocabulary:
     """At most `size` tokens. folder: keeps the merges for the next run, if it is writable. Raises TrainError."""
     name = f".orch-bpe-{size}-{hashlib.sha256(content).hexdigest()[:16]}.json"
     if kept := _kept(folder / name, size) if folder else None:
@@ -96,7 +102,7 @@ def _keep(path: Path, merges: Merges) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def _trained(content: bytes, size: int) -> Merges:
+def _trained(content: Content, size: int) -> Merges:
     """Depends on nothing but the arguments and the package's version: equal counts are ordered by tokens' numbers."""
     package = _package()
     encoder = package.Tokenizer(package.models.BPE())
@@ -109,7 +115,7 @@ def _trained(content: bytes, size: int) -> Merges:
     return [(left, right) for left, right in json.loads(encoder.to_str())["model"]["merges"]]
 
 
-def _words(content: bytes, every: int = 1) -> Iterator[list[str]]:
+def _words(content: Content, every: int = 1) -> Iterator[list[str]]:
     """A list for each block, or for one in `every` blocks."""
     for begin in range(0, len(content), every * _BLOCK_BYTES):
         yield [word.decode("latin-1") for word in _WORD.findall(content, begin, begin + _BLOCK_BYTES)]

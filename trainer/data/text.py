@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainer.data.bpe import vocabulary_of
+from trainer.data.bpe import tensor_of, vocabulary_of
 from trainer.data.sample_stream import RankBatches, derive_seed
 from trainer.shared.errors import TrainError
 
@@ -47,15 +47,8 @@ class Text:
 
 @lru_cache(maxsize=1)
 def read_text(folder: Path, tokens: int, vocabulary: int = 0) -> Text:
-    """Raises TrainError without text for a sample of each, and for more than memory holds."""
-    files = [*_files(folder)]
-    whole = sum(path.stat().st_size for path in files)
-    if whole > MOST_BYTES:
-        raise TrainError(
-            f"the files below {folder} have {whole / 2**30:.1f} GiB, and every rank reads them: at most "
-            f"{MOST_BYTES / 2**30:.0f} GiB; name a folder that holds only the text, by --data_dir (--set data_dir=...)"
-        )
-    content = b"\n".join(content for path in files if _is_text(content := path.read_bytes()))
+    """Raises TrainError without text for a sample of each, for unreadable files, and for more than memory holds."""
+    content = _read(folder)
     text = _cut(content, hashlib.sha256(content).hexdigest()[:16], tokens, vocabulary, folder)
     if min(samples_in(len(text.train), tokens), samples_in(len(text.test), tokens)) < 1:
         raise TrainError(
@@ -65,21 +58,17 @@ def read_text(folder: Path, tokens: int, vocabulary: int = 0) -> Text:
     return text
 
 
-def _cut(content: bytes, digest: str, tokens: int, vocabulary: int, folder: Path | None) -> Text:
+def _cut(content: bytearray, digest: str, tokens: int, vocabulary: int, folder: Path | None) -> Text:
     """folder: keeps a vocabulary. Raises TrainError."""
     test_at = len(content) - round(TEST_PART * len(content))
-    train, test = content[:test_at], content[test_at:]
+    train, test = memoryview(content)[:test_at], memoryview(content)[test_at:]
     if not vocabulary:
-        return Text(_numbers(train), _numbers(test), digest)
+        return Text(tensor_of(train, torch.uint8), tensor_of(test, torch.uint8), digest)
     pairs = vocabulary_of(train, vocabulary, folder)
     numbers = pairs.encode(test)
     labels = numbers[1 : 1 + tokens * samples_in(len(numbers), tokens)]
     bytes_per_token = pairs.bytes_of(labels) / max(1, len(labels))
     return Text(pairs.encode(train), numbers, f"{digest} {pairs.digest}", bytes_per_token)
-
-
-def _numbers(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 @lru_cache(maxsize=1)
@@ -89,7 +78,7 @@ def made_text(tokens: int, seed: int, vocabulary: int = 0) -> Text:
     letters = torch.randint(97, 123, (WORDS, 6), generator=generator, dtype=torch.uint8)
     words = torch.cat([letters, torch.full((WORDS, 1), 32, dtype=torch.uint8)], dim=1)
     chosen = torch.randint(0, WORDS, (MADE * tokens // 7 + 2,), generator=generator)
-    content = words[chosen].flatten().numpy().tobytes()
+    content = bytearray(words[chosen].flatten().numpy().tobytes())
     return _cut(content, f"synthetic-{seed}", tokens, vocabulary, None)
 
 
@@ -98,14 +87,30 @@ def samples_in(length: int, tokens: int) -> int:
     return max(0, (length - 1) // tokens)
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """Regular files, no links. Raises TrainError for a folder that cannot be read."""
-
-    def failed(error: OSError) -> None:
+def _read(folder: Path) -> bytearray:
+    """All text, with a line's end between two files."""
+    try:
+        files = [*_files(folder)]
+        whole = sum(path.stat().st_size for path in files)
+        if whole > MOST_BYTES:
+            raise TrainError(
+                f"the files below {folder} have {whole / 2**30:.1f} GiB, and every rank reads them: at most "
+                f"{MOST_BYTES / 2**30:.0f} GiB; name a folder that holds only the text, by --data_dir "
+                "(--set data_dir=...)"
+            )
+        return bytearray(b"\n").join(content for path in files if _is_text(content := path.read_bytes()))
+    except OSError as error:
         raise TrainError(
             f"{error.filename or folder} cannot be read ({error.strerror}): text is read from all files below "
             "DATA_DIR; give it with --data_dir (--set data_dir=...)"
         ) from error
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Regular files, no links. Raises OSError for a folder that cannot be read."""
+
+    def failed(error: OSError) -> None:
+        raise error
 
     for place, folders, names in os.walk(folder, onerror=failed):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
