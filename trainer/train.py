@@ -9,13 +9,12 @@ import dataclasses
 import math
 import time
 
-from torch.nn.functional import cross_entropy
-
 from trainer.ranks.rank_info import RankInfo
 from trainer.session.session import Session
 from trainer.setup.assemble import set_up
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.settings import Settings
+from trainer.strategies import cross_entropy_sum
 from trainer.training.ema import judged
 from trainer.training.run import shared_network
 
@@ -35,9 +34,7 @@ def train_epoch(session: Session) -> None:
     smoothing = session.run.settings.label_smoothing
     for inputs, labels in session.batches():
         outputs = session.model(inputs)
-        if outputs.dim() == labels.dim() == 2:  # of a paced rank: no token's
-            labels = labels[:, 0]
-        loss_sum = cross_entropy(outputs, labels, reduction="sum", label_smoothing=smoothing)
+        loss_sum = cross_entropy_sum(outputs, labels, smoothing)
         session.step(loss_sum / labels.shape[1] if labels.dim() == 2 else loss_sum)
 
 

@@ -15,6 +15,7 @@ from trainer.checkpoints import read_file, write_file
 from trainer.compute.models import build_model, stages_of
 from trainer.data import RankBatches, SampleStream, TextBatches, read_text
 from trainer.shared import SettingsError, TrainError, parse_settings
+from trainer.strategies import cross_entropy_sum
 
 PYTHONS_OWN = Path(torch.__file__).parent / "optim"
 """Text that lies on every machine with torch."""
@@ -134,6 +135,15 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
         read_text(tmp_path, 8)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_of_tokens_is_torch_s_own_over_the_second_dimension(smoothing: float) -> None:
+    logits, labels = torch.randn(3, 5, 7, 11), torch.randint(7, (3, 5, 11))
+    tokens, images = logits[:, 0], logits[:, :, 0, 0]
+    for outputs, of in ((tokens, labels[:, 0]), (images, labels[:, 0, 0] % 5)):
+        wanted = cross_entropy(outputs, of, reduction="sum", label_smoothing=smoothing)
+        torch.testing.assert_close(cross_entropy_sum(outputs, of, smoothing), wanted)
+
+
 @pytest.mark.parametrize(
     ("exp", "changes", "message"),
     [
@@ -188,3 +198,6 @@ def test_paced_ranks_keep_time_for_a_gpt(tmp_path: Path) -> None:
             folder, ["--exp", "gpt_text", "--model", "gpt_tiny", *strategy, "--steps", "3"], 2, of_ranks=[pace, pace]
         )
         assert [len(of_event(rank, "step")) for rank in records] == [3, 3]
+    more = ["--profile_s", "1", "--tokens", "16"]
+    (alone,) = trained(tmp_path, ["--exp", "gpt_text", "--model", "gpt_tiny", *more], of_ranks=[pace])
+    assert of_event(alone, "profile")

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from trainer.compute.arithmetic import Full
 from trainer.compute.buffers import drop_gradients
@@ -17,7 +16,7 @@ from trainer.compute.timer import Timer
 from trainer.paced.standin import StandIn, StandInOptimizer
 from trainer.shared.experiments import DataSet
 from trainer.shared.metrics import LATE
-from trainer.strategies import local_loss
+from trainer.strategies import cross_entropy_sum, local_loss
 
 Result = TypeVar("Result")
 
@@ -108,7 +107,7 @@ class Subject(Trainee):
         return self.attempt(samples, lambda: self._update(*self.batch(samples)))
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(outputs, targets, reduction="sum")
+        return cross_entropy_sum(outputs, targets)
 
     def batch(self, samples: int) -> tuple[Tensor, Tensor]:
         labels = torch.zeros(samples, *self.facts.label_shape, dtype=torch.long, device=self.device)

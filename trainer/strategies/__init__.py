@@ -26,14 +26,14 @@ from trainer.shared.settings import Settings
 from trainer.shared.strategy_table import ONE_PROCESS
 from trainer.strategies.after_backward import EXCHANGES, AfterBackward
 from trainer.strategies.averaging import Compressed, ExactFirst, ParameterAverage, averaged
-from trainer.strategies.base import Exchange, Strategy, local_loss, weighted
+from trainer.strategies.base import Exchange, Strategy, cross_entropy_sum, local_loss, weighted
 from trainer.strategies.fsdp import Fsdp
 from trainer.strategies.gradient_sum import DTYPES, GradientSum
 from trainer.strategies.horovod import Horovod
 from trainer.strategies.single import Alone, Ddp
 from trainer.strategies.sync_batch_norm import synchronise_batch_norm
 
-__all__ = ["Exchange", "Strategy", "build_strategy", "local_loss", "weighted"]
+__all__ = ["Exchange", "Strategy", "build_strategy", "cross_entropy_sum", "local_loss", "weighted"]
 
 FSDP_MIB = 25.0
 """Default size of FSDP's pieces."""

@@ -180,7 +180,16 @@ class Base(WholeNetwork):
 
 
 def local_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    return cross_entropy(model(images), labels, reduction="sum")
+    return cross_entropy_sum(model(images), labels)
+
+
+def cross_entropy_sum(outputs: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """outputs: classes in the second dimension."""
+    if outputs.dim() == labels.dim() == 2:  # a paced rank has no output per token
+        labels = labels[:, 0]
+    elif outputs.dim() > 2:  # `GptHead` has a token's classes next to each other: as rows they need no copy
+        outputs, labels = outputs.movedim(1, -1).flatten(0, -2), labels.flatten()
+    return cross_entropy(outputs, labels, reduction="sum", label_smoothing=label_smoothing)
 
 
 def weighted(loss_sum: Tensor, batch: int) -> Tensor:

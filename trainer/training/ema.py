@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from trainer.compute.models import evaluated
 from trainer.ranks.agreement import sum_over_ranks
+from trainer.strategies import cross_entropy_sum
 
 
 class Ema:
@@ -90,7 +90,7 @@ def judged(
     with evaluated(model):
         for output, labels in outputs:
             labels = labels.to(device)
-            loss += cross_entropy(output, labels, reduction="sum")
+            loss += cross_entropy_sum(output, labels)
             right = (output.argmax(dim=1) == labels).double().flatten()
             counts.index_add_(1, labels.flatten(), torch.stack([right, torch.ones_like(right)]))
     totals = sum_over_ranks([loss.item(), *counts.flatten().tolist()])
