@@ -73,8 +73,8 @@ def _is_small(layers: Sequence[Layer]) -> bool:
 
 
 def activation_bytes(layers: Sequence[Layer]) -> int:
-    """Outputs of all layers, kept for backward, per sample."""
-    return round(sum(FLOAT_BYTES * layer.outputs for layer in layers))
+    """Kept for backward, per sample."""
+    return round(FLOAT_BYTES * sum(layer.outputs if layer.kept is None else layer.kept for layer in layers))
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ class Layer:
     """Numbers per image; 0 if unused, as for BatchNorm."""
     batch_norm: bool | None = None
     """None: by its shapes."""
+    kept: int | None = None
+    """Numbers kept for backward, per image; None: its outputs."""
 
     @cached_property
     def is_batch_norm(self) -> bool:
@@ -169,23 +171,25 @@ def _lenet(channels: int, size: int, classes: int) -> Iterator[Block]:
 
 def _gpt(size: GptSize, tokens: int) -> Iterator[Block]:
     """Like `trainer.compute.gpt`. The products of attention have no weights: they count with the layer behind them."""
-    width = size.width
+    width, numbers = size.width, size.width * tokens
 
     def norm() -> Layer:
-        return Layer(((width,), (width,)), width * tokens, batch_norm=False)
+        return Layer(((width,), (width,)), numbers, batch_norm=False, kept=2 * numbers)  # inputs and outputs
 
-    def linear(inputs: int, outputs: int) -> Layer:
-        return Layer(((outputs, inputs), (outputs,)), inputs * outputs * tokens)
+    def linear(inputs: int, outputs: int, kept: int) -> Layer:
+        return Layer(((outputs, inputs), (outputs,)), inputs * outputs * tokens, kept=kept)
 
     embeddings = (Layer(((size.vocabulary, width),), 0.0), Layer(((tokens, width),), 0.0))
-    yield Block(embeddings, width * tokens)
+    yield Block(embeddings, numbers)
     for _ in range(size.layers):
-        attended = linear(width, width)
+        attended = linear(width, width, numbers)
         attended = replace(attended, work=attended.work + 2 * tokens**2 * width)
-        attention = norm(), linear(width, 3 * width), attended
-        yield Block((*attention, norm(), linear(width, 4 * width), linear(4 * width, width)), width * tokens)
-    head = Layer(((size.vocabulary, width),), size.vocabulary * width * tokens)
-    yield Block((norm(), head), size.vocabulary * tokens)
+        attention = norm(), linear(width, 3 * width, 3 * numbers), attended
+        mlp = norm(), linear(width, 4 * width, 4 * numbers), linear(4 * width, width, 4 * numbers)
+        yield Block((*attention, *mlp), numbers)
+    logits = size.vocabulary * tokens
+    head = Layer(((size.vocabulary, width),), logits * width, kept=2 * logits)  # and their logarithms in the loss
+    yield Block((norm(), head), logits)
 
 
 _RESNETS = {"resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3), "resnet152": (3, 8, 36, 3)}

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from orchestrator.errors import UsageError
 from orchestrator.forecast import (
@@ -20,7 +21,9 @@ from orchestrator.forecast import (
 )
 from orchestrator.forecast.pipeline import StageHost, chain_of, times_of
 from orchestrator.hosts import all_cards, cards, find_card, read_cards
+from trainer.compute.models import build_model
 from trainer.shared import parse_settings
+from trainer.strategies import cross_entropy_sum
 
 RESNET = layers_of("resnet152", (3, 32, 32), 10)
 
@@ -114,6 +117,24 @@ def test_a_network_of_resnet50s_work_runs_at_the_rule():
 def test_what_a_sample_takes_in_memory_is_about_what_torch_keeps():
     """3,931,904 bytes by `trainer.paced.standin.dissect`."""
     assert activation_bytes(RESNET) == pytest.approx(3_931_904, rel=0.1)
+
+
+@pytest.mark.parametrize(("tokens", "vocabulary"), [(256, 256), (256, 8192), (512, 256)])
+def test_what_a_sample_of_text_takes_in_memory_is_about_what_torch_keeps(tokens, vocabulary):
+    network, kept = build_model("gpt_small", (1, 1, tokens), vocabulary), {}
+    weights = {weight.untyped_storage().data_ptr() for weight in network.parameters()}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    numbers = torch.zeros(1, 1, 1, tokens, dtype=torch.uint8)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = network(numbers)
+        cross_entropy_sum(outputs, numbers[:, 0, 0].long())
+    keep(outputs)
+    found = sum(storage.nbytes() for place, storage in kept.items() if place not in weights)
+    assert activation_bytes(layers_of("gpt_small", (1, 1, tokens), vocabulary)) == pytest.approx(found, rel=0.05)
 
 
 def test_failures_grow_with_the_hosts_and_checkpoints_come_at_youngs_interval():
