@@ -202,7 +202,7 @@ def replays(model: nn.Module, graphs: Any) -> None:
 
 
 def hooks_of(model: nn.Module, *, of_weights: bool) -> str:
-    """Names hooks that a replay would not call; empty if there are none. of_weights: whether theirs count, too."""
+    """Names hooks that a replay would not call; otherwise empty. of_weights: include hooks of weights."""
     if found := next((name for name, module in model.named_modules() if has_hooks(module)), None):
         return f"{found} has hooks, which a replay does not call"
     for name, weight in model.named_parameters() if of_weights else ():
