@@ -14,6 +14,7 @@ from orchestrator.forecast.pipeline import (
     Space,
     StageHost,
     chain_of,
+    clock,
     stages_setting,
     time_update,
     update_seconds,
@@ -73,6 +74,92 @@ def test_two_equal_stages_and_one_micro_batch_wait_for_each_other():
     task, optimiser = 0.99 / 6, 0.01 * 0.99 / 2
     found = update_seconds(even_chain(), [course], wire_of(hosts, 1e18, FREE))
     assert found == pytest.approx(5 * task + optimiser)
+
+
+def late_s(hosts, starts, wire, *, weight_bytes=0, **course):
+    """Of an exact and a late update of one sample in one micro-batch, if `course` says nothing else."""
+    chain, course = even_chain(len(starts), weight_bytes=weight_bytes), {"batch": 1, "count": 1, **course}
+    exact, late = (update_seconds(chain, [Course(hosts, starts, late=part, **course)], wire) for part in (0.0, 1.0))
+    return exact, late
+
+
+def alike(count):
+    return tuple(StageHost(name, 1, 0.0, 1000.0) for name in "abc"[:count])
+
+
+def test_two_late_stages_compute_all_the_time():
+    """While b does F1 B1 W1 and its optimiser, a does B0 W0 of the update before, its optimiser, and the next F0."""
+    hosts, task, optimiser = alike(2), 0.99 / 6, 0.01 * 0.99 / 2
+    _, late = late_s(hosts, (0, 1), wire_of(hosts, 1e18, FREE))
+    assert late == pytest.approx(3 * task + optimiser)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.1, 0.5])
+def test_messages_of_late_stages_cost_nothing_until_the_update_but_one_waits_for_them(delay_s):
+    """From B1 of an update to B1 of the next but one: back to a, B0 W0, optimiser, F0, to b, F1 B1."""
+    hosts, task, optimiser = alike(2), 0.99 / 6, 0.01 * 0.99 / 2
+    wire = wire_of(hosts, 1e18, dataclasses.replace(FREE, message_s=delay_s))
+    _, late = late_s(hosts, (0, 1), wire)
+    assert late == pytest.approx(max(3 * task + optimiser, (2 * delay_s + 5 * task + optimiser) / 2))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_of_three_late_stages_the_first_waits_for_its_update_but_one(count):
+    """One micro-batch: a takes F0, b F1, c the W2 and the optimiser of the update before, F2 B2, b B1, a B0 W0 and its
+    optimiser in two updates. Two micro-batches fill all stages.
+    """
+    hosts, task = alike(3), 0.99 / 9
+    optimiser = 0.01 * 3 * task
+    exact, late = late_s(hosts, (0, 1, 2), wire_of(hosts, 1e18, FREE), batch=count, count=count)
+    assert late == pytest.approx((8 * task + 2 * optimiser) / 2 if count == 1 else 2 * (3 * task + optimiser))
+    assert exact > 1.2 * late
+
+
+def test_a_late_stage_copies_its_weights_after_each_update_and_the_last_stage_does_not():
+    a, b = alike(2)
+    copy_s = 2 * 10**9 / 2e9
+    for hosts, copies_s in (((a,), 0.0), ((a, b), copy_s)):
+        starts = tuple(range(len(hosts)))
+        wire = wire_of(hosts, 1e18, dataclasses.replace(FREE, moved_bytes_per_s=2e9))
+        _, light = late_s(hosts, starts, wire)
+        _, heavy = late_s(hosts, starts, wire, weight_bytes=10**9)
+        assert heavy == pytest.approx(light + copies_s)
+
+
+def test_a_stage_that_holds_one_micro_batch_is_never_late():
+    hosts = alike(2)
+    exact, late = late_s(hosts, (0, 1), wire_of(hosts, 1e18, FREE), batch=4, count=4, in_flight=1)
+    assert late == pytest.approx(exact)
+
+
+def test_a_run_that_is_late_for_a_part_takes_the_mean():
+    hosts, wire = alike(2), wire_of(alike(2))
+    exact, late, mean = (
+        update_seconds(even_chain(), [Course(hosts, (0, 1), 1, 1, late=part)], wire) for part in (0.0, 1.0, 0.75)
+    )
+    assert mean == pytest.approx(0.25 * exact + 0.75 * late)
+
+
+@pytest.mark.parametrize(
+    ("fixed_ms", "sample_ms", "start", "batch", "count"),
+    [((19, 2), (0.3, 0.3), 23, 128, 3), ((11, 1), (0.5, 0.3), 24, 256, 4), ((15, 13), (0.3, 0.1), 21, 128, 3)],
+)
+def test_late_updates_that_alternate_are_counted_in_whole_turns(fixed_ms, sample_ms, start, batch, count, monkeypatch):
+    hosts = tuple(StageHost(name, 1, *ms) for name, *ms in zip("ab", fixed_ms, sample_ms, strict=True))
+    course = Course(hosts, (0, start), batch, count, splits=False, late=1.0)
+    wire = wire_of(hosts, 1e9, NCCL)
+    found = update_seconds(RESNET, [course], wire)
+    monkeypatch.setattr(clock, "LATE", (40, 100))
+    assert found == pytest.approx(update_seconds(RESNET, [course], wire), rel=1e-9)
+
+
+def test_late_stages_hold_two_updates_and_two_more_copies_of_their_weights():
+    chain = Chain((ChainBlock(1 / 6, 1 / 6, 1 / 6, 0.5, weight_bytes=1000, kept_bytes=10, cut_bytes=0),) * 2)
+    late, many = (Course(alike(2), (0, 1), 64, count, late=0.9) for count in (1, 16))
+    assert late.memory_bytes(chain) == (5 * 1000 + 2 * 64 * 10, 3 * 1000 + 64 * 10)
+    assert many.memory_bytes(chain) == (5 * 1000 + 6 * 4 * 10, 3 * 1000 + 5 * 4 * 10)
+    timed = time_update(chain, [late], wire_of(alike(2)))
+    assert [stage.memory_bytes for stage in timed.stages[0]] == list(late.memory_bytes(chain))
 
 
 def test_a_message_takes_its_bytes_and_its_delay():

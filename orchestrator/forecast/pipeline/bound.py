@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from orchestrator.forecast.links import LinkCosts
 from orchestrator.forecast.pipeline.block_costs import Chain, StageHost, times_of
-from orchestrator.forecast.pipeline.clock import STATES, Course
+from orchestrator.forecast.pipeline.clock import Course, copy_s
 from trainer.shared.pace import OPTIMISER
 
 ROUNDING = 1e-12
@@ -33,7 +33,7 @@ class Family:
         course: Course,
     ) -> None:
         """course: its cut is ignored."""
-        self.chain, self.course, self.hosts = chain, course, course.hosts
+        self.chain, self.course, self.hosts, self.wire = chain, course, course.hosts, wire
         self.blocks, self.stages = len(chain.blocks), len(course.hosts)
         routes = course.routes()
         self.smallest = min(route.size for route in routes)
@@ -48,8 +48,8 @@ class Family:
         ]
         self.busy = [each[0] for each in self._times]
         self._needs = [
-            None if host.memory_bytes is None else self._memory(largest * held)
-            for host, held in zip(self.hosts, self.held, strict=True)
+            None if host.memory_bytes is None else self._memory(course.copies(stage), largest * held)
+            for stage, (host, held) in enumerate(zip(self.hosts, self.held, strict=True))
         ]
         sites = {site.name: site for site in wire.sites}
         self._byte_s = [
@@ -68,9 +68,9 @@ class Family:
         byte_s = self.samples * self._byte_s[stage]
         return (0.0, *(byte_s * self.chain.cut_bytes(end) for end in range(1, self.blocks)))
 
-    def _memory(self, samples: int) -> tuple[float, ...]:
+    def _memory(self, copies: int, samples: int) -> tuple[float, ...]:
         weights, kept = self.chain.weight_sums, self.chain.kept_sums
-        return tuple(STATES * weight + samples * each for weight, each in zip(weights, kept, strict=True))
+        return tuple(copies * weight + samples * each for weight, each in zip(weights, kept, strict=True))
 
     # ---- which cuts there are ----------------------------------------------------------------------------------------
 
@@ -168,8 +168,15 @@ class Family:
     # A stage is busy with its own tasks. Twice per update it can do little: from its first FORWARD until its gradient
     # returns, only more FORWARDs, up to its limit; and from its last BACKWARD until the next update's first input, only
     # WEIGHTS of held micro-batches, sums with its host's ranks, and the optimiser. A micro-batch holds memory until its
-    # WEIGHTS, which limits how many overlap.
+    # WEIGHTS, which limits how many overlap. In late updates all but the last stage are only limited by memory, and
+    # by beginning an update after the last but one.
     def lower_s(self, starts: Cut) -> float:
+        late = self.course.late
+        exact_s = self._lower_s(starts, is_late=False) if late < 1 else 0.0
+        late_s = self._lower_s(starts, is_late=True) if late > 0 else 0.0
+        return (1 - late) * exact_s + late * late_s
+
+    def _lower_s(self, starts: Cut, *, is_late: bool) -> float:
         ends = (*starts[1:], self.blocks)
         parts = [
             [sums[end] - sums[first] for sums in times]
@@ -188,11 +195,17 @@ class Family:
             at_end = optimiser + self._sums[stage](starts[stage], ends[stage])
             at_first = max(0.0, until_back[stage] - (held - 1) * forward)
             at_last = max(0.0, until_next - held * weights - at_end)
-            in_turn = -(-self.counts[stage] // held) * (forward + until_back[stage] + backward + weights)
+            turn_s = forward + until_back[stage] + backward + weights
+            in_turn = -(-self.counts[stage] // held) * turn_s
+            if is_late and stage + 1 < self.stages:
+                at_end += copy_s(self.chain, starts[stage], ends[stage], self.wire)
+                overlapping = max((in_turn + at_end) / 2, self.counts[stage] * turn_s / self.held[stage])
+                least = max(least, busy - optimiser + at_end, overlapping)
+                continue
             least = max(least, busy - optimiser + at_end + at_first + at_last, in_turn + at_end)
             if stage + 1 < self.stages:
-                turn_s = weights + at_end if stage == 0 else 0.0
-                until_next += turn_s + forward + backward + 2 * one_way[stage]
+                own_s = weights + at_end if stage == 0 else 0.0
+                until_next += own_s + forward + backward + 2 * one_way[stage]
         # A host sends to both neighbours over one interface; transfers inside a host are free.
         over = [
             link if a.site != b.site else 0.0 for link, a, b in zip(links, self.hosts, self.hosts[1:], strict=False)

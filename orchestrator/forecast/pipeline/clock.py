@@ -4,7 +4,8 @@
 
 Ranks follow `trainer.shared.stages`, like in a run. A message occupies its sender's outgoing and its receiver's
 incoming link for its bytes, one message after another; its overhead only delays it. A stage begins its next update
-after its own optimiser, so updates overlap; the first ones are left out.
+after its own optimiser, so updates overlap; the first ones are left out. With `fidelity=late` all stages but the last
+also take forwards of the next update before this one is over.
 """
 
 from __future__ import annotations
@@ -18,17 +19,28 @@ from functools import lru_cache
 
 from orchestrator.forecast.links import LinkCosts
 from orchestrator.forecast.pipeline.block_costs import Chain, Line, StageHost, times_of
+from trainer.shared import gpu_work
 from trainer.shared.pace import OPTIMISER
 from trainer.shared.shares import equal_shares
 from trainer.shared.stages import Pipelines, Route, Stage, StageSchedule, Task, format_stages, in_flight_of_rank, routes
 
-LEFT_OUT, UPDATES = 2, 4
-"""Updates before the steady state, and in total."""
+EXACT, LATE = (2, 4), (6, 18)
+"""Updates before the steady state, and in total. Late updates alternate in turns of up to 4."""
 
 
 def update_seconds(chain: Chain, courses: Sequence[Course], wire: LinkCosts) -> float:
-    """In the steady state. courses: parallel pipelines. wire: with a site per host."""
-    return _Clock(chain, courses, wire).run()
+    """In the steady state; the mean of a run's exact and late updates. courses: parallel pipelines. wire: with a site
+    per host.
+    """
+    late = courses[0].late
+    exact_s = _Clock(chain, courses, wire, is_late=False).run() if late < 1 else 0.0
+    late_s = _Clock(chain, courses, wire, is_late=True).run() if late > 0 else 0.0
+    return (1 - late) * exact_s + late * late_s
+
+
+def copy_s(chain: Chain, first: int, end: int, wire: LinkCosts) -> float:
+    """Seconds in which a late stage keeps its weights for the next update but one."""
+    return wire.costs.work_s(gpu_work.copy(chain.weight_bytes(first, end)))
 
 
 @dataclass(eq=False, slots=True)
@@ -62,6 +74,7 @@ class _Rank:
     splits: bool
     is_first: bool
     is_last: bool
+    is_late: bool
     own: list[_Own] = field(default_factory=list)
     optimiser_s: float = 0.0
     sums: list[_Sum] = field(default_factory=list)
@@ -74,6 +87,11 @@ class _Rank:
     inputs: set[int] = field(default_factory=set)
     """Indices of received inputs, counted over all updates."""
     gradients: set[int] = field(default_factory=set)
+
+    def begin(self) -> None:
+        """The next update, of which a late stage may have done some forwards."""
+        following = len(self.own) if self.is_late else 0
+        self.turns = StageSchedule(len(self.own), self.in_flight, self.splits, following, self.turns.ahead)
 
 
 @dataclass(eq=False, slots=True)
@@ -89,7 +107,9 @@ FREE, INPUT, GRADIENT, SUMMED, UPDATED = range(5)
 
 
 class _Clock:
-    def __init__(self, chain: Chain, courses: Sequence[Course], wire: LinkCosts) -> None:
+    def __init__(self, chain: Chain, courses: Sequence[Course], wire: LinkCosts, *, is_late: bool) -> None:
+        self.is_late = is_late
+        self.left_out, self.updates = LATE if is_late else EXACT
         self.wire, self.delay_s = wire, wire.cuts.message_s
         self.sites = {site.name: site for site in wire.sites}
         self.links = {site.name: _Link() for site in wire.sites}
@@ -109,12 +129,8 @@ class _Clock:
     def _course(self, chain: Chain, course: Course) -> list[list[_Rank]]:
         """Ranks by stage, with their micro-batches."""
         costs = course.stages(chain)
-        last = len(costs) - 1
         stages = [
-            [
-                _Rank(self.links[cost.host.site], cost.in_flight, course.splits, number == 0, number == last)
-                for _ in range(cost.host.ranks)
-            ]
+            [self._rank(cost, course, number, number == len(costs) - 1) for _ in range(cost.host.ranks)]
             for number, cost in enumerate(costs)
         ]
         seconds = [self._byte_s(a, b) for a, b in itertools.pairwise(costs)]
@@ -129,11 +145,17 @@ class _Clock:
                     passed[1].behind, passed[1].place_behind, passed[1].on_s = rank, len(rank.own), travels_s
                 passed = rank, own, len(rank.own)
                 rank.own.append(own)
-        for lanes in stages:
+        ends = course.ends(chain)
+        for lanes, first, end in zip(stages, course.starts, ends, strict=True):
             for rank in lanes:
                 rank.optimiser_s = OPTIMISER * sum(own.forward_s + own.backward_s + own.later_s for own in rank.own)
-                rank.turns = StageSchedule(len(rank.own), rank.in_flight, rank.splits)
+                rank.optimiser_s += copy_s(chain, first, end, self.wire) if rank.is_late else 0.0
+                rank.begin()
         return stages
+
+    def _rank(self, cost: StageCost, course: Course, stage: int, is_last: bool) -> _Rank:
+        is_late = self.is_late and not is_last
+        return _Rank(self.links[cost.host.site], cost.in_flight, course.splits, stage == 0, is_last, is_late)
 
     def _byte_s(self, source: StageCost, target: StageCost) -> float:
         """Seconds per sample on both hosts' links, or inside a host."""
@@ -157,12 +179,12 @@ class _Clock:
                 continue
             else:
                 rank.update += 1
-                rank.turns = StageSchedule(len(rank.own), rank.in_flight, rank.splits)
+                rank.begin()
                 rank.is_busy = False
             if not rank.is_busy:
                 self._wake(rank, now)
         begun = (rank.begun for rank in self.ranks if rank.own)
-        return max(each[UPDATES] - each[LEFT_OUT] for each in begun) / (UPDATES - LEFT_OUT)
+        return max(each[self.updates] - each[self.left_out] for each in begun) / (self.updates - self.left_out)
 
     def _at(self, time_s: float, what: int, rank: _Rank, place: int = 0) -> None:
         self.asked += 1
@@ -182,7 +204,7 @@ class _Clock:
             return
         rank.is_busy = True
         if task is Task.FORWARD:
-            self._forward(rank, rank.own[forward - base], now, forward)
+            self._forward(rank, now, forward)
         elif task is Task.BACKWARD:
             rank.gradients.discard(backward)
             own = rank.own[backward - base]
@@ -194,15 +216,17 @@ class _Clock:
         else:
             self._at(now + rank.own[turns.weights - 1].later_s, FREE, rank)
 
-    def _forward(self, rank: _Rank, own: _Own, now: float, place: int) -> None:
-        if len(rank.begun) == rank.update:
+    def _forward(self, rank: _Rank, now: float, place: int) -> None:
+        update, number = divmod(place, len(rank.own))
+        own = rank.own[number]
+        if len(rank.begun) == update:
             rank.begun.append(now)
-            self.going -= rank.update == UPDATES
+            self.going -= update == self.updates
         rank.inputs.discard(place)
         end = now + own.forward_s
         self._at(end, FREE, rank)
         if own.behind:
-            place = rank.update * len(own.behind.own) + own.place_behind
+            place = update * len(own.behind.own) + own.place_behind
             self._sends(end, rank, own.behind, own.on_s, INPUT, place)
 
     def _sends(self, now: float, source: _Rank, target: _Rank, travels_s: float, what: int, place: int) -> None:
@@ -256,6 +280,8 @@ def _own(cost: StageCost, size: int, splits: bool) -> _Own:
 
 STATES = 3
 """Copies of weights: themselves, gradients, SGD's momentum."""
+LATE_COPIES = 2
+"""More, of a late stage: the weights of this update and of the next."""
 
 
 @dataclass(frozen=True)
@@ -274,7 +300,8 @@ class StageCost:
 @dataclass(frozen=True)
 class Course:
     """hosts: by stage. starts: first blocks. batch: samples per update. count: micro-batches per rank of the first
-    stage (`accumulate`). splits: gradients of weights are delayed (zero bubble).
+    stage (`accumulate`). splits: gradients of weights are delayed (zero bubble). late: the part of a run's updates, 0
+    to 1, in which all stages but the last compute with weights that lack the update before.
     """
 
     hosts: tuple[StageHost, ...]
@@ -283,6 +310,7 @@ class Course:
     count: int
     in_flight: int = 0
     splits: bool = True
+    late: float = 0.0
 
     def ends(self, chain: Chain) -> tuple[int, ...]:
         return (*self.starts[1:], len(chain.blocks))
@@ -292,8 +320,18 @@ class Course:
         return _routes(tuple(host.ranks for host in self.hosts), self.batch, self.count)
 
     def held(self, stage: int) -> int:
-        """Per rank."""
-        return in_flight_of_rank(self.in_flight, len(self.hosts), stage, self.hosts[stage].ranks)
+        """Per rank. With late updates at most the micro-batches of an update, on a late stage of two."""
+        ranks = self.hosts[stage].ranks
+        in_flight = in_flight_of_rank(self.in_flight, len(self.hosts), stage, ranks)
+        of_update = -(-len(self.routes()) // ranks)
+        return min(in_flight, of_update * (2 if self.is_late(stage) else 1)) if self.late else in_flight
+
+    def is_late(self, stage: int) -> bool:
+        return self.late > 0 and stage < len(self.hosts) - 1
+
+    def copies(self, stage: int) -> int:
+        """The stage's weights and what has their size, in memory."""
+        return STATES + (LATE_COPIES if self.is_late(stage) else 0)
 
     def stages(self, chain: Chain) -> tuple[StageCost, ...]:
         ends = self.ends(chain)
@@ -306,7 +344,8 @@ class Course:
         """Per rank, by stage."""
         largest = max(route.size for route in self.routes())
         return tuple(
-            STATES * chain.weight_bytes(first, end) + self.held(number) * largest * chain.kept_bytes(first, end)
+            self.copies(number) * chain.weight_bytes(first, end)
+            + self.held(number) * largest * chain.kept_bytes(first, end)
             for number, (first, end) in enumerate(zip(self.starts, self.ends(chain), strict=True))
         )
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from orchestrator.forecast.links import LinkCosts
 from orchestrator.forecast.pipeline.block_costs import Chain, StageHost
 from orchestrator.forecast.pipeline.bound import Cut, Family
-from orchestrator.forecast.pipeline.clock import STATES, Course, update_seconds
+from orchestrator.forecast.pipeline.clock import Course, update_seconds
 from trainer.shared.stages import SPARE
 
 # Per micro-batch: smaller BatchNorm groups have noisier statistics. Chosen, not measured.
@@ -40,11 +40,12 @@ CLIMBED = 3
 
 @dataclass(frozen=True)
 class Space:
-    """counts, in_flight: `accumulate` and `in_flight` if the user chose them. near: see NEAR."""
+    """counts, in_flight: `accumulate` and `in_flight` if the user chose them. late: see `Course`. near: see NEAR."""
 
     counts: tuple[int, ...] = COUNTS
     in_flight: int | None = None
     splits: bool = True
+    late: float = 0.0
     least_samples: int = LEAST_SAMPLES
     near: float = NEAR
 
@@ -101,7 +102,8 @@ class _Search:
             counts = [count for count in self.space.counts if count <= most] or self.space.counts[:1]
             for count in counts:
                 if count * order[0].ranks <= batch:
-                    yield from self._held(Course(order, (0,) * len(order), batch, count, splits=self.space.splits))
+                    course = Course(order, (0,) * len(order), batch, count, splits=self.space.splits)
+                    yield from self._held(dataclasses.replace(course, late=self.space.late))
 
     def _held(self, course: Course) -> Iterator[_Option]:
         # More micro-batches in flight and delayed weight gradients are assumed never slower, which holds except for
@@ -209,7 +211,7 @@ def _holds_all(chain: Chain, course: Course) -> bool:
     largest, end = max(one.size for one in course.routes()), len(chain.blocks)
     return all(
         host.memory_bytes is None
-        or STATES * chain.weight_bytes(0, end) + course.held(stage) * largest * chain.kept_bytes(0, end)
+        or course.copies(stage) * chain.weight_bytes(0, end) + course.held(stage) * largest * chain.kept_bytes(0, end)
         <= host.memory_bytes
         for stage, host in enumerate(course.hosts)
     )
