@@ -10,6 +10,7 @@ Every candidate is predicted with equal shares and with shares by speed.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +18,6 @@ from typing import Literal, get_args
 
 from orchestrator.forecast.links import LinkCosts
 from orchestrator.forecast.step import (
-    Fidelity,
     Forecast,
     HostSpeed,
     Way,
@@ -29,9 +29,8 @@ from orchestrator.forecast.step import (
 from orchestrator.forecast.tensor_step import MOST_RANKS
 from trainer.shared.settings import overlap_of
 from trainer.shared.shares import equal_shares, fastest_shares, without_singles
-from trainer.shared.strategy_table import LOCAL_STEPS
+from trainer.shared.strategy_table import FIDELITY_NAMES, LOCAL_STEPS, Fidelity
 
-FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 BUCKETS_MIB = (10.0, 25.0, 50.0, 100.0)
 LOCAL_OVERLAP = overlap_of(LOCAL_STEPS, -1)
 AFTER_BACKWARD = ("allreduce_flat", "allreduce")
@@ -149,6 +148,7 @@ class Advice:
     fidelity: Fidelity
     """Allowed by the settings."""
     best: Mapping[Fidelity, Choice]
+    """Without pipelines, and without fidelities that only pipelines have."""
     choices: tuple[Choice, ...]
     """Every way, only with its best bucket size."""
     alone: Mapping[str, float]
@@ -157,6 +157,11 @@ class Advice:
     """Faster with fewer hosts, fastest first."""
     what_if: tuple[WhatIf, ...]
     """For the allowed fidelity."""
+
+    @property
+    def now(self) -> Choice:
+        """The fastest allowed choice; if only pipelines have the fidelity, the fastest exact choice."""
+        return self.best.get(self.fidelity, self.best["exact"])
 
     @property
     def sum_of_parts(self) -> float:
@@ -184,6 +189,9 @@ class Kept:
 
 
 def ways(fidelity: Fidelity, kept: Kept = Kept()) -> Iterator[Way]:
+    """Without pipelines."""
+    if fidelity == "late":
+        return  # only pipelines have it
     exact_part = kept.exact_parts.get(fidelity, 0.0)
     if fidelity == "local":
         each = Way("parameter_average", "local", every=kept.every, overlap=kept.overlap, local_batch=kept.local_batch)
@@ -231,22 +239,20 @@ def splits(scene: Scene, local_batch: int) -> dict[Policy, tuple[int, ...]]:
 
 def advise(scene: Scene, fidelity: Fidelity = "exact", kept: Kept = Kept()) -> Advice:
     """fidelity: allowed by the settings, and used for changes."""
-    candidates = {each: list(ways(each, kept)) for each in FIDELITIES}
-    found = [choice for each in FIDELITIES for choice in choices(scene, candidates[each])]
-    by_fidelity = {
-        each: next(choice for choice in found if choice.forecast.way.fidelity == each) for each in FIDELITIES
-    }
+    candidates = {each: found for each in FIDELITY_NAMES if (found := list(ways(each, kept)))}
+    by_fidelity = {each: choices(scene, found) for each, found in candidates.items()}
+    own = fidelity if fidelity in candidates else "exact"
 
     def at_best(changed: Scene) -> Choice:
-        return choices(changed, candidates[fidelity])[0]
+        return choices(changed, candidates[own])[0]
 
-    now = by_fidelity[fidelity].samples_per_s
+    now = by_fidelity[own][0].samples_per_s
     tried = [WhatIf("without", tuple(h.name for h in rest.hosts), at_best(rest)) for rest in fewer(scene)]
     worth = [change for change in tried if change.choice.samples_per_s > GAIN * now]
     return Advice(
         fidelity,
-        by_fidelity,
-        tuple(_one_a_kind(found)),
+        {each: found[0] for each, found in by_fidelity.items()},
+        tuple(_one_a_kind(itertools.chain(*by_fidelity.values()))),
         scene.alone,
         tuple(sorted(worth, key=lambda change: -change.choice.samples_per_s)),
         tuple(WhatIf(words, tuple(h.name for h in then.hosts), at_best(then)) for words, then in changed(scene)),

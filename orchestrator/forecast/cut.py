@@ -76,8 +76,13 @@ def prediction_of_pipeline(settings: Settings, view: ForecastInputs) -> Predicti
         samples_per_s=found.samples_per_s,
         binds=found.limited_by,
         is_estimate=view.is_estimate,
-        basis=view.basis,
+        basis=(*view.basis, *mean_words(found.exact_part, settings.fidelity)),
     )
+
+
+def mean_words(exact_part: float, fidelity: str) -> Iterator[str]:
+    if exact_part:
+        yield f"the mean of the run: {100 * exact_part:.3g} % of its updates exact, then {fidelity}"
 
 
 def stage_notes(settings: Settings | None, view: ForecastInputs) -> Iterator[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.errors import UsageError
-from orchestrator.forecast.advice import BUCKETS_MIB, FIDELITIES, Kept, Scene
+from orchestrator.forecast.advice import BUCKETS_MIB, Kept, Scene
 from orchestrator.forecast.gpu_catalogue import Estimate, activation_bytes, error_words, estimate
 from orchestrator.forecast.layers import (
     Block,
@@ -29,7 +29,7 @@ from orchestrator.forecast.layers import (
     network_of,
 )
 from orchestrator.forecast.links import MeasuredLinks, wire_of
-from orchestrator.forecast.step import PREDICTED, Fidelity, Forecast, HostSpeed, Way, Workload, predict
+from orchestrator.forecast.step import PREDICTED, Forecast, HostSpeed, Way, Workload, predict
 from orchestrator.hosts.cards import find_card
 from orchestrator.planning.build import Draft
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
@@ -38,7 +38,7 @@ from orchestrator.units import format_figure, format_percent
 from trainer.shared.experiments import OWN
 from trainer.shared.settings import Settings, overlap_of
 from trainer.shared.shares import Speed, Speeds, parse_speeds
-from trainer.shared.strategy_table import LOCAL_STEPS, ONE_PROCESS
+from trainer.shared.strategy_table import FIDELITY_NAMES, LOCAL_STEPS, ONE_PROCESS, Fidelity
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,9 @@ def way_of(settings: Settings) -> Way | None:
 
 
 def exact_part_of(settings: Settings, fidelity: str) -> float:
-    """Updates (0..1) before the run compresses or trains locally."""
+    """Updates (0..1) before the run compresses, is late, or trains locally."""
+    if fidelity == "late":
+        return settings.late_after
     after = {"compressed": settings.compress_after, "local": settings.local_after}.get(fidelity, 0)
     updates = updates_of(settings)
     return min(1.0, (updates // 10 if after < 0 else after) / updates)
@@ -295,7 +297,7 @@ def kept(settings: Settings, chosen: Collection[str]) -> Kept:
 
 
 def allowed(settings: Settings) -> Fidelity:
-    return next(each for each in FIDELITIES if each == settings.fidelity)
+    return next(each for each in FIDELITY_NAMES if each == settings.fidelity)
 
 
 def forecast_in(scene: Scene, way: Way, shares: Sequence[int], micro: int) -> Forecast:

@@ -23,10 +23,9 @@ from orchestrator.planning.profiles import BlockTimes
 from trainer.shared.gpu_work import Work
 from trainer.shared.pace import BACKWARD, FORWARD, OPTIMISER
 from trainer.shared.shares import Speed, at_most, equal_shares, fastest_shares
-from trainer.shared.strategy_table import STRATEGIES
+from trainer.shared.strategy_table import STRATEGIES, Fidelity
 
 MIB = 2**20
-Fidelity = Literal["exact", "half", "compressed", "local"]
 Limit = Literal["wire", "compute"]
 
 

@@ -18,6 +18,7 @@ from orchestrator.errors import UsageError
 from orchestrator.forecast.advice import Policy, Scene, fewer, preference, splits, ways
 from orchestrator.forecast.cut import (
     BASIS,
+    mean_words,
     pipeline_for,
     prediction_of_pipeline,
     settled,
@@ -261,8 +262,7 @@ def prediction_of(plan: LaunchPlan, view: ForecastInputs) -> Prediction | None:
 
 
 def _way_words(way: Way) -> Iterator[str]:
-    if way.exact_part:
-        yield f"the mean of the run: {100 * way.exact_part:.3g} % of its updates exact, then {way.fidelity}"
+    yield from mean_words(way.exact_part, way.fidelity)
     if way.sync_bn:
         yield "sync_bn: ranks meet in every BatchNorm, forward and backward, so that no sum of gradients is hidden"
     if way.strategy == "tensor":

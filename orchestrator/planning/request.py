@@ -20,6 +20,7 @@ from trainer.shared.experiments import SCRIPT
 from trainer.shared.setting_fields import SettingsError
 from trainer.shared.settings import AnySettings, Settings
 from trainer.shared.shares import WORDS
+from trainer.shared.strategy_table import FIDELITIES
 
 # Alternative starters of a host's ranks, for comparison with orch's own. One process of orch stands for all ranks.
 
@@ -177,7 +178,7 @@ def request_of(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] = _NO
     best_way = pairs.get("strategy") == AUTO
     if best_way:
         pairs, kept = ({key: each[key] for key in each if key != "strategy"} for each in (pairs, kept))
-    settings = _parsed(exp, pairs, kept)
+    settings = _parsed(exp, {**pairs, **_stand_in({**kept, **pairs})} if best_way else pairs, kept)
     chosen = {**{key: str(value) for key, value in kept.items()}, **pairs}
     command = ("-m", "trainer", f"--exp={exp}")
     return RunRequest("experiment", exp, command, settings=settings, chosen=chosen, best_way=best_way)
@@ -202,10 +203,16 @@ def _with_settings(request: RunRequest, spec: JobSpec, blob: bytes) -> RunReques
     best_way = pairs.get("strategy") == AUTO
     if best_way:
         del pairs["strategy"]
-    settings = _parsed(SCRIPT, pairs)
+    settings = _parsed(SCRIPT, {**pairs, **_stand_in(pairs)} if best_way else pairs)
     assert isinstance(settings, Settings)  # noqa: S101 - for the type checker
     batch = settings.batch if "batch" in pairs else None
     return replace(request, settings=settings, chosen=pairs, batch=batch, best_way=best_way)
+
+
+def _stand_in(pairs: Mapping[str, Any]) -> dict[str, str]:
+    """A strategy that has the fidelity, until `strategy=auto` is resolved."""
+    strategies = FIDELITIES.get(pairs.get("fidelity", ""), ())
+    return {"strategy": strategies[0]} if strategies else {}
 
 
 def _parsed(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] = _NOTHING) -> AnySettings:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
-from orchestrator.forecast.advice import FIDELITIES, GAIN, Advice, Choice, Scene, WhatIf, advise, changed
+from orchestrator.forecast.advice import GAIN, Advice, Choice, Scene, WhatIf, advise, changed
 from orchestrator.forecast.cut import pipeline_for
 from orchestrator.forecast.gpu_catalogue import HOST_DAYS, RESTART_S, FailureCosts, error_words, estimate, failures
 from orchestrator.forecast.imagined import HostGroup, imagine
@@ -22,7 +22,7 @@ from orchestrator.forecast.inputs import ForecastInputs, allowed, by_catalogue, 
 from orchestrator.forecast.layers import gradient_bytes, layers_in, network_of
 from orchestrator.forecast.links import GOODPUT
 from orchestrator.forecast.pipeline.choice import PipelineChoice
-from orchestrator.forecast.step import PREDICTED, Fidelity, HostSpeed
+from orchestrator.forecast.step import PREDICTED, HostSpeed
 from orchestrator.forecast.what_if import MOST_CUTS, faster_ways
 from orchestrator.hosts.cards import Card
 from orchestrator.planning.job_forms import run_line
@@ -33,6 +33,7 @@ from orchestrator.views.console import figure, percent
 from trainer.shared.setting_fields import SettingsError, declared
 from trainer.shared.settings import Settings
 from trainer.shared.shares import WORDS
+from trainer.shared.strategy_table import FIDELITY_NAMES, Fidelity
 
 TITLES = ("fidelity", "strategy", "shares", "step", "samples/s", "of sum", "network", "limited by")
 FEW_NAMES = 8
@@ -94,8 +95,9 @@ class Outlook:
     @property
     def samples_per_s(self) -> float:
         """The fastest allowed way's."""
-        best = self.advice.best[self.advice.fidelity].samples_per_s
-        return max(best, self.pipeline.samples_per_s if self.pipeline else 0.0)
+        own = self.advice.best.get(self.advice.fidelity)
+        allowed_ways = [each.samples_per_s for each in (own, self.pipeline) if each]
+        return max(allowed_ways, default=self.advice.now.samples_per_s)
 
 
 def outlook_of(plan: LaunchPlan, view: ForecastInputs, chosen: Collection[str]) -> Outlook:
@@ -156,7 +158,7 @@ def _advised(
 ) -> tuple[Advice, list[str]]:
     """The advice and its limits: unmeasured memory, unpredicted settings."""
     advice = advise(scene, allowed(settings), kept(settings, chosen))
-    shares = advice.best[advice.fidelity].forecast.shares
+    shares = advice.now.forecast.shares
     return advice, [*memory_words(scene, shares, speeds_from, settings), *_unseen_words(settings, chosen, unseen)]
 
 
@@ -164,12 +166,12 @@ def _pipelines(scene: Scene, settings: Settings, chosen: Collection[str], advice
     """Fields of an Outlook."""
     pipelines = {
         fidelity: cut
-        for fidelity in FIDELITIES
+        for fidelity in FIDELITY_NAMES
         if fidelity == advice.fidelity or len(scene.hosts) <= MOST_CUTS
         if (cut := pipeline_for(scene, settings, chosen, fidelity))
     }
     found, then = pipelines.get(advice.fidelity), dict[str, PipelineChoice]()
-    if found and len(scene.hosts) <= MOST_CUTS and found.samples_per_s > advice.best[advice.fidelity].samples_per_s:
+    if found and len(scene.hosts) <= MOST_CUTS and found.samples_per_s > advice.now.samples_per_s:
         for words, changed_scene in changed(scene):
             settings_then = replace(settings, stages="", batch=changed_scene.job.batch)
             if cut := pipeline_for(changed_scene, settings_then, chosen):
@@ -191,7 +193,7 @@ def _in_half(
     if scene is None:
         return None
     advice = advise(scene, allowed(half), kept(half, chosen))
-    best, cut = advice.best[advice.fidelity], pipeline_for(scene, half, chosen)
+    best, cut = advice.now, pipeline_for(scene, half, chosen)
     way, fastest = way_words(best), best.samples_per_s
     if cut and cut.samples_per_s > fastest:
         way, fastest = "pipeline", cut.samples_per_s
@@ -235,11 +237,12 @@ def headline(found: Outlook) -> tuple[str, ...]:
 def rows(found: Outlook) -> list[tuple[str, ...]]:
     """Below TITLES. The allowed fidelity is marked."""
     tensor = _tensor(found.advice)
-    return [row for fidelity in FIDELITIES for row in _rows_of(found, fidelity, tensor)]
+    return [row for fidelity in FIDELITY_NAMES for row in _rows_of(found, fidelity, tensor)]
 
 
 def _rows_of(found: Outlook, fidelity: Fidelity, tensor: Choice | None) -> Iterator[tuple[str, ...]]:
-    yield _row(found, found.advice.best[fidelity])
+    if best := found.advice.best.get(fidelity):
+        yield _row(found, best)
     if cut := found.pipelines.get(fidelity):
         yield _pipeline_row(found, fidelity, cut)
     if tensor and fidelity == found.advice.fidelity:
@@ -248,16 +251,15 @@ def _rows_of(found: Outlook, fidelity: Fidelity, tensor: Choice | None) -> Itera
 
 def _tensor(advice: Advice) -> Choice | None:
     """The best tensor way, unless it is the best overall."""
-    best = advice.best[advice.fidelity]
     ways = (choice for choice in advice.choices if choice.forecast.way.fidelity == advice.fidelity)
     tensor = next((choice for choice in ways if choice.forecast.way.strategy == "tensor"), None)
-    return None if tensor == best else tensor
+    return None if tensor == advice.now else tensor
 
 
 def _pipeline_row(found: Outlook, fidelity: str, cut: PipelineChoice) -> tuple[str, ...]:
     return (
         _marked(found, fidelity),
-        "pipeline",
+        f"pipeline{_after_words(cut.exact_part)}",
         "whole" if cut.micro_batches == 1 else f"{cut.micro_batches} parts",
         f"{figure(1000 * cut.timed.seconds)} ms",
         figure(cut.samples_per_s),
@@ -298,7 +300,11 @@ def way_words(choice: Choice) -> str:
         words = f"PowerSGD {way.rank}"
     if way.fidelity == "local":
         words = f"every {way.every} steps{', 16 bits' if way.half_wire else ''}"
-    return words + (f" after {100 * way.exact_part:.3g} %" if way.exact_part else "")
+    return words + _after_words(way.exact_part)
+
+
+def _after_words(exact_part: float) -> str:
+    return f" after {100 * exact_part:.3g} %" if exact_part else ""
 
 
 def share_words(choice: Choice) -> str:

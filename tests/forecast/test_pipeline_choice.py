@@ -8,6 +8,7 @@ import pytest
 
 from orchestrator.forecast import (
     GLOO,
+    NCCL,
     Block,
     HostSpeed,
     Layer,
@@ -87,6 +88,36 @@ def test_without_batch_norm_a_micro_batch_may_be_one_sample():
     with_norm = Scene(Workload(layers_in(named), 16, tuple(named)), hosts, wire)
     assert choose(with_norm, settings_of(batch=16), ()).settings["accumulate"] <= 2
     assert found.samples_per_s > 1.15 * choose(with_norm, settings_of(batch=16), ()).samples_per_s
+
+
+def test_late_is_as_fast_as_both_hosts_with_the_whole_batch_in_one_micro_batch():
+    """At the speeds of CUDA graphs, where an exact pipeline pays the fixed time of each micro-batch."""
+    hosts = tuple(HostSpeed(name, (Speed(*ms),)) for name, ms in (("a2000", (15.0, 0.38)), ("v100", (10.0, 0.19))))
+    wire = LinkCosts(tuple(Site(host.name, 1, 2.35e9, 2.35e9) for host in hosts), NCCL)
+    scene = Scene(Workload(LAYERS, 256), hosts, wire)
+    exact, late, mean = (
+        choose(scene, settings_of(**pairs), ())
+        for pairs in ({}, {"fidelity": "late", "late_after": 0}, {"fidelity": "late"})
+    )
+    whole = sum(scene.alone.values())
+    assert late.settings["accumulate"] == 1
+    assert late.samples_per_s > 0.85 * whole
+    assert exact.samples_per_s < 0.66 * whole
+    assert exact.samples_per_s < mean.samples_per_s < late.samples_per_s
+    assert (exact.exact_part, late.exact_part, mean.exact_part) == (0, 0, pytest.approx(0.1))
+    settings = dataclasses.replace(settings_of(fidelity="late", late_after=0), stages=late.settings["stages"])
+    assert as_set(scene, settings).timed == late.timed  # a run without `accumulate` has one micro-batch
+
+
+def test_late_pipelines_side_by_side_add_up_their_gradients():
+    scene = scene_of(a=333, b=333, c=833, d=833)
+    found = choose(scene, settings_of(fidelity="late", accumulate=2), ())
+    beside = as_set(
+        scene,
+        settings_of(fidelity="late", accumulate=2, stages="c:0-35,a:36-51|d:0-35,b:36-51"),
+    )
+    assert len(beside.courses) == 2
+    assert found.samples_per_s >= beside.samples_per_s > 0
 
 
 def test_local_has_pipelines_beside_each_other_that_average():

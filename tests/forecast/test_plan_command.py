@@ -61,8 +61,8 @@ def write_collectives(folder, **changes):
 
 def test_the_best_of_each_fidelity_fits_a_hundred_columns(home):
     shown = orch("plan", *RESNET).stdout.splitlines()
-    table = [line for line in shown if re.match(r"(fidelity|exact|half|compressed|local)\b", line)]
-    assert len(table) == 8
+    table = [line for line in shown if re.match(r"(fidelity|exact|half|compressed|late|local)\b", line)]
+    assert len(table) == 9
     assert any(line.startswith("exact *") and "pipeline" in line and "slowest stage" in line for line in table)
     assert all(len(line.rstrip()) <= 100 for line in table)
     assert any(line.startswith("exact *") and "ddp" in line and "network" in line for line in table)
@@ -96,12 +96,14 @@ def test_the_document_has_every_way_and_what_it_rests_on(home):
 
 def test_each_fidelity_has_its_row_of_a_cut_network(home):
     document = planned()
-    assert document["pipelines"].keys() == {"exact", "half"}
+    assert document["pipelines"].keys() == {"exact", "half", "late"}
+    assert "late" not in document["best"]
     assert document["pipelines"]["exact"] == document["pipeline"]
     slow_link = planned("--bandwidth", "100Mbps")["pipelines"]
     assert slow_link["half"]["samples_per_s"] > 1.2 * slow_link["exact"]["samples_per_s"]
     shown = orch("plan", *RESNET, "--set", "fidelity=half").stdout.splitlines()
-    assert [line.split("pipeline")[0].strip() for line in shown if " pipeline " in line] == ["exact", "half *"]
+    assert [line.split("pipeline")[0].strip() for line in shown if " pipeline " in line] == ["exact", "half *", "late"]
+    assert sum(line.startswith("late ") and "pipeline after 10 %" in line for line in shown) == 1
 
 
 def test_the_same_plan_twice_says_the_same(home):
@@ -481,6 +483,7 @@ def test_a_pipeline_without_stages_is_cut_by_the_plan_and_one_with_them_is_looke
     [
         (("fidelity=half",), {"strategy": "pipeline", "fidelity": "half"}),
         (("fidelity=half", "shares=auto"), {"strategy": "ddp", "fidelity": "half"}),
+        (("fidelity=late",), {"strategy": "pipeline", "fidelity": "late"}),
         (("fidelity=compressed", "compress_rank=4"), {"strategy": "allreduce_flat", "compress_rank": 4}),
         (("fidelity=local", "local_steps=8"), {"strategy": "parameter_average", "local_steps": 8}),
     ],
@@ -491,6 +494,33 @@ def test_auto_stays_within_the_fidelity_that_is_allowed(home, settings, expected
     assert {key: plan.settings[key] for key in expected} == expected
     assert f"--strategy={expected['strategy']}" in plan.nodes[0].command
     assert any(f"({plan.settings['fidelity']})" in note for note in plan.notes)
+
+
+def test_a_late_pipeline_is_cut_and_predicted_for_the_mean_of_its_run(home):
+    words = ("--set", "strategy=pipeline", "--set", "fidelity=late")
+    plan, at_once = dry_run(*words), dry_run(*words, "--set", "late_after=0")
+    assert plan.settings["stages"]
+    assert at_once.prediction.step_ms < plan.prediction.step_ms
+    assert any("10 % of its updates exact, then late" in words for words in plan.prediction.basis)
+    assert not any("exact" in words for words in at_once.prediction.basis)
+    cut = [word for key in ("stages", "accumulate") for word in ("--set", f"{key}={at_once.settings[key]}")]
+    exact = dry_run("--set", "strategy=pipeline", *cut).prediction.step_ms
+    late = dry_run(*words, *cut, "--set", "late_after=0.25").prediction.step_ms
+    assert late == pytest.approx(0.25 * exact + 0.75 * at_once.prediction.step_ms)
+    found = planned(*words)
+    assert found["fidelity"] == "late"
+    assert found["pipeline"] == found["pipelines"]["late"]
+    assert found["pipeline"]["samples_per_s"] == pytest.approx(plan.prediction.samples_per_s)
+    shown = orch("plan", *RESNET, *words).stdout
+    assert "\nlate *  " in shown
+    assert "exact *" not in shown
+
+
+def test_a_late_pipeline_needs_two_hosts(home):
+    said = orch(
+        "run", *RESNET, "--nodes", "v100", "--set", "strategy=auto", "--set", "fidelity=late", "--dry-run", code=2
+    ).stderr
+    assert "strategy=auto: no strategy fits fidelity late" in said
 
 
 def test_local_in_16_bits_is_predicted_where_a_person_asks_for_it(home):

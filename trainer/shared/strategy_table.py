@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-FIDELITY_NAMES = ("exact", "half", "compressed", "late", "local")
+Fidelity = Literal["exact", "half", "compressed", "late", "local"]
+FIDELITY_NAMES: tuple[Fidelity, ...] = get_args(Fidelity)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from orchestrator.forecast.advice import Scene
+from orchestrator.forecast.inputs import exact_part_of
 from orchestrator.forecast.layers import FLOAT_BYTES, gradient_bytes, network_of
 from orchestrator.forecast.links import LinkCosts, Transfers
 from orchestrator.forecast.pipeline.block_costs import Chain, Line, StageHost, chain_from
 from orchestrator.forecast.pipeline.bound import Cut, Family
-from orchestrator.forecast.pipeline.clock import STATES, Course, stages_setting, sums_of, update_seconds
+from orchestrator.forecast.pipeline.clock import STATES, Course, copy_s, stages_setting, sums_of, update_seconds
 from orchestrator.forecast.pipeline.solve import LEAST_SAMPLES, Space, solve
 from orchestrator.forecast.step import HostSpeed
 from orchestrator.units import format_figure
@@ -122,7 +123,7 @@ def _cuts(
 ) -> list[tuple[float, tuple[Course, ...]]]:
     """With lower bounds."""
     plain = [
-        Course(group, (0,) * len(group), part, count, space.in_flight or 0, space.splits)
+        Course(group, (0,) * len(group), part, count, space.in_flight or 0, space.splits, space.late)
         for group, part in zip(groups, parts, strict=True)
     ]
     families = [Family(chain, wire, course) for course in plain]
@@ -154,7 +155,8 @@ Limit = Literal["slowest stage", "bubble", "link", "fixed cost"]
 @dataclass(frozen=True)
 class StageTime:
     """Per update, mean over its ranks. Blocks: `first` to `end - 1`. fixed_s: independent of samples. waiting_s: for
-    neighbours or gradient sums. out_bytes: of all its ranks. memory_bytes: per rank.
+    neighbours or gradient sums. optimiser_s: with the copies of a late stage. out_bytes: of all its ranks.
+    memory_bytes: per rank.
     """
 
     host: str
@@ -199,7 +201,7 @@ def time_update(chain: Chain, courses: Sequence[Course], wire: LinkCosts, averag
     without_links_s = min(seconds, joined_s(chain, courses, _free(wire), averages))
     if math.isclose(without_links_s, seconds, rel_tol=1e-9):
         without_links_s = seconds  # sums in another order
-    stages = tuple(tuple(_stage_times(chain, course, seconds)) for course in courses)
+    stages = tuple(tuple(_stage_times(chain, course, wire, seconds)) for course in courses)
     busiest = max((stage for each in stages for stage in each), key=lambda stage: stage.busy_s)
     parts: dict[Limit, float] = {
         "slowest stage": busiest.busy_s - busiest.fixed_s,
@@ -217,7 +219,7 @@ def _free(wire: LinkCosts) -> LinkCosts:
     return LinkCosts(sites, costs)
 
 
-def _stage_times(chain: Chain, course: Course, update_s: float) -> Iterator[StageTime]:
+def _stage_times(chain: Chain, course: Course, wire: LinkCosts, update_s: float) -> Iterator[StageTime]:
     routes, ends, memory = course.routes(), course.ends(chain), course.memory_bytes(chain)
     came = 0
     for number, cost in enumerate(course.stages(chain)):
@@ -225,6 +227,8 @@ def _stage_times(chain: Chain, course: Course, update_s: float) -> Iterator[Stag
         tasks = (cost.forward, cost.backward, cost.weights)
         times = [sum(line.at(route.size) for route in routes) / ranks for line in tasks]
         optimiser_s = OPTIMISER * sum(times)
+        if course.is_late(number):
+            optimiser_s += course.late * copy_s(chain, first, end, wire)
         yield StageTime(
             host=cost.host.name,
             first=first,
@@ -269,6 +273,11 @@ class PipelineChoice:
         return self.timed.limited_by
 
     @property
+    def exact_part(self) -> float:
+        """The part of the updates before a pipeline is late, 0..1; 0 if it never is."""
+        return 1 - self.courses[0].late if self.courses[0].late else 0.0
+
+    @property
     def micro_batches(self) -> int:
         """Per update, over all pipelines."""
         return sum(len(course.routes()) for course in self.courses)
@@ -289,7 +298,8 @@ def choose(scene: Scene, settings: Settings, chosen: Collection[str] = CHOSEN) -
         return None
     # Without BatchNorm a sample does not depend on its micro-batch.
     least_samples = LEAST_SAMPLES if any(layer.is_batch_norm for layer in scene.job.layers) else 1
-    space = Space(splits="schedule" not in chosen or settings.schedule == "zero_bubble", least_samples=least_samples)
+    splits = "schedule" not in chosen or settings.schedule == "zero_bubble"
+    space = Space(splits=splits, late=late_part_of(settings), least_samples=least_samples)
     if "accumulate" in chosen and settings.accumulate:
         space = dataclasses.replace(space, counts=(settings.accumulate,), least_samples=1)
     if "in_flight" in chosen and settings.in_flight:
@@ -318,9 +328,10 @@ def as_set(scene: Scene, settings: Settings) -> PipelineChoice:
             tuple(hosts[stage.node] for stage in stages),
             tuple(stage.first for stage in stages),
             part,
-            settings.accumulate or PER_STAGE * len(stages),
+            settings.accumulate or (1 if settings.fidelity == "late" else PER_STAGE * len(stages)),
             settings.in_flight,
             settings.schedule == "zero_bubble",
+            late_part_of(settings),
         )
         for stages, part in zip(pipelines, parts, strict=True)
     )
@@ -351,6 +362,11 @@ def _memory_bytes(scene: Scene, chain: Chain, host: HostSpeed) -> int | None:
     if not caps:
         return None
     return STATES * gradient_bytes(scene.job.layers) + min(caps) * chain.kept_bytes(0, len(chain.blocks))
+
+
+def late_part_of(settings: Settings) -> float:
+    """The part of the updates that are late, 0..1."""
+    return 1 - exact_part_of(settings, "late") if settings.fidelity == "late" else 0.0
 
 
 def averages_of(settings: Settings) -> Averages | None:
