@@ -307,6 +307,16 @@ def test_what_fits_nowhere_has_no_cut():
     assert solve(even_chain(1), (A2000, V100), wire_of((A2000, V100)), 256) is None
 
 
+def test_no_more_micro_batches_are_held_than_an_update_has():
+    chain = Chain((ChainBlock(1 / 6, 1 / 6, 1 / 6, 0.5, weight_bytes=1000, kept_bytes=10, cut_bytes=0),) * 2)
+    assert Course(alike(2), (0, 1), 64, 1).memory_bytes(chain) == (3 * 1000 + 64 * 10,) * 2
+    pair = StageHost("a", 2, 0.0, 1000.0)
+    assert Course((pair, alike(2)[1]), (0, 1), 64, 1).memory_bytes(chain) == (
+        3 * 1000 + 32 * 10,
+        3 * 1000 + 2 * 32 * 10,
+    )
+
+
 def test_less_memory_holds_fewer_micro_batches():
     course = Course((A2000, V100), (0, 14), 256, 16)
     needs = course.memory_bytes(RESNET)

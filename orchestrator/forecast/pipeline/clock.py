@@ -320,11 +320,11 @@ class Course:
         return _routes(tuple(host.ranks for host in self.hosts), self.batch, self.count)
 
     def held(self, stage: int) -> int:
-        """Per rank. With late updates at most the micro-batches of an update, on a late stage of two."""
+        """Micro-batches per rank, at most all of an update; on a late stage of two."""
         ranks = self.hosts[stage].ranks
         in_flight = in_flight_of_rank(self.in_flight, len(self.hosts), stage, ranks)
         of_update = -(-len(self.routes()) // ranks)
-        return min(in_flight, of_update * (2 if self.is_late(stage) else 1)) if self.late else in_flight
+        return min(in_flight, of_update * (2 if self.is_late(stage) else 1))
 
     def is_late(self, stage: int) -> bool:
         return self.late > 0 and stage < len(self.hosts) - 1
