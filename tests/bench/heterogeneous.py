@@ -7,7 +7,8 @@
 Paced twins with ResNet-152's real gradient (232.7 MB), at two speeds side by side: those that inventory/lab_*.yaml
 assume, which leave two cores time enough, and those that the hardware catalogue estimates for the same cards, four to
 six times as fast, which two cores cannot always keep (docs/twins.md). fp32 and fp16 are the catalogue of cards' own
-speeds (docs/planning.md). --slow-motion K slows hosts and links by the same factor, so that two cores keep every pace:
+speeds (docs/planning.md); 15+0.38/10+0.19 are milliseconds a step and a sample of each host. --slow-motion K slows
+hosts and links by the same factor, so that two cores keep every pace:
 rates are shown K times as large, and ratios are those of the cards, except for Gloo's own 1 ms a message, which counts
 for a Kth. Each speed is one gang: every block goes through
 all rows in turn, the hosts alone among them; each block's first steps are left out; medians over the blocks.
@@ -40,13 +41,13 @@ from model import Model
 from rack import ROOT, Rack, rack, show_machine
 from rows import WARMUP, Host, Row, fastest, goodput_gbps, inventory, measure, measure_links, planned, with_shares
 
-from orchestrator.forecast import estimate, layers_of
-from orchestrator.hosts import find_card
+from orchestrator.forecast import estimate, gradient_bytes, layers_in, network_of
+from orchestrator.hosts import Card, find_card
 from orchestrator.units import format_bandwidth, parse_bandwidth
-from trainer.shared import Speed, equal_shares
+from trainer.shared import Speed, equal_shares, parse_settings
 from trainer.shared.pace import BACKWARD, FORWARD
+from trainer.shared.settings import Settings
 
-GRADIENT_BYTES = 232_657_192
 GATHERED, ADDED_UP = 460_298, 450_048
 """Numbers of a sample in the outputs of all layers that strategy tensor cuts, and in the gradients of their inputs."""
 TWINS = ("a2000_v100", "a16_v100", "a2000_a2000", "a16_a16_a2000")
@@ -69,6 +70,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "pipeline": {"strategy": "pipeline"},
     "pipeline-1f1b": {"strategy": "pipeline", "schedule": "1f1b"},
     "pipeline-half": {"strategy": "pipeline", "fidelity": "half"},
+    "late": {"strategy": "pipeline", "fidelity": "late", "late_after": 0},
     "tensor": {"strategy": "tensor", "shares": "fastest"},
     "tensor-half": {"strategy": "tensor", "shares": "fastest", "fidelity": "half"},
     "local+shares": {**SHARED, "fidelity": "local"},
@@ -80,7 +82,7 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 LOCAL = {False: {"local_steps": 32}, True: {"local_steps": 8, "local_overlap": 4}}
 """Of rows that do not say, by whether a batch is large: of 1,024 samples or more."""
-FIDELITIES = {"exact": {}, "half": {}, "compressed": {"compress_after": 0}, "local": {}}
+FIDELITIES = {"exact": {}, "half": {}, "compressed": {"compress_after": 0}, "late": {"late_after": 0}, "local": {}}
 
 
 def main() -> None:
@@ -97,6 +99,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--row-s", type=float, default=6.0, help="about so long does a row take in a block, at most")
     parser.add_argument("--twins", default=",".join(TWINS))
     parser.add_argument("--speeds", default="slow,catalogue", help="of the twins; each has to have a lab inventory")
+    parser.add_argument("--exp", default="resnet152_cifar")
+    parser.add_argument("--model", default="", help="of the experiment, if not its own")
     parser.add_argument("--batch", default="256")
     parser.add_argument("--link", default="2.5Gbps")
     parser.add_argument("--slow-motion", type=float, default=1.0, metavar="K", help="times as slow, hosts and links")
@@ -117,8 +121,10 @@ def speeds_of(twin: str, asked: argparse.Namespace) -> dict[str, list[Host]]:
     found = {}
     link = format_bandwidth(parse_bandwidth(asked.link) / asked.slow_motion)
     for name in asked.speeds.split(","):
-        if name in AMP:
-            found[name] = [slowed(card_host(card, name, link), asked.slow_motion) for card in twin.split("_")]
+        lines = [card_line(card, AMP[name], asked) for card in twin.split("_")] if name in AMP else lines_in(name)
+        if lines:
+            hosts = [host_of(card, line, link) for card, line in zip(twin.split("_"), lines, strict=True)]
+            found[name] = [slowed(host, asked.slow_motion) for host in hosts]
             continue
         for folder in (ROOT / "inventory", ROOT / "tests" / "bench"):
             if (file := folder / FILES[name].format(twin)).exists():
@@ -126,12 +132,30 @@ def speeds_of(twin: str, asked: argparse.Namespace) -> dict[str, list[Host]]:
     return found
 
 
-def card_host(card: str, precision: str, link: str) -> Host:
-    """At the catalogue's speed. Twins with two hosts of one card are not among them."""
-    found = find_card(card)
-    assert found, card
-    speed = estimate(found, layers_of("resnet152", (3, 32, 32), 10), AMP[precision]).speed
-    return Host(card, 1, 1000 / speed.sample_ms, link, speed.fixed_ms, gb_per_s=found.gb_per_s)
+def card_line(card: str, amp: str, asked: argparse.Namespace) -> tuple[float, float]:
+    """Milliseconds a step and a sample, by the catalogue. Twins with two hosts of one card are not among them."""
+    speed = estimate(card_of(card), layers_in(network_of(settings_of(asked))), amp).speed
+    return speed.fixed_ms, speed.sample_ms
+
+
+def lines_in(text: str) -> list[tuple[float, float]]:
+    """Of `15+0.38/10+0.19`; empty for another name."""
+    pairs = [part.split("+") for part in text.split("/")]
+    return [(float(fixed), float(sample)) for fixed, sample in pairs] if "+" in text else []
+
+
+def host_of(card: str, line: tuple[float, float], link: str) -> Host:
+    return Host(card, 1, 1000 / line[1], link, line[0], gb_per_s=card_of(card).gb_per_s)
+
+
+def card_of(name: str) -> Card:
+    found = find_card(name)
+    assert found, name
+    return found
+
+
+def settings_of(asked: argparse.Namespace) -> Settings:
+    return parse_settings(asked.exp, {"model": asked.model} if asked.model else {})
 
 
 def slowed(host: Host, times: float) -> Host:
@@ -158,6 +182,7 @@ class Column:
     goodput_gbps: float
     times: float
     """Slow motion."""
+    gradient_bytes: int
 
     @property
     def sum(self) -> float:
@@ -188,15 +213,21 @@ def measured_columns(
     lab: Rack, speed: str, hosts: Sequence[Host], batches: Sequence[int], goodput: float, asked: argparse.Namespace
 ) -> list[Column]:
     """All batches in one gang."""
-    model = Model(planned(lab, {}), lab.person.folder / "runs")
+    network = {"model": asked.model} if asked.model else {}
+    model = Model(planned(lab, network, asked.exp), lab.person.folder / "runs")
+    size = gradient_bytes(layers_in(network_of(settings_of(asked))))
     chosen: dict[str, dict[str, Any]] = {}
     for batch in batches:
         shares = fastest(hosts, batch)[1]
         rows = {row: ROWS[row] for row in ROWS if row in asked.rows.split(",")}
         rows |= {
-            f"auto-{fidelity}": auto(lab, fidelity, batch, shares) for fidelity in asked.auto.split(",") if fidelity
+            f"auto-{fidelity}": auto(
+                lab, {**network, "fidelity": fidelity, "batch": batch, "shares": shares}, asked.exp
+            )
+            for fidelity in asked.auto.split(",")
+            if fidelity
         }
-        rows = {name: {"batch": batch, **rounds_of(row, batch), **row} for name, row in rows.items()}
+        rows = {name: {**network, "batch": batch, **rounds_of(row, batch), **row} for name, row in rows.items()}
         rows = with_shares(rows, shares)
         for name, row in rows.items():
             row |= model.cut(row) if row["strategy"] == "pipeline" and "stages" not in row else {}
@@ -204,15 +235,18 @@ def measured_columns(
             chosen[f"{batch} {name}"] = {**row, "steps": steps_of(step_s, asked)}
         alone_s = max(batch / host.samples_per_s for host in hosts)
         chosen |= {
-            f"{batch} {name}": {**row, "steps": steps_of(alone_s, asked)} for name, row in alone(hosts, batch).items()
+            f"{batch} {name}": {**network, **row, "steps": steps_of(alone_s, asked)}
+            for name, row in alone(hosts, batch).items()
         }
-    found = measure(lab, chosen, batch=batches[0], blocks=asked.blocks, steps=asked.steps, warmup_blocks=0)
+    found = measure(
+        lab, chosen, batch=batches[0], blocks=asked.blocks, steps=asked.steps, exp=asked.exp, warmup_blocks=0
+    )
     columns = []
     for batch in batches:
         rows = {name.partition(" ")[2]: row for name, row in found.items() if name.startswith(f"{batch} ")}
         solo = by_host(hosts, batch, rows, model)
         columns.append(
-            Column(speed, batch, hosts, fastest(hosts, batch)[0], solo, rows, model, goodput, asked.slow_motion)
+            Column(speed, batch, hosts, fastest(hosts, batch)[0], solo, rows, model, goodput, asked.slow_motion, size)
         )
     return columns
 
@@ -248,12 +282,12 @@ def by_host(hosts: Sequence[Host], batch: int, rows: Mapping[str, Row], model: M
     return found
 
 
-def auto(lab: Rack, fidelity: str, batch: int, shares: str) -> dict[str, Any]:
-    asked = {"fidelity": fidelity, "batch": batch, "shares": shares, **FIDELITIES[fidelity]}
-    chosen = planned(lab, {**asked, "strategy": "auto"})["settings"]
+def auto(lab: Rack, asked: dict[str, Any], exp: str) -> dict[str, Any]:
+    asked |= FIDELITIES[asked["fidelity"]]
+    chosen = planned(lab, {**asked, "strategy": "auto"}, exp)["settings"]
     if chosen["strategy"] == "pipeline":
         cut = ("strategy", "stages", "accumulate", "in_flight", "schedule")
-        return {"fidelity": fidelity, "batch": batch, **{name: chosen[name] for name in cut}}
+        return {**asked, **{name: chosen[name] for name in cut if name in chosen}, "shares": ""}
     return {**asked, "strategy": chosen["strategy"], "bucket_mib": chosen["bucket_mib"]}
 
 
@@ -269,7 +303,7 @@ def limit(column: Column, row: Row) -> float:
     second_bytes = column.goodput_gbps * 1e9 / 8 * (2 if half else 1)
     if settings["strategy"] == "tensor":
         return batch / (compute_s + most_moved(hosts, own, batch) / second_bytes)
-    wire_s = 2 * (len(hosts) - 1) / len(hosts) * GRADIENT_BYTES / second_bytes
+    wire_s = 2 * (len(hosts) - 1) / len(hosts) * column.gradient_bytes / second_bytes
     if settings.get("fidelity") == "local":
         every = settings["local_steps"]
         waits_s = every * compute_s + wire_s if settings.get("local_overlap") == 0 else max(every * compute_s, wire_s)

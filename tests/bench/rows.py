@@ -207,10 +207,10 @@ def measure_links(lab: Rack, budget_s: float = 12.0) -> None:
     lab.collect()
 
 
-def planned(lab: Rack, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan of `orch run --exp resnet152_cifar` with these settings."""
+def planned(lab: Rack, settings: Mapping[str, Any], exp: str = "resnet152_cifar") -> dict[str, Any]:
+    """The plan of `orch run` with these settings."""
     words = [word for key, value in settings.items() if key != "steps" for word in ("--set", f"{key}={value}")]
-    return lab.person.asks("run", "--exp", "resnet152_cifar", *words, "--dry-run")
+    return lab.person.asks("run", "--exp", exp, *words, "--dry-run")
 
 
 def predicted(lab: Rack, row: Row) -> float:
