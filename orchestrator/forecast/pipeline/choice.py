@@ -123,7 +123,7 @@ def _cuts(
 ) -> list[tuple[float, tuple[Course, ...]]]:
     """With lower bounds."""
     plain = [
-        Course(group, (0,) * len(group), part, count, space.in_flight or 0, space.splits, space.late)
+        Course(group, (0,) * len(group), part, count, space.in_flight or 0, space.splits, space.late, space.clips)
         for group, part in zip(groups, parts, strict=True)
     ]
     families = [Family(chain, wire, course) for course in plain]
@@ -299,7 +299,8 @@ def choose(scene: Scene, settings: Settings, chosen: Collection[str] = CHOSEN) -
     # Without BatchNorm a sample does not depend on its micro-batch.
     least_samples = LEAST_SAMPLES if any(layer.is_batch_norm for layer in scene.job.layers) else 1
     splits = "schedule" not in chosen or settings.schedule == "zero_bubble"
-    space = Space(splits=splits, late=late_part_of(settings), least_samples=least_samples)
+    clips = settings.clip_norm > 0
+    space = Space(splits=splits, late=late_part_of(settings), clips=clips, least_samples=least_samples)
     if "accumulate" in chosen and settings.accumulate:
         space = dataclasses.replace(space, counts=(settings.accumulate,), least_samples=1)
     if "in_flight" in chosen and settings.in_flight:
@@ -332,6 +333,7 @@ def as_set(scene: Scene, settings: Settings) -> PipelineChoice:
             settings.in_flight,
             settings.schedule == "zero_bubble",
             late_part_of(settings),
+            settings.clip_norm > 0,
         )
         for stages, part in zip(pipelines, parts, strict=True)
     )

@@ -301,7 +301,8 @@ class StageCost:
 class Course:
     """hosts: by stage. starts: first blocks. batch: samples per update. count: micro-batches per rank of the first
     stage (`accumulate`). splits: gradients of weights are delayed (zero bubble). late: the part of a run's updates, 0
-    to 1, in which all stages but the last compute with weights that lack the update before.
+    to 1, in which all stages but the last compute with weights that lack the update before. clips: each update waits
+    for the norm of all stages' gradients (`clip_norm`).
     """
 
     hosts: tuple[StageHost, ...]
@@ -311,6 +312,7 @@ class Course:
     in_flight: int = 0
     splits: bool = True
     late: float = 0.0
+    clips: bool = False
 
     def ends(self, chain: Chain) -> tuple[int, ...]:
         return (*self.starts[1:], len(chain.blocks))
@@ -397,10 +399,15 @@ class GradientSum:
     seconds: float
 
 
+NORM_BYTES = 8
+
+
 def sums_of(chain: Chain, courses: Sequence[Course], wire: LinkCosts) -> tuple[GradientSum, ...]:
-    """By stretch of blocks that the same ranks hold."""
+    """By stretch of blocks that the same ranks hold; and one over all ranks for the gradient's norm, if it is limited."""
+    stages = [(number, stage) for number, course in enumerate(courses) for stage in range(len(course.hosts))]
+    norm = (GradientSum(tuple(stages), wire.sum_s(NORM_BYTES)),) if courses[0].clips else ()
     if len(courses) == 1 and all(host.ranks == 1 for host in courses[0].hosts):
-        return ()
+        return norm
     cuts = sorted({start for course in courses for start in course.starts} | {len(chain.blocks)})
     found = []
     for first, end in itertools.pairwise(cuts):
@@ -413,7 +420,7 @@ def sums_of(chain: Chain, courses: Sequence[Course], wire: LinkCosts) -> tuple[G
             sites = [dataclasses.replace(site, ranks=hosts[site.name]) for site in wire.sites if site.name in hosts]
             among = LinkCosts(sites, wire.costs, wire.pairs)
             found.append(GradientSum(holders, among.sum_s(chain.weight_bytes(first, end))))
-    return tuple(found)
+    return (*found, *norm)
 
 
 def _ranks_of_sites(hosts: Iterable[StageHost]) -> dict[str, int]:

@@ -40,12 +40,15 @@ CLIMBED = 3
 
 @dataclass(frozen=True)
 class Space:
-    """counts, in_flight: `accumulate` and `in_flight` if the user chose them. late: see `Course`. near: see NEAR."""
+    """counts, in_flight: `accumulate` and `in_flight` if the user chose them. late, clips: see `Course`. near: see
+    NEAR.
+    """
 
     counts: tuple[int, ...] = COUNTS
     in_flight: int | None = None
     splits: bool = True
     late: float = 0.0
+    clips: bool = False
     least_samples: int = LEAST_SAMPLES
     near: float = NEAR
 
@@ -103,7 +106,7 @@ class _Search:
             for count in counts:
                 if count * order[0].ranks <= batch:
                     course = Course(order, (0,) * len(order), batch, count, splits=self.space.splits)
-                    yield from self._held(dataclasses.replace(course, late=self.space.late))
+                    yield from self._held(dataclasses.replace(course, late=self.space.late, clips=self.space.clips))
 
     def _held(self, course: Course) -> Iterator[_Option]:
         # More micro-batches in flight and delayed weight gradients are assumed never slower, which holds except for
