@@ -340,7 +340,10 @@ def test_a_round_that_no_run_has_written_is_refused(counts: list[float]) -> None
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"fidelity": "hlaf"}, "fidelity: 'hlaf' is not one of exact, half, compressed, local; did you mean half?"),
+        (
+            {"fidelity": "hlaf"},
+            "fidelity: 'hlaf' is not one of exact, half, compressed, late, local; did you mean half?",
+        ),
         (
             {"fidelity": "half", "strategy": "gather_scatter"},
             "fidelity: half goes with strategy ddp, allreduce, allreduce_flat, pipeline, tensor, "

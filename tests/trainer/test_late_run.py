@@ -36,10 +36,12 @@ from tests.trainer.test_own_networks import (
     points,
 )
 from trainer.data import SampleStream
+from trainer.pipeline import Form, Layout, survey
 from trainer.ranks import RankInfo
 from trainer.session import Session
 from trainer.setup import CustomScript, assemble
-from trainer.shared import SettingsError, parse_settings
+from trainer.setup.pipeline import PipelinePlan, memory_of_stage
+from trainer.shared import SettingsError, parse_settings, parse_stages
 
 UPDATES = 6
 LATE = {"strategy": "pipeline", "fidelity": "late"}
@@ -275,6 +277,19 @@ def test_a_scaled_loss_is_taken_back_on_a_late_stage(tmp_path: Path) -> None:
         _, last = run_of(folder, [*LENET, *AS_LATE, "--amp", amp], 2)
         losses[amp] = [line["loss"] for line in of_event(last, "step")]
     assert losses["fp16"] == pytest.approx(losses["none"], rel=0.01)
+
+
+def test_a_late_stages_memory_holds_two_more_copies_of_its_weights_and_two_updates() -> None:
+    chain = survey("lenet", (1, 28, 28), 10)
+    layout = Layout.of(parse_stages("a:0,b:1"), ["a", "b"], len(chain))
+    plan = PipelinePlan(tuple(chain), layout, torch.float32, Form())
+    exact, late = (
+        [memory_of_stage(parse_settings("mnist_lenet", pairs), plan, rank, [8]) for rank in (0, 1)]
+        for pairs in ({"strategy": "pipeline"}, LATE)
+    )
+    # Of the weights the chain counts three copies: themselves, gradients and momentum.
+    assert late[0] - exact[0] == 2 * chain[0].state_bytes // 3 + 8 * chain[0].activation_bytes
+    assert late[1] == exact[1]
 
 
 @pytest.mark.parametrize(("optimizer", "warns"), [("adamw", True), ("sgd", False)])
