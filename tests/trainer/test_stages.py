@@ -127,6 +127,18 @@ def test_a_late_stage_fills_a_wait_with_the_next_update() -> None:
     assert turns.take(has_input=True, has_gradient=True) is Task.BACKWARD
 
 
+@pytest.mark.parametrize("splits", [True, False])
+def test_a_late_stage_takes_turns_if_each_update_has_one_micro_batch(splits: bool) -> None:
+    """Also if the gradient is there first: else an update would end with nothing ahead."""
+    ahead, found = 1, []
+    for _ in range(3):
+        turns = StageSchedule(1, in_flight=5, splits=splits, following=1, forwards=ahead)
+        while not turns.is_over:
+            found.append(turns.take(has_input=True, has_gradient=True))
+        ahead = turns.ahead
+    assert found == 3 * [Task.FORWARD, Task.BACKWARD, *([Task.WEIGHTS] if splits else [])]
+
+
 def test_each_later_stage_holds_one_fewer() -> None:
     assert [in_flight_of(0, 3, stage) for stage in range(3)] == [7, 6, 5]
     assert [in_flight_of(2, 3, stage) for stage in range(3)] == [2, 1, 1]

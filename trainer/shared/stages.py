@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 _STAGE = re.compile(r"([^:,|=\s]+(?::\d{1,6})?):(\d{1,6})(?:-(\d{1,6}))?")
@@ -140,8 +140,13 @@ class StageSchedule:
     """In both updates; at the begin, micro-batches that went forward during the update before."""
     backwards: int = 0
     weights: int = 0
-    owes_forward: bool = False
+    owes_forward: bool = field(init=False)
     """Whether BACKWARD was more recent than FORWARD."""
+
+    def __post_init__(self) -> None:
+        # An update that was begun early follows another update's BACKWARD: with one micro-batch per update, a forward
+        # pass goes before its gradient, or the stage behind waits in every second update.
+        self.owes_forward = self.forwards > 0
 
     @property
     def is_over(self) -> bool:
