@@ -115,6 +115,14 @@ def test_of_three_late_stages_the_first_waits_for_its_update_but_one(count):
     assert exact > 1.2 * late
 
 
+def test_a_limited_norm_makes_late_stages_wait_for_each_other():
+    """F1 (beside F0 of the next update) B1 B0 W0 (beside W1), then both optimisers."""
+    hosts = (StageHost("a", 1, 0.0, 1000.0), StageHost("b", 1, 0.0, 1000.0))
+    task, optimiser = 0.99 / 6, 0.01 * 0.99 / 2
+    _, late = late_s(hosts, (0, 1), wire_of(hosts, 1e18, FREE), clips=True)
+    assert late == pytest.approx(4 * task + optimiser)
+
+
 def test_a_late_stage_copies_its_weights_after_each_update_and_the_last_stage_does_not():
     a, b = alike(2)
     copy_s = 2 * 10**9 / 2e9

@@ -403,7 +403,7 @@ NORM_BYTES = 8
 
 
 def sums_of(chain: Chain, courses: Sequence[Course], wire: LinkCosts) -> tuple[GradientSum, ...]:
-    """By stretch of blocks that the same ranks hold; and one over all ranks for the gradient's norm, if it is limited."""
+    """By stretch of blocks that the same ranks hold, and over all ranks for a limited norm of the gradient."""
     stages = [(number, stage) for number, course in enumerate(courses) for stage in range(len(course.hosts))]
     norm = (GradientSum(tuple(stages), wire.sum_s(NORM_BYTES)),) if courses[0].clips else ()
     if len(courses) == 1 and all(host.ranks == 1 for host in courses[0].hosts):
