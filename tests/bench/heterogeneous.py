@@ -71,6 +71,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "pipeline-1f1b": {"strategy": "pipeline", "schedule": "1f1b"},
     "pipeline-half": {"strategy": "pipeline", "fidelity": "half"},
     "late": {"strategy": "pipeline", "fidelity": "late", "late_after": 0},
+    "late-half": {"strategy": "pipeline", "fidelity": "late", "late_after": 0, "wire": "bf16"},
     "tensor": {"strategy": "tensor", "shares": "fastest"},
     "tensor-half": {"strategy": "tensor", "shares": "fastest", "fidelity": "half"},
     "local+shares": {**SHARED, "fidelity": "local"},
