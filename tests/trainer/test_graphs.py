@@ -102,3 +102,30 @@ def test_hooks_keep_a_stage_plain() -> None:
                 stage.forward(torch.ones(2, 4), 0)
                 stage.backward(torch.ones(2, 3), 4, 0)
     assert (notes, reasons) == ([], ["0.weight has hooks, which a replay does not call"])
+
+
+@pytest.mark.parametrize("sizes", [((6, 6),), ((6, 2),), ((6, 6), (6, 6)), ((6, 6), (6, 2)), ((6, 6), (2, 6))])
+def test_a_network_that_is_called_twice_before_backward(sizes: Sequence[tuple[int, int]]) -> None:
+    """sizes: of both calls, per micro-batch."""
+
+    def weights(*, replays: bool) -> tuple[dict[str, Tensor], int]:
+        with cpu_graphs():
+            model, notes, generator = network(), list[str](), torch.Generator().manual_seed(1)
+            graphs = replayable(model, notes.append, notes.append) if replays else None
+            optimizer = torch.optim.SGD((w for w in model.parameters() if w.requires_grad), lr=0.1)
+            for update in [((6,),), *[((6,), (6,))] * 3, *[sizes] * 6]:
+                optimizer.zero_grad(set_to_none=True)
+                if graphs:
+                    graphs.begin(adds=len(update) > 1)
+                for number, calls in enumerate(update):
+                    if graphs and number + 1 == len(update):
+                        graphs.is_last = True
+                    batches = [torch.randn(size, 1, 28, 28, generator=generator).double() for size in calls]
+                    losses = [cross_entropy(model(images), torch.arange(len(images))) for images in batches]
+                    sum(losses[1:], losses[0]).backward()
+                optimizer.step()
+            return {name: tensor.clone() for name, tensor in model.state_dict().items()}, CpuGraph.replays
+
+    (plain, _), (replayed, count) = weights(replays=False), weights(replays=True)
+    assert count > 10
+    assert max((replayed[name] - tensor).abs().max().item() for name, tensor in plain.items()) <= 1e-12

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -60,6 +61,7 @@ class Graphs:
         self.sums: Sums | None = None
         self.adds, self.is_last = False, True
         """Whether the update has several micro-batches, and whether its last one has begun."""
+        self.last_used: Recording | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
         # A copied network has other weights: it never replays.
@@ -71,7 +73,7 @@ class Graphs:
         """Call before each update."""
         self.adds, self.is_last = adds, not adds
         if self.sums:
-            self.sums.is_empty = True
+            self.sums.is_empty, self.sums.has_left = True, False
 
     def hand_over(self) -> None:
         """Adds the sums to .grad, before a plain pass ends the update."""
@@ -80,7 +82,7 @@ class Graphs:
 
     def replay(self, model: nn.Module, images: Tensor) -> Tensor | None:
         """The output; None for a plain pass."""
-        if self.given_up or not learns(model, images):
+        if self.given_up or not learns(model, images) or self._is_called_again():
             return None
         recording = self._recording(model, images)
         if recording is None:
@@ -89,7 +91,15 @@ class Graphs:
             return None
         if recording.sums:
             recording.sums.begin()
+        self.last_used = recording
         return recording.replay(images, hands_over=self.is_last)
+
+    def _is_called_again(self) -> bool:
+        """Before the last replay's backward, which needs its memory and sums, or after the sums have left."""
+        if self.last_used and not self.last_used.is_free:
+            return True
+        self.last_used = None  # its memory may be needed
+        return bool(self.sums and self.sums.has_left)
 
     def _recording(self, model: nn.Module, images: Tensor) -> Recording | None:
         key = images.shape, self.adds
@@ -148,7 +158,7 @@ class Sums:
     """Gradients of an update, in memory that recordings add to."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
-        self.weights, self.is_empty = list(weights), True
+        self.weights, self.is_empty, self.has_left = list(weights), True, False
         self.all = [torch.zeros_like(weight, requires_grad=False) for weight in weights]
         self.of = dict(zip(map(id, weights), self.all, strict=True))
 
@@ -159,7 +169,7 @@ class Sums:
             self.is_empty = False
 
     def hand_over(self) -> None:
-        self.is_empty = True
+        self.is_empty = self.has_left = True
         for weight, found in zip(self.weights, self.all, strict=True):
             weight.grad = found if weight.grad is None else weight.grad + found
 
@@ -232,7 +242,29 @@ def lacking(needed: float, device: torch.device) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Recording:
+class Use:
+    """A pass that uses a recording's memory."""
+
+
+class Reusable:
+    _use: weakref.ref[Use] | None = None
+
+    def begin(self) -> Use:
+        """Hold it until `release`."""
+        use = Use()
+        self._use = weakref.ref(use)
+        return use
+
+    def release(self) -> None:
+        self._use = None
+
+    @property
+    def is_free(self) -> bool:
+        """False between a forward pass and its last task, unless its output is lost."""
+        return self._use is None or self._use() is None
+
+
+class Recording(Reusable):
     # All pieces share a memory pool, so they must replay in order: forward, then backward from the last piece.
 
     def __init__(self, model: nn.Module, images: Tensor, sums: Sums | None = None) -> None:
@@ -244,9 +276,9 @@ class Recording:
     def replay(self, images: Tensor, *, hands_over: bool = True) -> Tensor:
         """hands_over: whether backward gives gradients to autograd."""
         self.images.copy_(images)
-        value = self.images
+        value, use = self.images, self.begin()
         for piece in self.pieces:
-            value = _Replay.apply(piece, hands_over, value, *piece.weights)
+            value = _Replay.apply(self, use, piece, hands_over, value, *piece.weights)
         return value
 
 
@@ -345,8 +377,10 @@ def aliases_of(stages: nn.Module, instead: Mapping[int, Tensor]) -> dict[str, Te
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, piece: Piece, hands_over: bool, images: Tensor, *weights: Tensor) -> Tensor:
-        context.piece, context.hands_over = piece, hands_over
+    def forward(
+        context: Any, recording: Recording, use: Use, piece: Piece, hands_over: bool, images: Tensor, *weights: Tensor
+    ) -> Tensor:
+        context.recording, context.use, context.piece, context.hands_over = recording, use, piece, hands_over
         piece.forward.replay()
         output: Tensor = piece.output
         return output.detach()
@@ -358,10 +392,11 @@ class _Replay(torch.autograd.Function):
         if gradient.data_ptr() != piece.output_gradient.data_ptr():
             piece.output_gradient.copy_(gradient)
         piece.backward.replay()
+        context.recording.release()
         # New tensors on the same memory: autograd takes them without a copy.
         images_gradient = None if piece.images_gradient is None else piece.images_gradient.detach()
         gradients = [found.detach() if context.hands_over else None for found in piece.gradients]
-        return None, None, images_gradient, *gradients
+        return None, None, None, None, images_gradient, *gradients
 
 
 def pieces_of(stages: Sequence[nn.Module]) -> Iterator[nn.Sequential]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +22,9 @@ from trainer.compute.graphs import (
     WARM,
     Memory,
     Piece,
+    Reusable,
     Sums,
+    Use,
     aliases_of,
     hooks_of,
     lacking,
@@ -187,11 +188,7 @@ def _id_of(given: Given) -> int:
     return id(given) if given else 0
 
 
-class _Use:
-    """A micro-batch that uses a recording."""
-
-
-class StageRecording:
+class StageRecording(Reusable):
     """instead: of the blocks' parameters, by their id."""
 
     def __init__(
@@ -199,7 +196,6 @@ class StageRecording:
     ) -> None:
         self.sums, self.later, self.instead = sums, later, instead
         self.learned = [instead.get(id(weight), weight) for weight in trainable(blocks)]
-        self._use: weakref.ref[_Use] | None = None
         memory = Memory()
         with uncached():
             own = inputs.detach().clone().requires_grad_(inputs.requires_grad)
@@ -221,15 +217,8 @@ class StageRecording:
                 work()
         return graph
 
-    @property
-    def is_free(self) -> bool:
-        """False between a forward pass and its last task, unless its output is lost."""
-        return self._use is None or self._use() is None
-
     def replay(self, inputs: Tensor) -> Tensor:
-        use = _Use()
-        self._use = weakref.ref(use)
-        output: Tensor = _StageReplay.apply(self, use, inputs, self.starts_from_weights)
+        output: Tensor = _StageReplay.apply(self, self.begin(), inputs, self.starts_from_weights)
         return output
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -248,13 +237,10 @@ class StageRecording:
         if self.weights_graph:
             self.weights_graph.replay()
 
-    def release(self) -> None:
-        self._use = None
-
 
 class _StageReplay(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, recording: StageRecording, use: _Use, inputs: Tensor, _: Tensor) -> Tensor:
+    def forward(context: Any, recording: StageRecording, use: Use, inputs: Tensor, _: Tensor) -> Tensor:
         context.recording, context.use = recording, use
         return recording.forward(inputs)
 
@@ -265,7 +251,7 @@ class _StageReplay(torch.autograd.Function):
         recording.sums.bind(recording.learned)
         of_inputs = recording.backward(gradient)
 
-        def rest(use: _Use = use) -> None:
+        def rest(use: Use = use) -> None:
             recording.weights()
             recording.release()
 
