@@ -60,7 +60,7 @@ class CpuGraph:
 
     def replay(self) -> None:
         CpuGraph.replays += 1
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for function, args, kwargs, output in self.capture.calls:
                 for known, found in zip(_tensors(output), _tensors(function(*args, **kwargs)), strict=True):
                     known.data.copy_(found)

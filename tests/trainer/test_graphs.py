@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tests.support.cpu_graphs import CpuGraph, cpu_graphs
-from trainer.compute.arithmetic import Full
+from trainer.compute.arithmetic import Full, build_precision
 from trainer.compute.graphs import Graphs, replayable
 from trainer.compute.models import build_model
 from trainer.pipeline import StageWork, replay_stage
+
+CPU = torch.device("cpu")
 
 
 def network() -> nn.Module:
@@ -129,3 +131,42 @@ def test_a_network_that_is_called_twice_before_backward(sizes: Sequence[tuple[in
     (plain, _), (replayed, count) = weights(replays=False), weights(replays=True)
     assert count > 10
     assert max((replayed[name] - tensor).abs().max().item() for name, tensor in plain.items()) <= 1e-12
+
+
+class Fp32Linear(nn.Linear):
+    """A layer that leaves autocast."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(inputs.float())
+
+
+@pytest.mark.parametrize("is_stage", [False, True], ids=["whole", "stage"])
+def test_a_recorded_backward_is_outside_autocast_as_in_a_run(is_stage: bool) -> None:
+    def gradients(*, replays: bool) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        layers, notes = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), Fp32Linear(8, 3), nn.ReLU()), list[str]()
+        inputs, of_output, precision = torch.randn(6, 8), torch.randn(6, 3), build_precision("bf16", CPU, None)
+        with cpu_graphs():
+            stage = StageWork(layers, precision, reads=True, splits=True) if is_stage else None
+            if replays and stage:
+                replay_stage(stage, 1, notes.append, notes.append)
+            elif replays:
+                replayable(layers, notes.append, notes.append)
+            for _ in range(5):
+                layers.zero_grad(set_to_none=True)
+                if stage:
+                    stage.begin([6])
+                    stage.forward(inputs, 0)
+                    stage.backward(of_output, 6, 0)
+                    stage.weights()
+                    continue
+                with precision.autocast():
+                    output = layers(inputs)
+                output.backward(of_output)
+            assert ["recorded" in note for note in notes] == [True] * replays, notes
+            return [weight.grad.clone() for weight in layers.parameters() if weight.grad is not None], CpuGraph.replays
+
+    (plain, _), (replayed, count) = gradients(replays=False), gradients(replays=True)
+    assert count and len(plain) == 4
+    assert all(torch.equal(one, other) for one, other in zip(plain, replayed, strict=True))

@@ -293,6 +293,11 @@ def uncached() -> Iterator[None]:
         torch.set_autocast_cache_enabled(caches)
 
 
+def uncast(on: Tensor) -> torch.autocast:
+    """For a backward within forward's autocast: runs have it outside."""
+    return torch.autocast(on.device.type, enabled=False)
+
+
 def _record(stages: Sequence[nn.Module], images: Tensor, sums: Sums | None) -> list[Piece]:
     memory = Memory()
     pieces: list[Piece] = []
@@ -352,7 +357,7 @@ class Piece:
         self.images_gradient: Tensor | None = None
         self.gradients: Sequence[Tensor] = self.sums or ()
         if self.output.requires_grad:
-            with self.memory.recorded(self.backward):
+            with self.memory.recorded(self.backward), uncast(gradient):
                 self._backward(gradient)
         self.output = self.output.detach()  # drops the autograd graph, so that the pool can reuse its memory
         return gradient if self.images_gradient is None else self.images_gradient
@@ -417,7 +422,8 @@ def distances(model: Any, recording: Recording, images: Tensor) -> tuple[float, 
         for total in recording.sums.all if recording.sums else ():
             total.zero_()
         output = forward(images)
-        gradients = torch.autograd.grad(output, trainable(model), some_gradient(output))
+        with uncast(output):
+            gradients = torch.autograd.grad(output, trainable(model), some_gradient(output))
         found = [output.detach()], [each.clone() for each in gradients], [buffer.clone() for buffer in model.buffers()]
         for tensor, before in zip(changed, kept, strict=True):
             tensor.copy_(before)

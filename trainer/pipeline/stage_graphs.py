@@ -32,6 +32,7 @@ from trainer.compute.graphs import (
     pass_bytes,
     replays,
     uncached,
+    uncast,
 )
 from trainer.compute.models import gradient_bytes, trainable
 from trainer.pipeline.deferred import Later, autocast_type
@@ -202,17 +203,17 @@ class StageRecording(Reusable):
             self.piece = Piece(blocks, own, memory, sums.all, instead)
             versions = [found._version for found in sums.all]
             self.piece.record_backward(torch.zeros_like(self.piece.output, requires_grad=False))
-            self.weights_graph = self._record_weights(memory, later.cut())
+            self.weights_graph = self._record_weights(memory, later.cut(), own)
         if any(found._version == before for found, before in zip(sums.all, versions, strict=True)):
             raise RuntimeError("a weight has no gradient")
         self.starts_from_weights = torch.zeros((), device=inputs.device, requires_grad=bool(self.piece.aliases))
 
     @staticmethod
-    def _record_weights(memory: Memory, works: Sequence[Callable[[], None]]) -> Any:
+    def _record_weights(memory: Memory, works: Sequence[Callable[[], None]], on: Tensor) -> Any:
         if not works:
             return None
         graph = torch.cuda.CUDAGraph()
-        with memory.recorded(graph), torch.no_grad():
+        with memory.recorded(graph), torch.no_grad(), uncast(on):
             for work in works:
                 work()
         return graph
@@ -280,10 +281,12 @@ def distances(blocks: nn.Sequential, recording: StageRecording, inputs: Tensor) 
         own = aliases_of(blocks, recording.instead)
         leaf = inputs.detach().requires_grad_(inputs.requires_grad)
         output = functional_call(blocks, own, (leaf,))
-        torch.autograd.backward(output, plain_graphs.some_gradient(output))
+        with uncast(output):
+            torch.autograd.backward(output, plain_graphs.some_gradient(output))
+            with torch.no_grad():
+                for work in later.cut():
+                    work()
         with torch.no_grad():
-            for work in later.cut():
-                work()
             gradients = [one.grad for one in own.values() if one.grad is not None]
             return restored([output], [leaf.grad] if leaf.grad is not None else [], gradients)
 
