@@ -170,3 +170,17 @@ def test_a_recorded_backward_is_outside_autocast_as_in_a_run(is_stage: bool) -> 
     (plain, _), (replayed, count) = gradients(replays=False), gradients(replays=True)
     assert count and len(plain) == 4
     assert all(torch.equal(one, other) for one, other in zip(plain, replayed, strict=True))
+
+
+def test_a_larger_micro_batch_has_the_memory_of_recordings() -> None:
+    part, notes = nn.Sequential(nn.Linear(4, 3), nn.ReLU()), list[str]()
+    with cpu_graphs():
+        stage = StageWork(part, Full(), reads=True, splits=False)
+        replay_stage(stage, 1, notes.append, notes.append)
+        recorded = []
+        for size in (2, 2, 2, 2, 1, 3, 3, 3, 3, 2, 2):
+            stage.begin([size])
+            stage.forward(torch.ones(size, 4), 0)
+            recorded.append(sum(map(len, stage.graphs.recorded.values())))
+            stage.backward(torch.ones(size, 3), size, 0)
+    assert recorded == [0, 0, 0, 1, 1, 0, 0, 0, 1, 2, 2]

@@ -100,6 +100,9 @@ class StageGraphs:
             self.recorded[key] = known  # most recently used last
         if free := next((each for each in known or () if each.is_free), None):
             return free.replay(inputs)
+        if inputs.numel() > max((known.shape.numel() for known in self.passes), default=0):
+            self.recorded.clear()  # the largest size so far needs all memory for plain passes
+            self.is_full = self.count == MOST_RECORDED
         self.passes[size] = self.passes.get(size, 0) + 1
         if size not in self.examples and not self.is_full:
             self.examples[size] = inputs.detach().clone()
