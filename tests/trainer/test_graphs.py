@@ -184,3 +184,48 @@ def test_a_larger_micro_batch_has_the_memory_of_recordings() -> None:
             recorded.append(sum(map(len, stage.graphs.recorded.values())))
             stage.backward(torch.ones(size, 3), size, 0)
     assert recorded == [0, 0, 0, 1, 1, 0, 0, 0, 1, 2, 2]
+
+
+class Tied(nn.Module):
+    """A linear layer with another's weight."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return nn.functional.linear(inputs, self.weight)
+
+
+@pytest.mark.parametrize("way", ["whole", "added", "stage", "split stage"])
+def test_a_module_and_a_weight_in_two_places(way: str) -> None:
+    def gradients(*, replays: bool) -> tuple[list[Tensor], nn.Sequential, list[str]]:
+        torch.manual_seed(0)
+        first, notes = nn.Linear(4, 4), list[str]()
+        layers = nn.Sequential(nn.Sequential(first, nn.Tanh(), first, nn.Linear(4, 4), Tied(first.weight), nn.Tanh()))
+        with cpu_graphs():
+            stage = StageWork(layers, Full(), reads=True, splits=way == "split stage") if "stage" in way else None
+            if replays and stage:
+                replay_stage(stage, 1, notes.append, notes.append)
+            graphs = replayable(layers, notes.append, notes.append) if replays and not stage else None
+            weights = list(layers.parameters())
+            for size in (3, 3, 3, 3, 2):
+                layers.zero_grad(set_to_none=True)
+                if stage:
+                    stage.begin([size])
+                    stage.forward(torch.ones(size, 4), 0)
+                    stage.backward(torch.ones(size, 4), size, 0)
+                    if stage.splits:
+                        stage.weights()
+                    continue
+                if graphs:
+                    graphs.begin(adds=way == "added")
+                    graphs.is_last = True
+                layers(torch.ones(size, 4)).backward(torch.ones(size, 4))
+        return [weight.grad for weight in weights if weight.grad is not None], layers, notes
+
+    (plain, _, _), (replayed, layers, notes) = gradients(replays=False), gradients(replays=True)
+    assert ["recorded" in note for note in notes] == [True], notes
+    assert all(type(weight) is nn.Parameter for weight in layers.parameters())
+    assert len(plain) == 4
+    assert all(torch.allclose(one, other) for one, other in zip(plain, replayed, strict=True))

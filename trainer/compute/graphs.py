@@ -343,13 +343,13 @@ class Piece:
         self.weights, self.memory, self.sums = trainable(stages), memory, sums
         # Aliases, because DDP's hooks bind the parameters' gradients to another stream.
         own = aliases_of(stages, instead or {})
-        self.aliases = [alias for alias in own.values() if alias.requires_grad]
+        self.aliases = [alias for alias in dict.fromkeys(own.values()) if alias.requires_grad]
         for alias, found in zip(self.aliases, sums or (), strict=sums is not None):
             alias.grad = found
         self.images = images.detach().requires_grad_(images.requires_grad)
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with memory.recorded(self.forward):
-            self.output = functional_call(stages, own, (self.images,))
+            self.output = functional_call(stages, own, (self.images,), tie_weights=False)
 
     def record_backward(self, gradient: Tensor) -> Tensor:
         """gradient: memory of the output's gradient. Returns that of the images'."""
@@ -374,9 +374,17 @@ class Piece:
 
 
 def aliases_of(stages: nn.Module, instead: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """By one name for each module's weight, to call with tie_weights=False: with two names for a module that is used
+    twice, functional_call does not restore its weights.
+    """
+    of = {
+        id(weight): instead.get(id(weight), weight).detach().requires_grad_(weight.requires_grad)
+        for weight in stages.parameters()
+    }
     return {
-        name: instead.get(id(weight), weight).detach().requires_grad_(weight.requires_grad)
-        for name, weight in stages.named_parameters()
+        f"{name}.{key}": of[id(weight)]
+        for name, module in stages.named_modules()
+        for key, weight in module.named_parameters(recurse=False, remove_duplicate=False)
     }
 
 

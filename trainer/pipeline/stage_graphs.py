@@ -283,14 +283,14 @@ def distances(blocks: nn.Sequential, recording: StageRecording, inputs: Tensor) 
     def plain() -> tuple[list[Tensor], ...]:
         own = aliases_of(blocks, recording.instead)
         leaf = inputs.detach().requires_grad_(inputs.requires_grad)
-        output = functional_call(blocks, own, (leaf,))
+        output = functional_call(blocks, own, (leaf,), tie_weights=False)
         with uncast(output):
             torch.autograd.backward(output, plain_graphs.some_gradient(output))
             with torch.no_grad():
                 for work in later.cut():
                     work()
         with torch.no_grad():
-            gradients = [one.grad for one in own.values() if one.grad is not None]
+            gradients = [one.grad for one in dict.fromkeys(own.values()) if one.grad is not None]
             return restored([output], [leaf.grad] if leaf.grad is not None else [], gradients)
 
     def replayed() -> tuple[list[Tensor], ...]:
