@@ -175,6 +175,9 @@ class Passes:
     def take(self, samples: int, cut: Cut) -> list[Lap]:
         """Raises NoMemory."""
         if (samples, cut) != (self.samples, self.cut):
+            for stage in self.stages if self.replays else ():
+                stage.graphs = None
+                del stage.part.graphs  # frees memory now: the next stages need it
             self.samples, self.cut, self.stages = samples, cut, self._stages(cut)
             for _ in range(WARM + 1 if self.replays else 0):
                 self.trainee.attempt(samples, lambda: self._take(samples))
