@@ -101,7 +101,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--twins", default=",".join(TWINS))
     parser.add_argument("--speeds", default="slow,catalogue", help="of the twins; each has to have a lab inventory")
     parser.add_argument("--exp", default="resnet152_cifar")
-    parser.add_argument("--model", default="", help="of the experiment, if not its own")
+    parser.add_argument("--set", default="", help="settings of all rows: model=gpt2_small,tokens=1024")
     parser.add_argument("--batch", default="256")
     parser.add_argument("--link", default="2.5Gbps")
     parser.add_argument("--slow-motion", type=float, default=1.0, metavar="K", help="times as slow, hosts and links")
@@ -156,7 +156,11 @@ def card_of(name: str) -> Card:
 
 
 def settings_of(asked: argparse.Namespace) -> Settings:
-    return parse_settings(asked.exp, {"model": asked.model} if asked.model else {})
+    return parse_settings(asked.exp, settings_given(asked))
+
+
+def settings_given(asked: argparse.Namespace) -> dict[str, str]:
+    return dict(pair.split("=", 1) for pair in asked.set.split(",") if pair)
 
 
 def slowed(host: Host, times: float) -> Host:
@@ -214,7 +218,7 @@ def measured_columns(
     lab: Rack, speed: str, hosts: Sequence[Host], batches: Sequence[int], goodput: float, asked: argparse.Namespace
 ) -> list[Column]:
     """All batches in one gang."""
-    network = {"model": asked.model} if asked.model else {}
+    network = settings_given(asked)
     model = Model(planned(lab, network, asked.exp), lab.person.folder / "runs")
     size = gradient_bytes(layers_in(network_of(settings_of(asked))))
     chosen: dict[str, dict[str, Any]] = {}
