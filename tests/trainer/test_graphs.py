@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from tests.support.cpu_graphs import CpuGraph, cpu_graphs
 from trainer.compute.arithmetic import Full, build_precision
-from trainer.compute.graphs import Graphs, replayable
+from trainer.compute.graphs import Graphs, Memory, replayable
 from trainer.compute.models import build_model
 from trainer.pipeline import StageWork, replay_stage
 
@@ -229,3 +229,23 @@ def test_a_module_and_a_weight_in_two_places(way: str) -> None:
     assert all(type(weight) is nn.Parameter for weight in layers.parameters())
     assert len(plain) == 4
     assert all(torch.allclose(one, other) for one, other in zip(plain, replayed, strict=True))
+
+
+def test_all_recordings_use_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    part, notes, streams = nn.Sequential(nn.Linear(4, 3), nn.ReLU()), list[str](), list[object]()
+    with cpu_graphs(), monkeypatch.context() as patch:
+        patch.setattr(Memory, "stream", None)
+        patch.setattr(torch.cuda, "Stream", lambda: streams.append(object()) or streams[-1])
+        stage = StageWork(part, Full(), reads=True, splits=True)
+        replay_stage(stage, 3, notes.append, notes.append)
+        for size in (4, 4, 2, 2):
+            stage.begin([size] * 3)
+            for _ in range(3):
+                stage.forward(torch.ones(size, 4), 0)
+            for _ in range(3):
+                stage.backward(torch.ones(size, 3), 6, 0)
+                stage.weights()
+    assert [note.partition(",")[0] for note in notes] == [
+        f"cuda_graph: micro-batches of {size} samples recorded for 3 in flight" for size in (4, 2)
+    ]
+    assert len(streams) == 1

@@ -17,7 +17,7 @@ import gc
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -311,10 +311,15 @@ def _record(stages: Sequence[nn.Module], images: Tensor, sums: Sums | None) -> l
 
 
 class Memory:
-    """A pool and stream for recordings that always replay in the same order."""
+    """A pool for recordings that always replay in the same order, and the stream of all recordings."""
+
+    # torch has 32 streams per GPU, and then gives them out again: a capture would also record what another thread does
+    # in its stream. Each stream has a cuBLAS workspace, too, of 32 MiB on an H100.
+    stream: ClassVar[Any] = None
 
     def __init__(self) -> None:
-        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()
+        Memory.stream = Memory.stream or torch.cuda.Stream()
 
     @contextlib.contextmanager
     def recorded(self, graph: Any) -> Iterator[None]:
