@@ -249,3 +249,29 @@ def test_all_recordings_use_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         f"cuda_graph: micro-batches of {size} samples recorded for 3 in flight" for size in (4, 2)
     ]
     assert len(streams) == 1
+
+
+@pytest.mark.parametrize("is_stage", [False, True], ids=["whole", "stage"])
+@pytest.mark.parametrize("trained", [(True, False), (False, True)], ids=["frozen", "trained"])
+def test_a_script_that_changes_which_weights_are_trained(is_stage: bool, trained: tuple[bool, bool]) -> None:
+    """trained: the first layer, before and after the change."""
+    layers, notes = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)), list[str]()
+    with cpu_graphs():
+        stage = StageWork(layers, Full(), reads=True, splits=True) if is_stage else None
+        if stage:
+            replay_stage(stage, 1, notes.append, notes.append)
+        graphs = None if stage else replayable(layers, notes.append, notes.append)
+        for is_trained in [trained[0]] * 5 + [trained[1]] * 5:
+            layers[0].requires_grad_(is_trained)
+            layers.zero_grad(set_to_none=True)
+            if stage:
+                stage.begin([2])
+                stage.forward(torch.ones(2, 4), 0)
+                stage.backward(torch.ones(2, 3), 2, 0)
+                stage.weights()
+            elif graphs:
+                graphs.begin(adds=True)
+                graphs.is_last = True
+                layers(torch.ones(2, 4)).backward(torch.ones(2, 3))
+            assert [weight.grad is not None for weight in layers.parameters()] == [is_trained] * 2 + [True] * 2
+    assert ["recorded" in note for note in notes] == [True] * 2, notes

@@ -62,6 +62,8 @@ class Graphs:
         self.adds, self.is_last = False, True
         """Whether the update has several micro-batches, and whether its last one has begun."""
         self.last_used: Recording | None = None
+        self.trained: Trained | None = None
+        """Of the first recording."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
         # A copied network has other weights: it never replays.
@@ -72,6 +74,8 @@ class Graphs:
     def begin(self, *, adds: bool) -> None:
         """Call before each update."""
         self.adds, self.is_last = adds, not adds
+        if self.trained and self.trained.have_changed():
+            self.recorded, self.passes, self.sums = {}, {}, None
         if self.sums:
             self.sums.is_empty, self.sums.has_left = True, False
 
@@ -121,6 +125,7 @@ class Graphs:
             self._give_up(why)
             return None
         free = torch.cuda.mem_get_info(images.device)[0]
+        self.trained = self.trained or Trained(model)
         try:
             if self.adds and not self.sums:
                 self.sums = Sums(trainable(model))
@@ -152,6 +157,19 @@ def why_inexact(far: float, apart: float) -> str:
     if far <= DIFFERENT + NOISE * apart:
         return ""
     return f"a replay is {far:.2g} off a plain pass, two of which are {apart:.2g} apart"
+
+
+class Trained:
+    """Notices that a script freezes weights, or trains frozen ones."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weights = list(model.parameters())
+        self.are_trained = [weight.requires_grad for weight in self.weights]
+
+    def have_changed(self) -> bool:
+        """Since the last call."""
+        before, self.are_trained = self.are_trained, [weight.requires_grad for weight in self.weights]
+        return before != self.are_trained
 
 
 class Sums:

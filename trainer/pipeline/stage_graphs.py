@@ -24,6 +24,7 @@ from trainer.compute.graphs import (
     Piece,
     Reusable,
     Sums,
+    Trained,
     Use,
     aliases_of,
     hooks_of,
@@ -83,6 +84,7 @@ class StageGraphs:
         self.count = 0
         """Recorded sizes in the whole run."""
         self.sums: Sums | None = None
+        self.trained = Trained(self.blocks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageGraphs:
         # A copied part has other weights: it never replays.
@@ -111,6 +113,8 @@ class StageGraphs:
     def begin(self, sizes: Sequence[int], sets: Sequence[Mapping[str, Tensor]] = ()) -> None:
         """Records what is known by now. Call before an update, with nothing in flight. sets: see `StageWork.begin`."""
         weights: Sequence[Given] = sets or (None,)
+        if self.trained.have_changed():
+            self.recorded, self.examples, self.passes, self.sums = {}, {}, {}, None
         if sets:  # the part's own are not used again
             self.recorded = {key: known for key, known in self.recorded.items() if key[1]}
         ready = [size for size in self.examples if self.passes[size] > WARM and size.shape[0] in sizes]
