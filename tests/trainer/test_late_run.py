@@ -41,7 +41,7 @@ from trainer.ranks import RankInfo
 from trainer.session import Session
 from trainer.setup import CustomScript, assemble
 from trainer.setup.pipeline import PipelinePlan, memory_of_stage
-from trainer.shared import SettingsError, parse_settings, parse_stages
+from trainer.shared import SettingsError, micro_batch_sizes, parse_settings, parse_stages
 
 UPDATES = 6
 LATE = {"strategy": "pipeline", "fidelity": "late"}
@@ -91,7 +91,7 @@ def trained(rank: int, case: tuple[dict[str, str], tuple[str, ...], float | str]
 
 
 def delayed(
-    exact: set[str], parts: int, first: int, clip_norm: float = 0.0, name: str = ""
+    exact: set[str], parts: int, first: int, clip_norm: float = 0.0, name: str = "", smaller_first: float = 0.0
 ) -> tuple[dict[str, Tensor], ...]:
     """The first and the last state of one process. exact: names on the last stage. parts: micro-batches. first: late
     update. name: of another network.
@@ -111,7 +111,8 @@ def delayed(
                     weight.copy_(before[name] if number >= first and name not in exact else now[name])
             used.zero_grad()
             inputs, targets = default_collate([data[index] for index in stream.indices(epoch, step, 0)])
-            for part, labels in zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True):
+            sizes = micro_batch_sizes(len(targets), parts, smaller_first)
+            for part, labels in zip(inputs.split(sizes), targets.split(sizes), strict=True):
                 (loss(used(part), labels) / len(targets)).backward()
             if clip_norm:
                 nn.utils.clip_grad_norm_(used.parameters(), clip_norm)
@@ -127,6 +128,12 @@ CASES: dict[str, tuple[dict[str, str], tuple[str, ...], int, int]] = {
     "several, 1f1b": ({"accumulate": "3", "schedule": "1f1b"}, FOUR, 3, 1),
     "exact at first": ({"accumulate": "2", "late_after": "0.5"}, FOUR, 2, 3),
     "never late": ({"late_after": "0.99"}, FOUR, 1, 6),
+    "exact, a smaller first micro-batch": (
+        {"fidelity": "exact", "accumulate": "3", "smaller_first": "0.4"},
+        FOUR,
+        3,
+        6,
+    ),
     "clipped": ({"clip_norm": "0.5"}, FOUR, 1, 1),
     "two ranks a stage": ({"accumulate": "2"}, LANES, 4, 1),
 }
@@ -137,7 +144,8 @@ CASES: dict[str, tuple[dict[str, str], tuple[str, ...], int, int]] = {
 def test_a_scripts_updates_are_those_of_one_process_with_the_delay(gang: Gang, name: str) -> None:
     asked, nodes, parts, first = CASES[name]
     answers = [state for state, _ in gang.run(trained, (asked, nodes, 0.0), timeout_s=60)]
-    begun, last = delayed(set(answers[-1]), parts, first, float(asked.get("clip_norm", 0)))
+    clip_norm, smaller_first = float(asked.get("clip_norm", 0)), float(asked.get("smaller_first", 0))
+    begun, last = delayed(set(answers[-1]), parts, first, clip_norm, smaller_first=smaller_first)
     assert set().union(*answers) == set(last)
     own = [
         {key: one for key, one in state.items() if nodes is FOUR or ("running" not in key and "tracked" not in key)}

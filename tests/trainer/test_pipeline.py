@@ -24,7 +24,7 @@ from trainer.compute.arithmetic import Full
 from trainer.compute.models import stages_of
 from trainer.compute.timer import NO_DELAY, CpuTimer
 from trainer.pipeline import Cuts, Layout, Pipeline, StageWork, part_of, replay_stage
-from trainer.shared import Stage, parse_stages
+from trainer.shared import Stage, micro_batch_sizes, parse_stages
 from trainer.strategies import GradientSum
 
 CLASSES = 3
@@ -158,6 +158,8 @@ def _piped(rank: int, case: Case) -> dict[str, Tensor] | None:
     pipeline.settle()
     if case.graphs:
         assert any("recorded" in note for note in notes) and not any("off a plain pass, two" in note for note in notes)
+        recorded = [note.partition(" in flight")[0] for note in notes if "recorded" in note]
+        assert len(recorded) == len(set(recorded)), notes
         assert CpuGraph.replays > sum(len(of) for sizes in case.sizes for of in sizes), notes
     if case.averages:
         pipeline.average_statistics(part, ())
@@ -211,6 +213,15 @@ def test_replayed_stages_are_one_process_to_the_last_bit(gang: Gang, splits: boo
     """Two sizes, several in flight, and plain passes in between."""
     sizes = [[(4, 4, 4, 4, 3, 3)]] * 6 + [[(2, 4, 4)]] + [[(4, 4, 4, 4, 3, 3)]] * 3
     assert furthest(gang, replace(TWO, sizes=sizes, splits=splits, graphs=True)) == 0
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_smaller_first_micro_batch_is_one_process_to_the_last_bit(gang: Gang, graphs: bool) -> None:
+    """Three sizes, three others of an epoch's last batch, and each is recorded once."""
+    full, last = [micro_batch_sizes(24, 6, 0.5)], [micro_batch_sizes(29, 5, 0.5)]
+    assert (full, last) == ([(2, 5, 5, 4, 4, 4)], [(3, 7, 7, 6, 6)])
+    of_updates = [full, last] * 5
+    assert furthest(gang, replace(TWO, sizes=of_updates, graphs=graphs)) == 0
 
 
 def test_a_micro_batch_that_counts_twice_shows(gang: Gang) -> None:

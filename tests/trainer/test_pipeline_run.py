@@ -179,6 +179,8 @@ def test_a_network_that_no_gpu_holds_alone_trains_as_a_pipeline(tmp_path: Path) 
     [
         ({"stages": "a:0-3"}, "stages: does nothing with strategy ddp; use pipeline"),
         ({"in_flight": "3"}, "in_flight: does nothing with strategy ddp; use pipeline"),
+        ({"smaller_first": "0.3"}, "smaller_first: does nothing with strategy ddp; use pipeline"),
+        ({"strategy": "pipeline", "smaller_first": "1"}, "smaller_first: 1.0 is too large; less than 1"),
         ({"strategy": "pipeline", "stages": "a"}, "stages: 'a': expected a host and its blocks"),
         ({"strategy": "pipeline", "shares": "auto"}, "shares: auto moves samples from rank to rank"),
         ({"strategy": "pipeline", "sync_bn": "true"}, "sync_bn: a pipeline's BatchNorm sees a micro-batch"),

@@ -221,9 +221,10 @@ def test_a_share_beyond_the_memory_counts_with_its_micro_batches():
     accumulate=st.integers(0, 9),
     cap=st.none() | st.integers(2, 50),
     together=st.booleans(),
+    smaller_first=st.sampled_from([0.0, 0.3, 0.9]),
 )
-def test_micro_batches_hold_every_sample_and_fit(shares, accumulate, cap, together):
-    cut = MicroBatches(accumulate, [cap] * len(shares), together)
+def test_micro_batches_hold_every_sample_and_fit(shares, accumulate, cap, together, smaller_first):
+    cut = MicroBatches(accumulate, [cap] * len(shares), together, 0.0 if cap else smaller_first)
     parts = [cut.sizes(shares, rank) for rank in range(len(shares))]
     assert [sum(sizes) for sizes in parts] == shares
     assert all(size <= max(cap, 3) for sizes in parts for size in sizes if cap)

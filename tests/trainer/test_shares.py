@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.shared import equal_shares, scale_shares, without_singles
+from trainer.shared import equal_shares, micro_batch_sizes, scale_shares, without_singles
 
 pytest.importorskip("torch")
 from trainer.data import RankBatches, SampleStream, derive_seed
@@ -23,6 +23,23 @@ def test_equal_shares_add_up_and_differ_by_one_at_most(batch: int, world_size: i
     assert sum(shares) == batch
     assert max(shares) - min(shares) <= 1
     assert list(shares) == sorted(shares, reverse=True)
+
+
+@given(share=st.integers(0, 5_000), count=st.integers(1, 400), part=st.floats(0, 1, exclude_max=True))
+def test_the_first_micro_batch_is_smaller_by_the_part_and_the_others_are_equal(
+    share: int, count: int, part: float
+) -> None:
+    first, *others = sizes = micro_batch_sizes(share, count, part)
+    assert len(sizes) == count
+    assert sum(sizes) == share
+    if not part or not others:
+        assert sizes == equal_shares(share, count)
+        return
+    assert max(others) - min(others) <= 1
+    assert first <= min(others)
+    assert first >= min(2, share // count)
+    if 2 < first < share // count:
+        assert abs(first - (1 - part) * sum(others) / len(others)) <= 1
 
 
 @given(shares=shares_lists, batch=st.integers(0, 5_000))

@@ -9,19 +9,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from trainer.shared.shares import equal_shares
+from trainer.shared.shares import micro_batch_sizes
 
 
 class MicroBatches:
     """accumulate: per rank, 0 for as few as fit. caps: largest micro-batch of each rank. together: all ranks use the
-    largest count.
+    largest count. smaller_first: the part by which the first micro-batch is smaller than the others.
     """
 
-    def __init__(self, accumulate: int, caps: Sequence[int | None], together: bool) -> None:
+    def __init__(self, accumulate: int, caps: Sequence[int | None], together: bool, smaller_first: float = 0.0) -> None:
         self.accumulate, self.caps, self.together = accumulate, list(caps), together
+        self.smaller_first = smaller_first
 
     def sizes(self, shares: Sequence[int], rank: int) -> tuple[int, ...]:
-        return _sizes(tuple(shares), tuple(self.caps), self.accumulate, self.together, rank)
+        return _sizes(tuple(shares), tuple(self.caps), self.accumulate, self.together, rank, self.smaller_first)
 
     def largest(self, shares: Sequence[int]) -> int:
         return max(len(self.sizes(shares, rank)) for rank in range(len(shares)))
@@ -29,12 +30,17 @@ class MicroBatches:
 
 @functools.lru_cache(maxsize=1024)  # every step asks the same
 def _sizes(
-    shares: tuple[int, ...], caps: tuple[int | None, ...], accumulate: int, together: bool, rank: int
+    shares: tuple[int, ...],
+    caps: tuple[int | None, ...],
+    accumulate: int,
+    together: bool,
+    rank: int,
+    smaller_first: float,
 ) -> tuple[int, ...]:
     counts = [_count(share, cap, accumulate) for share, cap in zip(shares, caps, strict=True)]
     count = max(counts) if together else counts[rank]
     filled = max(counts[rank], min(count, shares[rank] // 2))
-    return equal_shares(shares[rank], filled) + (0,) * (count - filled)
+    return micro_batch_sizes(shares[rank], filled, smaller_first) + (0,) * (count - filled)
 
 
 def _count(share: int, cap: int | None, accumulate: int) -> int:

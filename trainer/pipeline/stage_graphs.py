@@ -39,7 +39,8 @@ from trainer.compute.models import gradient_bytes, trainable
 from trainer.pipeline.deferred import Later, autocast_type
 from trainer.pipeline.stage import Part, StageWork
 
-MOST_SIZES = 4
+MOST_SIZES = 6
+"""Three of a full batch, and three of an epoch's last."""
 MOST_RECORDED = 12
 """In a run, because recording a size takes as long as some ten passes."""
 COMPARED_GRADIENTS = 5

@@ -382,7 +382,8 @@ def split_work(settings: Settings, info: RankInfo, training_task: TrainingTask) 
     micro_batches = MicroBatches(settings.accumulate, caps, together=settings.strategy == "fsdp")
     if pipeline:
         usual = 1 if settings.fidelity == "late" else pipeline.micro_batches
-        micro_batches = MicroBatches(settings.accumulate or usual, [None] * len(caps), together=False)
+        count, smaller_first = settings.accumulate or usual, settings.smaller_first
+        micro_batches = MicroBatches(count, [None] * len(caps), together=False, smaller_first=smaller_first)
     last_step = min(whole, settings.steps or whole)
     order = RankBatches(stream, READER if tensor else info.rank)
     return BatchSplit(order, micro_batches, shares, speeds, last_step, pipeline, tensor)

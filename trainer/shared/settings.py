@@ -401,6 +401,14 @@ class Settings:
         default=0,
         only=("strategy", "pipeline"),
     )
+    smaller_first: float = setting(
+        "The part, 0..1, by which a pipeline's first micro-batch of an update is smaller than the others, so that "
+        "the next stage begins sooner. 0: equal sizes.",
+        at_least=0,
+        below=1,
+        default=0.0,
+        only=("strategy", "pipeline"),
+    )
     schedule: str = setting(
         "When a pipeline's stage computes its weights' gradients: in times when it would wait (zero_bubble), or "
         "together with its inputs' gradients (1f1b), which takes less memory.",

@@ -34,6 +34,20 @@ def equal_shares(batch: int, world_size: int) -> tuple[int, ...]:
     return tuple(whole + (rank < rest) for rank in range(world_size))
 
 
+def micro_batch_sizes(share: int, count: int, smaller_first: float = 0.0) -> tuple[int, ...]:
+    """At most three sizes: all but the first differ by at most one. smaller_first: the part, 0..1, by which the first
+    is smaller; it keeps the two samples that BatchNorm needs, if the others have them.
+
+    >>> micro_batch_sizes(64, 4), micro_batch_sizes(64, 4, smaller_first=0.3)
+    ((16, 16, 16, 16), (12, 18, 17, 17))
+    """
+    if count < 2 or not smaller_first:
+        return equal_shares(share, count)
+    part = 1 - smaller_first
+    first = min(share // count, max(2, round(share * part / (count - 1 + part))))
+    return (first, *equal_shares(share - first, count - 1))
+
+
 def scale_shares(shares: Sequence[int], batch: int) -> tuple[int, ...]:
     """In the proportion of `shares` (sum at least 1), by the largest remainder; ties go to the lower rank."""
     total = sum(shares)
