@@ -185,7 +185,8 @@ def _cut(settings: Settings, view: ForecastInputs, scene: Scene, chosen: Collect
         found = pipeline_for(scene, here, chosen)
         if found is None:
             return None
-        changes = {name: value for name, value in found.settings.items() if name not in chosen}
+        cut = {"smaller_first": 0.0, **found.settings}  # without the plan's own
+        changes = {name: value for name, value in cut.items() if name not in chosen}
         return _Option(tuple(host.name for host in scene.hosts), found.samples_per_s, replace(here, **changes))
     except SettingsError:
         return None

@@ -291,7 +291,7 @@ def auto(lab: Rack, asked: dict[str, Any], exp: str) -> dict[str, Any]:
     asked |= FIDELITIES[asked["fidelity"]]
     chosen = planned(lab, {**asked, "strategy": "auto"}, exp)["settings"]
     if chosen["strategy"] == "pipeline":
-        cut = ("strategy", "stages", "accumulate", "in_flight", "schedule")
+        cut = ("strategy", "stages", "accumulate", "in_flight", "smaller_first", "schedule")
         return {**asked, **{name: chosen[name] for name in cut if name in chosen}, "shares": ""}
     return {**asked, "strategy": chosen["strategy"], "bucket_mib": chosen["bucket_mib"]}
 

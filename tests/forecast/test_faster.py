@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 
 import pytest
 
 from orchestrator.clusters import Clusters
 from orchestrator.errors import HostError
-from orchestrator.forecast import faster_ways, inputs_of, preference
+from orchestrator.forecast import faster_ways, inputs_of, preference, what_if
+from orchestrator.forecast.pipeline import as_set
 from orchestrator.planning import CodeFolder, LaunchPlan, run_line
 from orchestrator.results import WORTH, measured
 from orchestrator.results.analyse import analyse
@@ -198,3 +200,15 @@ def test_a_pipeline_whose_blocks_nobody_timed_has_to_be_a_fifth_faster():
     assert preference("pipeline", 120.0) == 120.0
     assert preference("pipeline", 120.0, is_own=True) == pytest.approx(100.0)
     assert preference("ddp", 120.0, is_own=True) == 120.0
+
+
+def test_a_cut_of_fewer_hosts_has_the_micro_batches_of_its_prediction():
+    """Not the plan's smaller first micro-batch, which was for all hosts."""
+    plan = dry_run("--set", "strategy=pipeline")
+    view = inputs_of(plan, {})
+    fewer = dataclasses.replace(view.scene)
+    settings = dataclasses.replace(plan.training, smaller_first=0.5)
+    option = what_if._cut(settings, view, fewer, ())
+    assert as_set(fewer, option.settings).samples_per_s == pytest.approx(option.samples_per_s)
+    assert option.settings.smaller_first == 0
+    assert what_if._cut(settings, view, fewer, ("smaller_first",)).settings.smaller_first == 0.5

@@ -23,6 +23,7 @@ from orchestrator.forecast import (
     parse_groups,
 )
 from orchestrator.forecast.pipeline import as_set, choose
+from orchestrator.forecast.pipeline.choice import CHOSEN
 from trainer.shared import Speed, parse_settings
 
 LAYERS = layers_of("resnet152", (3, 32, 32), 10)
@@ -53,14 +54,63 @@ def test_of_two_unequal_hosts_a_pipeline_is_the_fastest_exact_way_and_a_run_take
 
 
 def test_what_a_person_has_chosen_stays():
-    settings = settings_of(accumulate=16, in_flight=2, schedule="1f1b")
+    settings = settings_of(accumulate=16, in_flight=2, smaller_first=0.2, schedule="1f1b")
     found = choose(scene_of(a2000=333, v100=833), settings)
-    assert {key: found.settings[key] for key in ("accumulate", "in_flight", "schedule")} == {
+    assert {key: found.settings[key] for key in CHOSEN} == {
         "accumulate": 16,
         "in_flight": 2,
+        "smaller_first": 0.2,
         "schedule": "1f1b",
     }
     assert found.samples_per_s < choose(scene_of(a2000=333, v100=833), settings, ()).samples_per_s
+
+
+def of_catalogue(**pairs):
+    settings = settings_of(**pairs)
+    return imagine(parse_groups("1xA2000,1xV100"), LAYERS, 2.5e9, settings), settings
+
+
+def test_the_first_micro_batch_is_smaller_if_that_is_at_least_a_hundredth_faster():
+    scene, settings = of_catalogue(batch=2048)
+    found, equal = choose(scene, settings, ()), choose(scene, settings, ("smaller_first",))
+    assert found.settings["smaller_first"] == 0.3
+    assert "smaller_first" not in equal.settings
+    assert found.samples_per_s >= 1.01 * equal.samples_per_s
+    assert found.gain == pytest.approx(found.samples_per_s / equal.samples_per_s - 1, abs=0.005)
+    taken = dataclasses.replace(settings, **found.settings)
+    assert as_set(scene, taken).timed == found.timed
+    sizes = [route.size for route in found.courses[0].routes()]
+    assert sizes[0] < 0.8 * min(sizes[1:])
+
+
+@pytest.mark.parametrize(
+    "asked", [{"batch": 1024}, {"batch": 1536, "amp": "fp16"}, {"batch": 2048, "fidelity": "late"}]
+)
+def test_micro_batches_are_equal_if_a_smaller_first_does_not_help(asked):
+    found = choose(*of_catalogue(**asked), ())
+    assert found.micro_batches > 1
+    assert "smaller_first" not in found.settings
+    assert found.gain == 0
+
+
+def test_batch_norm_sees_as_many_samples_in_a_smaller_first_micro_batch_unless_a_person_allows_fewer():
+    scene, settings = scene_of(32, a2000=333, v100=833), settings_of(batch=32, accumulate=4)
+    found, asked = choose(scene, settings, ()), choose(scene, settings, ("accumulate",))
+    assert [choice.settings["accumulate"] for choice in (found, asked)] == [4, 4]
+    assert "smaller_first" not in found.settings
+    assert 2 <= asked.courses[0].routes()[0].size < 8
+
+
+def test_a_smaller_first_micro_batch_that_memory_does_not_hold_is_not_chosen():
+    settings = settings_of(batch=2048, accumulate=8)
+    scene = imagine(parse_groups("1xA2000,1xV100"), LAYERS, 1e9, settings)
+    equal, free = (choose(scene, settings, chosen) for chosen in (("accumulate", "smaller_first"), ("accumulate",)))
+    held = {stage.host: stage.memory_bytes for stage in equal.timed.stages[0]}
+    assert free.gain > 0
+    assert any(stage.memory_bytes > held[stage.host] for stage in free.timed.stages[0])
+    hosts = tuple(dataclasses.replace(host, memory_bytes=held[host.name]) for host in scene.hosts)
+    tight = choose(dataclasses.replace(scene, hosts=hosts), settings, ("accumulate",))
+    assert all(stage.memory_bytes <= held[stage.host] for stage in tight.timed.stages[0])
 
 
 def test_at_the_catalogues_speeds_a_pipeline_is_slower_than_the_fastest_host_alone():

@@ -21,6 +21,7 @@ from orchestrator.forecast.pipeline import (
 )
 from orchestrator.forecast.pipeline.solve import solve
 from orchestrator.hosts import find_card
+from trainer.compute.microbatches import MicroBatches
 from trainer.shared import check_stages, parse_stages
 
 CIFAR = ("resnet152", (3, 32, 32), 10)
@@ -210,6 +211,18 @@ def test_micro_batches_of_two_ranks_go_side_by_side_and_their_gradients_add_up()
     assert slower.limited_by == "link"
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_micro_batches_have_the_sizes_that_the_ranks_give_them(ranks):
+    course = Course((dataclasses.replace(A2000, ranks=ranks), V100), (0, 14), 256, 6, smaller_first=0.3)
+    cut = MicroBatches(6, [None] * ranks, together=False, smaller_first=0.3)
+    of_lanes = [
+        tuple(route.size for route in course.routes() if route.lanes[0] == lane)
+        for lane in range(course.hosts[0].ranks)
+    ]
+    assert of_lanes == [cut.sizes([256 // ranks] * ranks, rank) for rank in range(ranks)]
+    assert len(set(of_lanes[0])) > 1
+
+
 def test_two_pipelines_beside_each_other_add_up_their_gradients_over_the_link():
     a, b, c, d = (StageHost(name, 1, 0.0, 10.0) for name in "abcd")
     chain = even_chain(weight_bytes=10_000_000)
@@ -323,6 +336,18 @@ def test_no_more_micro_batches_are_held_than_an_update_has():
         3 * 1000 + 32 * 10,
         3 * 1000 + 2 * 32 * 10,
     )
+
+
+def test_each_size_of_micro_batches_keeps_memory_of_its_own():
+    equal = Course((A2000, V100), (0, 14), 256, 16)
+    smaller = dataclasses.replace(equal, smaller_first=0.3)
+    weights = [3 * RESNET.weight_bytes(first, end) for first, end in ((0, 14), (14, 52))]
+    kept = [RESNET.kept_bytes(first, end) for first, end in ((0, 14), (14, 52))]
+    samples = [
+        [(need - weight) / each for need, weight, each in zip(course.memory_bytes(RESNET), weights, kept, strict=True)]
+        for course in (equal, smaller)
+    ]
+    assert samples == [[6 * 16, 5 * 16], [11 + 5 * 17 + 6 * 16, 11 + 5 * 17 + 5 * 16]]
 
 
 def test_less_memory_holds_fewer_micro_batches():

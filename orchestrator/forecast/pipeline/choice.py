@@ -21,7 +21,7 @@ from orchestrator.forecast.links import LinkCosts, Transfers
 from orchestrator.forecast.pipeline.block_costs import Chain, Line, StageHost, chain_from
 from orchestrator.forecast.pipeline.bound import Cut, Family
 from orchestrator.forecast.pipeline.clock import STATES, Course, copy_s, stages_setting, sums_of, update_seconds
-from orchestrator.forecast.pipeline.solve import LEAST_SAMPLES, Space, solve
+from orchestrator.forecast.pipeline.solve import LEAST_SAMPLES, Space, neighbours, solve
 from orchestrator.forecast.step import HostSpeed
 from orchestrator.units import format_figure
 from trainer.shared import gpu_work
@@ -252,17 +252,22 @@ def _fixed_s(line: Line, routes: Sequence[Route]) -> float:
     return sum(line.at(route.size) - line.sample_s * route.size for route in routes)
 
 
-CHOSEN = ("accumulate", "in_flight", "schedule")
+CHOSEN = ("accumulate", "in_flight", "smaller_first", "schedule")
 """User settings that the choice keeps. With `stages` see `as_set`."""
+SMALLER_FIRST = (0.15, 0.3, 0.5)
+"""Parts by which the first micro-batch may be smaller. More sizes would take more CUDA graphs."""
+LEAST_GAIN = 0.01
+"""The least part of the speed that unequal micro-batches must add."""
 
 
 @dataclass(frozen=True)
 class PipelineChoice:
-    """courses: by pipeline. settings: for the run."""
+    """courses: by pipeline. settings: for the run. gain: the part of the speed that smaller first micro-batches add."""
 
     courses: tuple[Course, ...]
     timed: Timed
     settings: Mapping[str, Any]
+    gain: float = 0.0
 
     @property
     def samples_per_s(self) -> float:
@@ -310,7 +315,38 @@ def choose(scene: Scene, settings: Settings, chosen: Collection[str] = CHOSEN) -
         return None
     averages = averages_of(settings)
     found = solve_all(chain, stage_hosts(scene, chain), scene.wire, settings.batch, space, averages)
-    return _choice(chain, found.courses, scene, averages) if found else None
+    if not found:
+        return None
+    courses, gain = found.courses, 0.0
+    if "smaller_first" in chosen:
+        courses = _smaller(courses, settings.smaller_first, courses[0].starts)
+    elif settings.fidelity != "late":  # late updates overlap
+        courses, gain = _with_smaller_first(chain, found, scene.wire, space.least_samples, averages)
+    return dataclasses.replace(_choice(chain, courses, scene, averages), gain=gain)
+
+
+def _smaller(courses: Sequence[Course], part: float, starts: Cut) -> tuple[Course, ...]:
+    return tuple(dataclasses.replace(course, smaller_first=part, starts=starts) for course in courses)
+
+
+def _with_smaller_first(
+    chain: Chain, found: Beside, wire: LinkCosts, least_samples: int, averages: Averages | None
+) -> tuple[tuple[Course, ...], float]:
+    """With the same cut or a neighbour, and the gain; as found if that is too small."""
+    cut, equal_s = found.courses[0].starts, found.seconds
+    best = found
+    for part, starts in itertools.product((0.0, *SMALLER_FIRST), (cut, *neighbours(cut, len(chain.blocks)))):
+        courses = _smaller(found.courses, part, starts)
+        least = min(route.size for course in courses for route in course.routes())
+        if least < least_samples or not all(course.fits(chain) for course in courses):
+            continue
+        seconds = joined_s(chain, courses, wire, averages)
+        if not part:
+            equal_s = min(equal_s, seconds)
+        elif seconds < best.seconds:
+            best = Beside(courses, seconds)
+    gain = equal_s / best.seconds - 1
+    return (best.courses, gain) if gain >= LEAST_GAIN else (found.courses, 0.0)
 
 
 def as_set(scene: Scene, settings: Settings) -> PipelineChoice:
@@ -334,6 +370,7 @@ def as_set(scene: Scene, settings: Settings) -> PipelineChoice:
             settings.schedule == "zero_bubble",
             late_part_of(settings),
             settings.clip_norm > 0,
+            settings.smaller_first,
         )
         for stages, part in zip(pipelines, parts, strict=True)
     )
@@ -388,6 +425,8 @@ def _choice(chain: Chain, courses: Sequence[Course], scene: Scene, averages: Ave
         "in_flight": first.in_flight,
         "schedule": "zero_bubble" if first.splits else "1f1b",
     }
+    if first.smaller_first:
+        found["smaller_first"] = first.smaller_first
     if len(courses) > 1:  # only ranks that read samples have a share
         parts = {course.hosts[0].name: course.batch for course in courses}
         found["shares"] = ",".join(f"{host.name}={parts.get(host.name, 0)}" for host in scene.hosts)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,7 +22,7 @@ from orchestrator.forecast.links import LinkCosts
 from orchestrator.forecast.pipeline.block_costs import Chain, Line, StageHost, times_of
 from trainer.shared import gpu_work
 from trainer.shared.pace import OPTIMISER
-from trainer.shared.shares import equal_shares
+from trainer.shared.shares import equal_shares, micro_batch_sizes
 from trainer.shared.stages import Pipelines, Route, Stage, StageSchedule, Task, format_stages, in_flight_of_rank, routes
 
 EXACT, LATE = (2, 4), (6, 18)
@@ -302,7 +303,8 @@ class Course:
     """hosts: by stage. starts: first blocks. batch: samples per update. count: micro-batches per rank of the first
     stage (`accumulate`). splits: gradients of weights are delayed (zero bubble). late: the part of a run's updates, 0
     to 1, in which all stages but the last compute with weights that lack the update before. clips: each update waits
-    for the norm of all stages' gradients (`clip_norm`).
+    for the norm of all stages' gradients (`clip_norm`). smaller_first: the part by which the first micro-batch is
+    smaller.
     """
 
     hosts: tuple[StageHost, ...]
@@ -313,13 +315,14 @@ class Course:
     splits: bool = True
     late: float = 0.0
     clips: bool = False
+    smaller_first: float = 0.0
 
     def ends(self, chain: Chain) -> tuple[int, ...]:
         return (*self.starts[1:], len(chain.blocks))
 
     def routes(self) -> tuple[Route, ...]:
         """In order."""
-        return _routes(tuple(host.ranks for host in self.hosts), self.batch, self.count)
+        return _routes(tuple(host.ranks for host in self.hosts), self.batch, self.count, self.smaller_first)
 
     def held(self, stage: int) -> int:
         """Micro-batches per rank, at most all of an update; on a late stage of two."""
@@ -344,12 +347,19 @@ class Course:
 
     def memory_bytes(self, chain: Chain) -> tuple[int, ...]:
         """Per rank, by stage."""
-        largest = max(route.size for route in self.routes())
         return tuple(
             self.copies(number) * chain.weight_bytes(first, end)
-            + self.held(number) * largest * chain.kept_bytes(first, end)
+            + self._held_samples(number) * chain.kept_bytes(first, end)
             for number, (first, end) in enumerate(zip(self.starts, self.ends(chain), strict=True))
         )
+
+    def _held_samples(self, stage: int) -> int:
+        held, sizes = self.held(stage), Counter(route.size for route in self.routes())
+        if not self.smaller_first:
+            return held * max(sizes)
+        # Each size has CUDA graphs of its own, which keep their memory.
+        updates = 2 if self.is_late(stage) else 1
+        return sum(min(held, updates * times) * size for size, times in sizes.items())
 
     def fits(self, chain: Chain) -> bool:
         return all(
@@ -370,8 +380,9 @@ def stages_setting(courses: Sequence[Course], chain: Chain) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _routes(lanes: tuple[int, ...], batch: int, count: int) -> tuple[Route, ...]:
-    return routes([equal_shares(share, count) for share in equal_shares(batch, lanes[0])], lanes[1:])
+def _routes(lanes: tuple[int, ...], batch: int, count: int, smaller_first: float) -> tuple[Route, ...]:
+    shares = equal_shares(batch, lanes[0])
+    return routes([micro_batch_sizes(share, count, smaller_first) for share in shares], lanes[1:])
 
 
 @lru_cache(maxsize=65536)

@@ -142,7 +142,8 @@ class _Search:
     def _climb(self, option: _Option) -> None:
         cut = option.balanced
         while self.left > MOST_PLAYED // 2:
-            better = min(_neighbours(option.family, cut), key=lambda other: self._play(option, other)[0], default=cut)
+            near = filter(option.family.holds, neighbours(cut, option.family.blocks))
+            better = min(near, key=lambda other: self._play(option, other)[0], default=cut)
             if self._play(option, better)[0] >= self._play(option, cut)[0]:
                 return
             cut = better
@@ -220,9 +221,10 @@ def _holds_all(chain: Chain, course: Course) -> bool:
     )
 
 
-def _neighbours(family: Family, cut: Cut) -> Iterator[Cut]:
+def neighbours(cut: Cut, blocks: int) -> Iterator[Cut]:
+    """With one block moved to the next stage."""
     for stage in range(1, len(cut)):
         for start in (cut[stage] - 1, cut[stage] + 1):
             moved = (*cut[:stage], start, *cut[stage + 1 :])
-            if list(moved) == sorted(set(moved)) and start < family.blocks and family.holds(moved):
+            if list(moved) == sorted(set(moved)) and start < blocks:
                 yield moved
