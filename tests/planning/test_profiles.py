@@ -346,7 +346,7 @@ def test_whether_tf32_is_used_follows_from_all_gpus_of_a_plan(asked, capabilitie
     assert tf32_of(asked, nodes, dict(zip(names, map(gpus, capabilities), strict=True))) == expected
 
 
-@pytest.mark.parametrize("asked", ["sync_bn=true", "strategy=fsdp", "accumulate=2"])
+@pytest.mark.parametrize("asked", ["sync_bn=true", "strategy=fsdp", "strategy=tensor"])
 def test_settings_that_rule_cuda_graphs_out_are_measured_without_them(controller, asked):
     def of_gpus(*settings):
         plan = planned(controller, *settings)
