@@ -86,7 +86,7 @@ def test_a_completion_script_is_made(shell):
         ("orch run --exp mnist_lenet --set model=l", ["model=lenet"]),
         ("orch run --exp mnist_lenet --set strategy=au", ["strategy=auto"]),
         ("orch run --exp mnist_lenet --set strategy = au", ["auto"]),  # as bash itself divides it
-        ("orch run --exp mnist_lenet --set fidelity =", ["exact", "half", "compressed", "local"]),
+        ("orch run --exp mnist_lenet --set fidelity =", ["exact", "half", "compressed", "late", "local"]),
         ("orch run --exp mnist_lenet --set steps = 5 --set model = l", ["lenet"]),
         ("orch status --cluster = r", ["rack"]),
         ("orch run --nodes v100,a2000 --hosts 2 : ", ["2"]),
