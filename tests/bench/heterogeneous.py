@@ -292,7 +292,8 @@ def auto(lab: Rack, asked: dict[str, Any], exp: str) -> dict[str, Any]:
     chosen = planned(lab, {**asked, "strategy": "auto"}, exp)["settings"]
     if chosen["strategy"] == "pipeline":
         cut = ("strategy", "stages", "accumulate", "in_flight", "smaller_first", "schedule")
-        return {**asked, **{name: chosen[name] for name in cut if name in chosen}, "shares": ""}
+        kept = {name: value for name, value in asked.items() if name != "shares"}
+        return {**kept, **{name: chosen[name] for name in cut if name in chosen}}
     return {**asked, "strategy": chosen["strategy"], "bucket_mib": chosen["bucket_mib"]}
 
 
