@@ -156,11 +156,12 @@ def card_of(name: str) -> Card:
 
 
 def settings_of(asked: argparse.Namespace) -> Settings:
-    return parse_settings(asked.exp, settings_given(asked))
+    return parse_settings(asked.exp, {name: str(value) for name, value in settings_given(asked).items()})
 
 
-def settings_given(asked: argparse.Namespace) -> dict[str, str]:
-    return dict(pair.split("=", 1) for pair in asked.set.split(",") if pair)
+def settings_given(asked: argparse.Namespace) -> dict[str, str | int]:
+    pairs = dict(pair.split("=", 1) for pair in asked.set.split(",") if pair)
+    return {name: int(value) if value.isdecimal() else value for name, value in pairs.items()}
 
 
 def slowed(host: Host, times: float) -> Host:
