@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from trainer.compute.models import gradient_bytes, has_hooks, stages_of, trainable
+from trainer.compute.models import gradient_bytes, has_hooks, has_weight_hooks, stages_of, trainable
 from trainer.shared.strategy_table import why_not_replayed
 
 WARM = 2
@@ -234,7 +234,7 @@ def hooks_of(model: nn.Module, *, of_weights: bool) -> str:
     if found := next((name for name, module in model.named_modules() if has_hooks(module)), None):
         return f"{found} has hooks, which a replay does not call"
     for name, weight in model.named_parameters() if of_weights else ():
-        if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+        if has_weight_hooks(weight):
             return f"{name} has hooks, which a replay does not call"
     return ""
 

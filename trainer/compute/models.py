@@ -137,6 +137,10 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, kind, None) for kind in kinds)
 
 
+def has_weight_hooks(weight: Tensor) -> bool:
+    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
+
+
 def _chain_of(model: Any) -> list[nn.Module]:
     if isinstance(model, LeNet):
         return [model.features, model.classifier]

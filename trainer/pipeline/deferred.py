@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from trainer.compute.models import has_weight_hooks
 from trainer.pipeline.stage_layout import MicroBatch
 from trainer.shared.stages import StageSchedule, Task
 
@@ -60,7 +61,7 @@ def split_backward(network: nn.Module, later: Later) -> None:
 def _is_plain(module: nn.Module) -> bool:
     """Whether weight and forward are the class's own, without hooks."""
     weight = module._parameters.get("weight")  # missing if a hook computes it, as for spectral_norm
-    if weight is None or weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+    if weight is None or has_weight_hooks(weight):
         return False
     forward = vars(module).get("forward")  # of another stage perhaps, which was split before
     return forward is None or getattr(forward, "func", None) in (_convolved, _linear)

@@ -131,6 +131,9 @@ class StageGraphs:
         known = self.recorded.setdefault((size, _id_of(given)), [])
         if len(known) >= most:
             return
+        if why := hooks_of(self.stage.part, of_weights=True):
+            self._give_up(why)
+            return
         while len(self.recorded) > MOST_SIZES:
             self.recorded.pop(next(iter(self.recorded)))
         inputs = self.examples[size].requires_grad_(not self.reads)
@@ -141,9 +144,6 @@ class StageGraphs:
             gc.collect()  # nothing can be freed during a capture
             torch.cuda.empty_cache()
             needed = taken + plain_bytes * (1 - len(known) / most) + COMPARED_GRADIENTS * gradient_bytes(self.blocks)
-            if why := hooks_of(self.stage.part, of_weights=True):
-                self._give_up(why)
-                return
             if why := lacking(needed, inputs.device):
                 self._leave_plain(why)
                 return
@@ -279,10 +279,9 @@ def distances(blocks: nn.Sequential, recording: StageRecording, inputs: Tensor) 
 
     def restored(*found: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
         copies = *([tensor.clone() for tensor in each] for each in found), [one.clone() for one in blocks.buffers()]
+        # Without new versions, which autograd checks: a micro-batch may hold BatchNorm's statistics for its backward.
         for tensor, before in zip(changed, kept, strict=True):
-            tensor.data.copy_(
-                before
-            )  # micro-batches in flight hold BatchNorm's statistics, and autograd checks versions
+            tensor.data.copy_(before)
         return copies
 
     def plain() -> tuple[list[Tensor], ...]:
