@@ -140,7 +140,7 @@ def card_line(card: str, amp: str, asked: argparse.Namespace) -> tuple[float, fl
 
 
 def lines_in(text: str) -> list[tuple[float, float]]:
-    """Of `15+0.38/10+0.19`; empty for another name."""
+    """Reads `15+0.38/10+0.19`; empty for another name."""
     pairs = [part.split("+") for part in text.split("/")]
     return [(float(fixed), float(sample)) for fixed, sample in pairs] if "+" in text else []
 

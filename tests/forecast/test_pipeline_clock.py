@@ -78,7 +78,7 @@ def test_two_equal_stages_and_one_micro_batch_wait_for_each_other():
 
 
 def late_s(hosts, starts, wire, *, weight_bytes=0, **course):
-    """Of an exact and a late update of one sample in one micro-batch, if `course` says nothing else."""
+    """Seconds of an exact and a late update of one sample in one micro-batch, if `course` says nothing else."""
     chain, course = even_chain(len(starts), weight_bytes=weight_bytes), {"batch": 1, "count": 1, **course}
     exact, late = (update_seconds(chain, [Course(hosts, starts, late=part, **course)], wire) for part in (0.0, 1.0))
     return exact, late
