@@ -26,7 +26,7 @@ from typing import Any
 from . import cgroups
 from .commands import run, text
 from .occupants import user_name
-from .processes import MARK
+from .processes import MARK, pids
 
 LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
 # Variables that control ranks, torch and NCCL and hold no secret.
@@ -110,9 +110,9 @@ def cards(folder: str = "/sys/class/net") -> dict[str, dict[str, Any]]:
 
 def jobs() -> list[str]:
     found, mark = set[str](), f"{MARK}=".encode()
-    for path in Path("/proc").glob("[0-9]*/environ"):
+    for pid in pids():  # not by Path.glob, which raises ProcessLookupError if a process ends while it looks
         with contextlib.suppress(OSError):  # another user's, or gone
-            words = [word for word in path.read_bytes().split(b"\0") if word.startswith(mark)]
+            words = [word for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if word.startswith(mark)]
             found |= {os.path.basename(word.decode(errors="replace")) for word in words}
     return sorted(found)[:MOST]
 

@@ -69,7 +69,7 @@ def age_s(process: Identity) -> float:
 
 def descendants(root: int) -> list[Identity]:
     children: dict[int, list[Identity]] = {}
-    for pid in _pids():
+    for pid in pids():
         fields = _stat(pid)
         if fields and fields[0] not in "ZX":
             children.setdefault(int(fields[1]), []).append(Identity(pid, int(fields[19]), boot_id()))
@@ -92,7 +92,7 @@ def uses(roots: Mapping[int, int]) -> dict[int, Use]:
     """roots: process whose state is reported -> process from which on CPU time is counted, inclusive. Missing processes
     are left out.
     """
-    stats = {pid: fields for pid in _pids() if (fields := _stat(pid))}
+    stats = {pid: fields for pid in pids() if (fields := _stat(pid))}
     children: dict[int, list[int]] = {}
     for pid, fields in stats.items():
         children.setdefault(int(fields[1]), []).append(pid)
@@ -111,7 +111,7 @@ def uses(roots: Mapping[int, int]) -> dict[int, Use]:
 def marked(job_dir: Path) -> list[Identity]:
     mark = f"{MARK}={job_dir}".encode()
     found = []
-    for pid in _pids():
+    for pid in pids():
         # Another user's environment is unreadable, and not ours.
         with contextlib.suppress(OSError):
             if _has_mark(pid, mark):
@@ -235,7 +235,7 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl failed")
 
 
-def _pids() -> Iterator[int]:
+def pids() -> Iterator[int]:
     return (int(name) for name in os.listdir("/proc") if name.isdigit())
 
 

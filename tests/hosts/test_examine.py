@@ -237,6 +237,22 @@ def test_a_job_is_known_by_the_mark_of_its_processes(tmp_path):
         child.wait()
 
 
+def test_a_process_that_ends_while_jobs_are_looked_for_is_passed_over(monkeypatch):
+    stat = os.stat
+
+    def ended(path, **options):
+        if str(path).endswith("/environ"):
+            raise ProcessLookupError(3, "No such process", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", ended)
+    with subprocess.Popen(["sleep", "60"], env={"ORCH_JOB_DIR": "/work/jobs/mnist-2-abc"}) as process:
+        try:
+            assert "mnist-2-abc" in health.jobs()
+        finally:
+            process.kill()
+
+
 # ---- what is made of it --------------------------------------------------------------------------------------------
 
 
