@@ -93,6 +93,16 @@ def test_micro_batches_are_equal_if_a_smaller_first_does_not_help(asked):
     assert found.gain == 0
 
 
+@pytest.mark.parametrize("batch", [256, 1024, 2048])
+@pytest.mark.parametrize("amp", ["none", "fp16"])
+def test_hardly_any_number_of_micro_batches_that_a_person_may_set_is_faster(amp, batch):
+    scene, settings = of_catalogue(batch=batch, amp=amp)
+    found = choose(scene, settings, ()).samples_per_s
+    for accumulate in range(1, 9):
+        asked = dataclasses.replace(settings, accumulate=accumulate)
+        assert choose(scene, asked, ("accumulate",)).samples_per_s < found / 0.975
+
+
 def test_batch_norm_sees_as_many_samples_in_a_smaller_first_micro_batch_unless_a_person_allows_fewer():
     scene, settings = scene_of(32, a2000=333, v100=833), settings_of(batch=32, accumulate=4)
     found, asked = choose(scene, settings, ()), choose(scene, settings, ("accumulate",))

@@ -22,7 +22,7 @@ from trainer.shared.stages import SPARE
 
 # Per micro-batch: smaller BatchNorm groups have noisier statistics. Chosen, not measured.
 LEAST_SAMPLES = 8
-COUNTS = tuple(sorted({base << power for base in (1, 3) for power in range(8)}))
+COUNTS = tuple(sorted({base << power for base in (1, 3, 5) for power in range(8)}))
 """Per rank of the first stage."""
 # Within this of the best, the fewest and so largest micro-batches win: a run's shortfall grows with their number
 # (docs/cutting.md). Gains below a quarter of it are not searched.
