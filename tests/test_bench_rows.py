@@ -15,7 +15,7 @@ from rows import RankReport, Row, steps_in_all
 
 def report(block: int = 0, rank: int = 0, **fields) -> RankReport:
     columns = {"t_ms": [900.0, 100.0, 100.0], "late_s": [0.5, 0.0, 0.0], "samples": [10, 10, 10], **fields}
-    more = {"compute_ms": [], "exposed_ms": [], "block_s": 1.0, "busy": 0.5, "counts_from": 1}
+    more = {"compute_ms": [], "exposed_ms": [], "block_s": 1.0, "busy": 0.5, "counts_from": 1, "left_out": 0}
     return RankReport(row="ddp", block=block, rank=rank, **{**more, **columns})
 
 
@@ -23,6 +23,11 @@ def test_first_steps_count_neither_for_speed_nor_as_late():
     row = Row("ddp", {}, [report()])
     assert row.samples_per_s == pytest.approx(100)
     assert (row.late, row.valid) == (0, True)
+
+
+def test_the_last_late_step_does_not_count_because_it_takes_no_forward_pass_of_a_next_one():
+    row = Row("late", {}, [report(t_ms=[900.0, 100.0, 100.0, 50.0], samples=[10] * 4, left_out=1)])
+    assert row.samples_per_s == pytest.approx(100)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +60,7 @@ def test_the_latest_rank_judges_and_one_bad_block_does_not():
     [
         ({}, 5 + 2),
         ({"steps": 3}, 3 + 2),
+        ({"steps": 3, "fidelity": "late"}, 3 + 2 + 1),
         ({"fidelity": "local", "local_steps": 8, "local_overlap": 2}, 2 * 8 + 2),
         ({"fidelity": "local", "local_overlap": 0}, 2 * 32),
         ({"fidelity": "local", "steps": 3}, 2 * 32 + 8),

@@ -61,7 +61,7 @@ def main() -> None:
                 block_s, busy = time.perf_counter() - began_s, busy_since(before)
                 end_rounds(run.strategy)
                 facts = {"row": name, "block": block, "block_s": block_s, "busy": busy, "late_s": late_s(run)[on_time:]}
-                tell({**facts, "counts_from": counts_from(run, asked["warmup"])}, run, lines_from(file, begin))
+                tell({**facts, **counted(run, asked["warmup"])}, run, lines_from(file, begin))
     leave()
     ending.leave(0)
 
@@ -81,10 +81,13 @@ def prepared(asked: dict[str, Any], settings: dict[str, Any], info: RankInfo, gr
 dissected = functools.cache(dissect)
 
 
-def counts_from(run: Run, warmup: int) -> int:
-    """The first step of a block that counts."""
+def counted(run: Run, warmup: int) -> dict[str, int]:
+    """The first step of a block that counts, and how many last ones do not: with `late` one, which is too short, since
+    no update follows whose forward passes it would take.
+    """
     settings = run.settings
-    return settings.local_steps + settings.overlap if settings.fidelity == "local" else warmup
+    first = settings.local_steps + settings.overlap if settings.fidelity == "local" else warmup
+    return {"counts_from": first, "left_out": int(settings.fidelity == "late")}
 
 
 def end_rounds(strategy: Any) -> None:

@@ -68,10 +68,12 @@ class RankReport:
     samples: list[int]
     late_s: list[float]
     counts_from: int
+    left_out: int
 
     @property
     def measured(self) -> slice:
-        return slice(self.counts_from, None)
+        """left_out: last steps."""
+        return slice(self.counts_from, len(self.t_ms) - self.left_out)
 
     @property
     def late(self) -> float:
@@ -194,7 +196,7 @@ def measure(
 def steps_in_all(settings: Mapping[str, Any], steps: int) -> int:
     """Of a block: with two rounds, of a row that averages now and then, until the second average has arrived."""
     if settings.get("fidelity") != "local":
-        return settings.get("steps", steps) + WARMUP
+        return settings.get("steps", steps) + WARMUP + (settings.get("fidelity") == "late")
     every = int(settings.get("local_steps", LOCAL_STEPS))
     return 2 * every + overlap_of(every, int(settings.get("local_overlap", -1)))
 
