@@ -1,13 +1,13 @@
 """Seconds to an accuracy, by the clock, at the pace of a V100 and an A2000 that are not there: one row a way to train.
 
     .venv/bin/python tests/bench/accuracy.py DATA_DIR [--network lenet] [--target 0.987] [--epochs 6] [--seeds 3]
-                                             [--times 3] [--rows "ddp; pipeline"] [--out FILE]
+                                             [--slow-motion 2] [--rows "ddp; pipeline"] [--out FILE]
 
-A small network learns MNIST for real, in batches of 256: LeNet, or small_resnet, which has BatchNorm. Paces are those
-of `inventory/lab_a2000_v100.yaml`. Rows that exchange gradients are `paced: {like: mnist_lenet}`, over a link that is
+A small network learns MNIST for real, in batches of 256: LeNet, or small_resnet, which has BatchNorm. Paces are the
+catalogue's for ResNet-152 in fp32. Rows that exchange gradients are `paced: {like: mnist_lenet}`, over a link that is
 as slow for them as 2.5 Gbps is for ResNet-152's: the exchange takes the same part of a step. Pipelines (`pipeline`
 and `late`) are like ResNet-152 itself (`like: resnet152_cifar`), cut by the plan, at 2.5 Gbps. Everything, the links
-too, is faster by `--times`; without it as fast as this leaves a core about half its time.
+too, is slower by `--slow-motion`, so that two cores suffice; the seconds shown are divided by it.
 
 The learning rate falls as a cosine to the last epoch, and a run ends with the evaluation that reaches the target. Its
 seconds are those of its updates, evaluations left out, up to where accuracy crosses the target on the line between the
@@ -31,20 +31,25 @@ from typing import Any
 
 from rack import Rack, end_orderly_on_term, rack, show_machine, spread
 
-from orchestrator.forecast import gradient_bytes, layers_of
+from orchestrator.forecast import estimate, gradient_bytes, layers_of
+from orchestrator.hosts import find_card
 from trainer.compute.models import gradient_bytes as bytes_of
 from trainer.compute.models import skeleton_of
+from trainer.shared import fastest_shares
 
-RESNET_BYTES = gradient_bytes(layers_of("resnet152", (3, 32, 32), 10))
 LENET_BYTES = gradient_bytes(layers_of("lenet", (1, 28, 28), 10))
 LINK_BPS = 2.5e9
-PACES = {"v100": 833.0, "a2000": 333.0}
 BATCH = 256
-BY_SPEED = "v100=183,a2000=73"
+CARDS = {"v100": find_card("V100"), "a2000": find_card("A2000")}
+LAYERS = layers_of("resnet152", (3, 32, 32), 10)
+RESNET_BYTES = gradient_bytes(LAYERS)
+SPEEDS = {name: estimate(card, LAYERS, "none").speed for name, card in CARDS.items() if card}
+SHARES = fastest_shares(list(SPEEDS.values()), BATCH)
+BY_SPEED = ",".join(f"{name}={share}" for name, share in zip(SPEEDS, SHARES, strict=True))
 RATES = {"lenet": 0.05, "small_resnet": 0.1}
 """The networks, and the learning rate that falls to 0."""
-TIMES = {"lenet": 3.0, "small_resnet": 1.5}
-"""A core trains some 5,700 and 2,800 samples/s, and a V100's stand-in has to train 833 times this."""
+SLOW_MOTION = {"lenet": 2.0, "small_resnet": 4.0}
+"""A core trains some 5,700 and 2,800 samples/s, and a V100's stand-in has to train 4,400 divided by this."""
 ROWS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "v100 alone": (("v100",), {}),
     "a2000 alone": (("a2000",), {}),
@@ -52,7 +57,7 @@ ROWS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "ddp, equal shares": ((), {"shares": "equal"}),
     "half": ((), {"shares": BY_SPEED, "fidelity": "half"}),
     "compressed": ((), {"shares": BY_SPEED, "fidelity": "compressed"}),
-    "local": ((), {"shares": BY_SPEED, "fidelity": "local", "local_steps": 8, "local_after": 0}),
+    "local": ((), {"shares": BY_SPEED, "fidelity": "local"}),
     "pipeline": ((), {"strategy": "pipeline"}),
     "late": ((), {"strategy": "pipeline", "fidelity": "late"}),
 }
@@ -68,7 +73,7 @@ class Asked:
     network: str
     target: float
     epochs: int
-    times: float
+    slow_motion: float
 
 
 @dataclass(frozen=True)
@@ -98,14 +103,14 @@ def main() -> None:
     parser.add_argument("--target", type=float, default=0.987, help="one process: third to fifth epoch of six")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--times", type=float, help="so many times as fast as the cards")
+    parser.add_argument("--slow-motion", type=float, metavar="K", help="times as slow as the cards and the link")
     parser.add_argument("--rows", default="; ".join(row for row in ROWS if row not in SELDOM), help="divided by ;")
     parser.add_argument("--out", type=Path, help="keeps each run's line, and goes on from there")
     words = parser.parse_args()
-    asked = Asked(words.network, words.target, words.epochs, words.times or TIMES[words.network])
+    asked = Asked(words.network, words.target, words.epochs, words.slow_motion or SLOW_MOTION[words.network])
     end_orderly_on_term()
     show_machine()
-    print(f"{asked.network}, paces and links times {asked.times:g}, to {100 * asked.target:g} %", flush=True)
+    print(f"{asked.network}, paces and links divided by {asked.slow_motion:g}, to {100 * asked.target:g} %", flush=True)
     runs: dict[str, list[Tried]] = {}
     for row in [row.strip() for row in words.rows.split(";")]:
         runs[row] = row_of(row, asked, words)
@@ -118,7 +123,7 @@ def row_of(row: str, asked: Asked, words: argparse.Namespace) -> list[Tried]:
     missing = [seed for seed in range(words.seeds) if seed not in known]
     if missing:
         with rack(inventory(row, asked)) as lab:
-            for name in ROWS[row][0] or PACES:
+            for name in ROWS[row][0] or SPEEDS:
                 bring(lab, name, words.data_dir / "MNIST" / "raw")
             for seed in missing:
                 known[seed] = tried(lab, row, seed, asked)
@@ -143,14 +148,21 @@ def keep(out: Path | None, asked: Asked, run: Tried) -> None:
 def inventory(row: str, asked: Asked) -> str:
     is_cut = ROWS[row][1].get("strategy") == "pipeline"
     sent = LENET_BYTES + bytes_of(skeleton_of(asked.network, (1, 28, 28), 10))
-    link_bps = asked.times * LINK_BPS * (1 if is_cut else sent / RESNET_BYTES)
+    link_bps = LINK_BPS / asked.slow_motion * (1 if is_cut else sent / RESNET_BYTES)
     like = "resnet152_cifar" if is_cut else "mnist_lenet"
     hosts = "".join(
-        f"  - {{name: {name}, host: 10.79.0.{number}, paced: {{samples_per_s: {asked.times * speed}, like: {like}}}}}\n"
-        for number, (name, speed) in enumerate(PACES.items(), start=1)
+        f"  - {{name: {name}, host: 10.79.0.{number}, paced: {{{pace_of(name, asked)}, like: {like}}}}}\n"
+        for number, name in enumerate(SPEEDS, start=1)
     )
     defaults = "user: lab, key_file: /run/orch-lab/id_ed25519, device: cpu, ranks: 1, env: {OMP_NUM_THREADS: '1'}"
     return f"cluster: accuracy\ndefaults: {{{defaults}, bandwidth: {link_bps / 1e6:.3f}Mbps}}\nnodes:\n{hosts}"
+
+
+def pace_of(name: str, asked: Asked) -> str:
+    speed, card, times = SPEEDS[name], CARDS[name], asked.slow_motion
+    assert card
+    paces = {"samples_per_s": 1000 / speed.sample_ms / times, "fixed_ms": speed.fixed_ms * times}
+    return ", ".join(f"{key}: {value}" for key, value in {**paces, "gb_per_s": card.gb_per_s / times}.items())
 
 
 def bring(lab: Rack, node: str, raw: Path) -> None:
@@ -171,7 +183,9 @@ def tried(lab: Rack, row: str, seed: int, asked: Asked) -> Tried:
     ends = list(accumulate(epoch["seconds"] for epoch in curves["epochs"]))
     accuracies = [one["accuracy"] for one in curves["evaluations"]]
     seconds = crossing(ends, accuracies, asked.target)
-    return Tried(row, seed, seconds, len(ends), found.samples_per_s, accuracies[-1], found.valid)
+    times = asked.slow_motion
+    own_s = seconds and seconds / times
+    return Tried(row, seed, own_s, len(ends), times * found.samples_per_s, accuracies[-1], found.valid)
 
 
 def crossing(ends: Sequence[float], accuracies: Sequence[float], target: float) -> float | None:
