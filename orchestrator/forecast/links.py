@@ -81,9 +81,9 @@ class Overheads:
 
 # Gloo's message cost: one call per parameter or one for all 467. Between two lab hosts 1.44 s and 0.785 s bare, 1.774
 # s in training; between four at 1 Gbps 6.07 s and 3.14 s bare, 5.5 s in training: the difference over 467 * 2(n-1)
-# messages. CPU costs on one core, for 232.7 MB: to bf16 and back 0.12 s, 5.8 GB/s moved; PowerSGD of rank 2 0.37 s
-# alone, 0.42 s with two ranks, 5.6 GB/s moved; copies into untouched memory 2.6 to 3.4 GB/s. `local`'s averages move
-# 16 GB/s, so the model overcharges them by 0.4 s a round of ResNet-152.
+# messages. CPU costs on one core, for 232.7 MB: to bf16 and back 0.12 s, 5.8 GB/s moved; PowerSGD of rank 2, while it
+# moved ten times the gradient and not eight, 0.37 s alone, 0.42 s with two ranks, 5.6 GB/s moved; copies into untouched
+# memory 2.6 to 3.4 GB/s. `local`'s averages move 16 GB/s, so the model overcharges them by 0.4 s a round of ResNet-152.
 GLOO = Overheads(
     name="gloo",
     source="1 ms a message, as 2 hosts at 2.5 Gbps and 4 at 1 Gbps showed (0.7 to 1.06); CPU costs as of one core",

@@ -52,6 +52,10 @@ class Workload:
     blocks: tuple[Block, ...] = ()
     """Empty: the experiment's own."""
 
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return tuple(shape for layer in self.layers for shape in layer.shapes)
+
 
 @dataclass(frozen=True)
 class Way:
@@ -136,15 +140,15 @@ def buckets_of(layers: tuple[Layer, ...], bucket_mib: float) -> tuple[Bucket, ..
     return (*found, Bucket(size, 1.0, tuple(shapes))) if shapes else tuple(found)
 
 
+stacks_of = lru_cache(maxsize=64)(gpu_work.compressed)
+
+
 @lru_cache(maxsize=64)
 def compressed_bytes(shapes: tuple[Shape, ...], rank: int) -> int:
     """PowerSGD (Vogels et al. 2019): two thin matrices if smaller."""
-    total = 0
-    for shape in shapes:
-        rows, columns = shape[0], prod(shape[1:])
-        thin = rank * (rows + columns)
-        total += thin if len(shape) > 1 and thin < rows * columns else rows * columns
-    return FLOAT_BYTES * total
+    stacks = stacks_of(shapes, rank).items()
+    spared = sum(len(own) * (rows * columns - rank * (rows + columns)) for (rows, columns), own in stacks)
+    return FLOAT_BYTES * (sum(map(prod, shapes)) - spared)
 
 
 def speeds_of(hosts: Sequence[HostSpeed], local_batch: int) -> list[Speed]:
@@ -266,7 +270,7 @@ def bucket_legs_s(bucket: Bucket, wire: LinkCosts, way: Way) -> tuple[float, ...
 def wire_bytes(job: Workload, way: Way) -> float:
     whole = gradient_bytes(job.layers)
     if way.fidelity == "compressed":
-        return compressed_bytes(tuple(shape for layer in job.layers for shape in layer.shapes), way.rank)
+        return compressed_bytes(job.shapes, way.rank)
     return (whole / 2 if way.fidelity == "half" or way.half_wire else whole) / way.every
 
 
@@ -288,21 +292,19 @@ PREDICTED = tuple(name for name, facts in STRATEGIES.items() if name == "ddp" or
 def exchange_s(job: Workload, wire: LinkCosts, way: Way) -> float:
     """For a strategy that sends after backward."""
     if way.fidelity == "compressed":  # sums of both thin factors; unchanged tensors are included
-        return 2 * wire.sum_s(wire_bytes(job, way) / 2) + compress_s(job, wire)
+        return 2 * wire.sum_s(wire_bytes(job, way) / 2) + compress_s(job, wire, way.rank)
     whole = gradient_bytes(job.layers)
     half = way.fidelity == "half" or way.half_wire
     sent, casts_s = (whole / 2, 2 * wire.costs.work_s(gpu_work.cast(whole))) if half else (whole, 0.0)
     collectives = STRATEGIES[way.strategy].collectives
     if collectives == ("sum of each",):
-        tensors = sum(len(layer.shapes) for layer in job.layers)
-        return casts_s + (tensors - 1) * wire.sum_s(0) + wire.sum_s(sent)
+        return casts_s + (len(job.shapes) - 1) * wire.sum_s(0) + wire.sum_s(sent)
     return casts_s + sum(COLLECTIVES[name](wire, sent) for name in collectives) + sum(copies_s(job, wire, way))
 
 
-def compress_s(job: Workload, wire: LinkCosts) -> float:
-    whole, tensors = gradient_bytes(job.layers), sum(len(layer.shapes) for layer in job.layers)
-    parts = gpu_work.project(whole, tensors), gpu_work.project_back(whole), gpu_work.restore(whole, tensors)
-    return sum(map(wire.costs.work_s, parts))
+def compress_s(job: Workload, wire: LinkCosts, rank: int) -> float:
+    works = gpu_work.compressing(gradient_bytes(job.layers), stacks_of(job.shapes, rank), rank)
+    return sum(map(wire.costs.work_s, works))
 
 
 def copies_s(job: Workload, wire: LinkCosts, way: Way) -> tuple[float, float]:

@@ -226,8 +226,7 @@ def _unseen_words(
 
 def headline(found: Outlook) -> tuple[str, ...]:
     job, wire = found.scene.job, found.scene.wire
-    tensors = sum(len(layer.shapes) for layer in job.layers)
-    sent = f"{figure(gradient_bytes(job.layers) / 1e6)} MB of gradient in {tensors} tensors"
+    sent = f"{figure(gradient_bytes(job.layers) / 1e6)} MB of gradient in {len(job.shapes)} tensors"
     return (
         f"{found.exp} on {found.cluster}: {counted(len(wire.sites), 'host')}, {counted(wire.ranks, 'rank')}",
         f"batch {job.batch}, {sent}; all of this is predicted, not measured",

@@ -9,12 +9,14 @@ import functools
 import pytest
 
 from tests.cuda.machine import LENET, Host, Job, problems
-from trainer.shared import AFTER_BACKWARD
+from trainer.compute.models import build_model
+from trainer.shared import AFTER_BACKWARD, gpu_work
 
 WAYS = {
     **dict.fromkeys(("ddp", *AFTER_BACKWARD, "parameter_average", "fsdp", "tensor"), ()),
     "ddp half": ("--fidelity", "half"),
     "ddp local": ("--fidelity", "local", "--local_steps", "2", "--local_overlap", "1"),
+    "ddp compressed": ("--fidelity", "compressed", "--compress_after", "0"),
 }
 JOBS = [
     (way, backend, ranks)
@@ -24,20 +26,21 @@ JOBS = [
     if (backend, way) != ("gloo", "fsdp")
 ]
 ZERO = "host-0:0=2,host-0:1=1,host-0:2=0"
-# At most so many launches and collectives in a step of LeNet, as counted with torch 2.15 on 2026-11-22.
+# Most kernels and copies on the device, and most collectives, of a step of LeNet; counted with torch 2.15.
 MOST_CALLS = {
-    "ddp": (47, 1),
+    "ddp": (57, 1),
     "allreduce": (47, 10),
     "allreduce_flat": (48, 1),
     "reduce_broadcast": (48, 2),
-    "gather_scatter": (49, 2),
+    "gather_scatter": (52, 2),
     "allgather": (49, 2),
     "reduce_scatter": (48, 3),
     "parameter_average": (51, 1),
     "fsdp": (61, 6),
     "tensor": (53, 14),
-    "ddp half": (49, 1),
+    "ddp half": (59, 1),
     "ddp local": (59, 1),
+    "ddp compressed": (150, 2),
 }
 MOST_CALLS_OF_OTHERS = (50, 3)
 # The host waits for the stream that computes, and reads the loss; nothing for each layer.
@@ -75,11 +78,18 @@ def test_a_step_asks_no_more_of_cuda_than_it_needs(played, way):
     launches, collectives = MOST_CALLS.get(way, MOST_CALLS_OF_OTHERS)
     for rank in played(way, "nccl", 2):
         for step in rank.counts(SKIP):
-            assert step["launches"] <= launches
+            assert step["launches"] + step["copies_on_device"] <= launches
             assert step["collectives"] <= collectives
             assert step["stream_waits"] <= MOST_WAITS
             assert step["copies_to_host"] <= MOST_COPIES_TO_HOST
             assert not step["device_waits"]
+
+
+def test_powersgd_starts_as_many_kernels_as_the_plan_charges(played):
+    shapes = [parameter.shape for parameter in build_model("lenet", (1, 28, 28), 10).parameters()]
+    works = gpu_work.compressing(0, gpu_work.compressed(shapes, rank=2), rank=2)
+    compressed, exact = (played(way, "nccl", 2)[0].counts(SKIP)[0] for way in ("ddp compressed", "allreduce_flat"))
+    assert compressed["launches"] - exact["launches"] == pytest.approx(sum(work.kernels for work in works), rel=0.05)
 
 
 def test_fsdp_on_gpus_asks_for_nccl(played):

@@ -168,7 +168,7 @@ def _transfers(
         yield from _averaged(job, wire, way, ends_s)
     elif way.fidelity == "compressed":
         thin = sum_legs(wire, wire_bytes(job, way) / 2)
-        work = Leg(work_s=compress_s(job, wire), called=False)
+        work = Leg(work_s=compress_s(job, wire, way.rank), called=False)
         yield Transfer(ends_s, (work, *thin, *thin))
     elif way.strategy == "ddp":
         micro = [speed.micro_batches(samples) for speed, samples in zip(speeds, shares, strict=True)]

@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from trainer.strategies import Stack, orthonormal
+from trainer.compute.compiler import ON_DEVICE
+from trainer.strategies import PowerSgd, orthonormal
 
 DIRECTIONS = torch.randn(40, 4, generator=torch.Generator().manual_seed(7), dtype=torch.float64) / 40**0.5
 
@@ -54,8 +55,45 @@ def test_numbers_that_are_not_finite_stay_so() -> None:
 
 
 def test_a_matrix_with_as_many_columns_as_rows_is_decomposed_too() -> None:
-    stack = Stack([0], drawn(1, 3, 9)[0], 8, torch.Generator().manual_seed(0))
-    stack.project([drawn(3, 9)])
-    stack.project_back()
-    assert stack.p.shape == (1, 3, 3)
-    assert distance_to_orthonormal(stack.p) < 1e-12
+    q = orthonormal(drawn(1, 3, 3), DIRECTIONS[:3, :3])
+    assert q.shape == (1, 3, 3)
+    assert distance_to_orthonormal(q) < 1e-12
+
+
+class OneRank:
+    """Sums of a rank by itself."""
+
+    executor = ON_DEVICE
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        pass
+
+
+def alone(gradient: torch.Tensor, memory: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """PowerSGD of one matrix, from its paper: what replaces the gradient, and the next memory and Q."""
+    error = memory + gradient.flatten(1)
+    p = torch.linalg.qr(error @ q).Q
+    q = error.T @ p
+    return (p @ q.T).view_as(gradient), error - p @ q.T, q
+
+
+def test_matrices_that_share_calls_and_buffers_are_compressed_as_if_alone() -> None:
+    """Of equal shapes, and of unequal ones with as many rows, with channels last, and beside vectors."""
+    shapes = ((9, 12), (7, 11), (5,), (9, 2, 3, 3), (9, 12), (9, 2, 3, 3), (7, 30), (2, 3))
+    generator = torch.Generator().manual_seed(3)
+    power_sgd = PowerSgd([torch.empty(shape, dtype=torch.float64) for shape in shapes], rank=2)
+    kept = {
+        position: (memory.clone(), q.clone())
+        for stack in power_sgd.stacks
+        for position, memory, q in zip(stack.positions, stack.memory, stack.q, strict=True)
+    }
+    assert kept.keys() == {0, 1, 3, 4, 5, 6} and len(power_sgd.sides) == 2
+    for _ in range(3):
+        before = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        after = [gradient.clone() for gradient in before]
+        after[5] = after[5].to(memory_format=torch.channels_last)
+        power_sgd(after, OneRank())
+        for position, (found, gradient) in enumerate(zip(after, before, strict=True)):
+            wanted, *rest = alone(gradient, *kept[position]) if position in kept else (gradient,)
+            assert (found - wanted).abs().max() < 1e-12
+            kept |= {position: tuple(rest)} if rest else {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -332,49 +332,48 @@ _NUDGE = 64
 class Stack:
     """Matrices of one shape, multiplied together. memory: this rank's unsent error. q: equal on all ranks."""
 
-    def __init__(self, positions: Sequence[int], like: Tensor, rank: int, generator: torch.Generator) -> None:
-        rows, columns = like.shape[0], like[0].numel()
-        self.positions = tuple(positions)
-        self.memory = like.new_zeros(len(positions), rows, columns)
-        rank = min(rank, rows, columns)
-        self.q = torch.randn(len(positions), columns, rank, generator=generator).to(like)
-        self.p = like.new_zeros(len(positions), rows, rank)
-        own = torch.Generator().manual_seed(_SEED)
-        self.directions = (torch.randn(rows, rank, generator=own) / math.sqrt(rows)).to(like)
+    def __init__(self, positions: Sequence[int], p: Tensor, q: Tensor) -> None:
+        self.positions, self.p, self.q = tuple(positions), p, q
+        self.memory = q.new_zeros(len(q), p.shape[1], q.shape[1])
 
     def project(self, gradients: Sequence[Tensor]) -> None:
         """Sets p to this rank's part of P."""
-        for matrix, position in zip(self.memory, self.positions, strict=True):
-            matrix += gradients[position].reshape(matrix.shape)
+        own = [gradients[position] for position in self.positions]
+        torch._foreach_add_([error.view_as(new) for error, new in zip(self.memory, own, strict=True)], own)
         torch.bmm(self.memory, self.q, out=self.p)
 
     def project_back(self) -> None:
-        """p: the sum of all P. Sets q to this rank's part of Q."""
-        self.p = orthonormal(self.p, self.directions)
-        torch.bmm(self.memory.transpose(1, 2), self.p, out=self.q)
-        self.memory.baddbmm_(self.p, self.q.transpose(1, 2), alpha=-1)
+        """p: orthonormal. Sets q to this rank's part of Q."""
+        torch.bmm(self.memory.mT, self.p, out=self.q)
+        self.memory.baddbmm_(self.p, self.q.mT, alpha=-1)
 
     def write(self, gradients: Sequence[Tensor]) -> None:
         """q: the sum of all Q."""
         for p, q, position in zip(self.p, self.q, self.positions, strict=True):
-            gradients[position].copy_((p @ q.T).view(gradients[position].shape))
+            gradient = gradients[position]
+            if gradient.is_contiguous() and gradient.dtype == p.dtype:
+                torch.mm(p, q.T, out=gradient.view(len(p), len(q)))
+            else:
+                gradient.copy_((p @ q.T).view_as(gradient))
 
 
-def orthonormal(matrices: Tensor, directions: Tensor) -> Tensor:
+def orthonormal(matrices: Tensor, directions: Tensor, out: Tensor | None = None) -> Tensor:
     """The Q of each QR decomposition with positive diagonal of R.
 
-    matrices: (count, rows, columns), columns <= rows. directions: (rows, columns), replace dependent columns.
+    matrices: (count, rows, columns), columns <= rows. directions: (rows, columns), replace dependent columns. out: may
+    be the matrices.
     """
     # Gram-Schmidt twice per column ("twice is enough": Giraud, Langou and Rozloznik 2005), for all matrices at once: a
     # GPU's QR takes one after the other, with signs that depend on the device. Cholesky squares the condition number,
     # which is too much for float32.
     limits = torch.finfo(matrices.dtype)
-    q: Tensor = matrices / matrices.norm(dim=1, keepdim=True).clamp_min(limits.tiny)
-    q += _NUDGE * limits.eps * directions  # otherwise rounding errors would decide the direction on each device
+    lengths = matrices.norm(dim=1, keepdim=True).clamp_min(limits.tiny)
+    # Without the directions, rounding errors would decide on each device. The sum's scale does not matter.
+    q: Tensor = torch.addcdiv(directions, matrices, lengths, value=1 / (_NUDGE * limits.eps), out=out)
     for number in range(q.shape[2]):
         column, before = q[:, :, number : number + 1], q[:, :, :number]
         for _ in range(2 if number else 0):
-            column -= before @ (before.mT @ column)
+            column.baddbmm_(before, before.mT @ column, alpha=-1)
         column /= column.norm(dim=1, keepdim=True).clamp_min(limits.tiny)
     return q
 
@@ -385,31 +384,46 @@ class PowerSgd:
     parameters: shaped like the gradients, which must be weighted by samples.
     """
 
+    # In few kernels: matrices of one shape are multiplied together, those with equally many rows orthonormalised
+    # together. A CUDA graph would replace the others, but needs the gradients at the same addresses in each update:
+    # copying ResNet-152's there and back takes an A2000 as long as these launches take its host.
+
     def __init__(self, parameters: Sequence[Tensor] | Sequence[nn.Parameter], rank: int) -> None:
         generator = torch.Generator().manual_seed(_SEED)
-        of_shape: dict[tuple[int, int], list[int]] = {}
-        self.small: list[int] = []
-        for position, parameter in enumerate(parameters):
-            shape = (len(parameter), parameter[0].numel()) if parameter.dim() > 1 else (1, 1)
-            shrinks = rank * sum(shape) < math.prod(shape)
-            (of_shape.setdefault(shape, []) if shrinks else self.small).append(position)
-        self.stacks = [Stack(own, parameters[own[0]].detach(), rank, generator) for own in of_shape.values()]
-        self.tensors, self.bytes = len(parameters), bytes_of(*parameters)
+        like = flatten([parameter.flatten()[:0] for parameter in parameters])  # of a type that holds all
+        of_shape = gpu_work.compressed([parameter.shape for parameter in parameters], rank)
+        stacked = {position for positions in of_shape.values() for position in positions}
+        self.small = [position for position in range(len(parameters)) if position not in stacked]
+        self.sides: list[tuple[Tensor, Tensor]] = []
+        """All P with the same number of rows, and their directions."""
+        parts: dict[int, Iterator[Tensor]] = {}
+        for rows in dict.fromkeys(rows for rows, _ in of_shape):
+            counts = [len(positions) for shape, positions in of_shape.items() if shape[0] == rows]
+            p, own = like.new_zeros(sum(counts), rows, rank), torch.Generator().manual_seed(_SEED)
+            self.sides.append((p, (torch.randn(rows, rank, generator=own) / math.sqrt(rows)).to(like)))
+            parts[rows] = iter(p.split(counts))
+        self.stacks = [
+            Stack(own, next(parts[rows]), torch.randn(len(own), columns, rank, generator=generator).to(like))
+            for (rows, columns), own in of_shape.items()
+        ]
+        self.works = gpu_work.compressing(bytes_of(*parameters), of_shape, rank)
 
     @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor], sums: GradientSum) -> None:
         gradients = [gradient.detach() for gradient in gradients]
-        sums.executor(gpu_work.project(self.bytes, self.tensors), lambda: self._project(gradients))
-        _sum_all([*(stack.p for stack in self.stacks), *(gradients[position] for position in self.small)], sums)
-        sums.executor(gpu_work.project_back(self.bytes), self._project_back)
+        sums.executor(self.works[0], lambda: self._project(gradients))
+        _sum_all([*(p for p, _ in self.sides), *(gradients[position] for position in self.small)], sums)
+        sums.executor(self.works[1], self._project_back)
         _sum_all([stack.q for stack in self.stacks], sums)
-        sums.executor(gpu_work.restore(self.bytes, self.tensors), lambda: self._write(gradients))
+        sums.executor(self.works[2], lambda: self._write(gradients))
 
     def _project(self, gradients: Sequence[Tensor]) -> None:
         for stack in self.stacks:
             stack.project(gradients)
 
     def _project_back(self) -> None:
+        for p, directions in self.sides:
+            orthonormal(p, directions, out=p)
         for stack in self.stacks:
             stack.project_back()
 
