@@ -97,3 +97,12 @@ def test_matrices_that_share_calls_and_buffers_are_compressed_as_if_alone() -> N
             wanted, *rest = alone(gradient, *kept[position]) if position in kept else (gradient,)
             assert (found - wanted).abs().max() < 1e-12
             kept |= {position: tuple(rest)} if rest else {}
+
+
+def test_errors_are_kept_in_the_widest_type() -> None:
+    """Also if the first tensor has 16 bits."""
+    gradients = [torch.ones(9, 12, dtype=torch.bfloat16), torch.ones(9, 12)]
+    power_sgd = PowerSgd(gradients, rank=2)
+    power_sgd(gradients, OneRank())
+    assert power_sgd.stacks[0].memory.dtype == torch.float32
+    assert all((gradient.float() - 1).abs().max() < 2**-8 for gradient in gradients)
