@@ -31,6 +31,11 @@ class Home:
         return self.root / "known_hosts"
 
     @property
+    def ssh_configs(self) -> Path:
+        """A file per cluster, see `orch ssh-config --keep`."""
+        return self.root / "ssh"
+
+    @property
     def current_cluster(self) -> Path:
         return self.root / "current"
 

@@ -17,7 +17,7 @@ from orchestrator.cli.jobs import cancel, jobs, logs, top, why
 from orchestrator.cli.plan import plan, profile, sweep
 from orchestrator.cli.results import collect, compare, pull, report
 from orchestrator.cli.run import run
-from orchestrator.cli.ssh import execute, ssh, ssh_config
+from orchestrator.cli.ssh import execute, forward, ssh, ssh_config
 from orchestrator.cli.ui import ui
 
 
@@ -42,7 +42,23 @@ if "_ORCH_COMPLETE" in os.environ:
     install()
 
 SECTIONS = {
-    "Hosts": (init, up, status, doctor, clusters, use, node, master, trust, setup, data, execute, ssh, ssh_config),
+    "Hosts": (
+        init,
+        up,
+        status,
+        doctor,
+        clusters,
+        use,
+        node,
+        master,
+        trust,
+        setup,
+        data,
+        execute,
+        ssh,
+        forward,
+        ssh_config,
+    ),
     "Jobs": (run, jobs, top, ui, logs, why, cancel),
     "Results": (collect, pull, report, compare),
     "Speed, measured and predicted": (profile, plan, sweep),

@@ -24,6 +24,7 @@ from orchestrator.cli.common import (
     out_option,
 )
 from orchestrator.cli.results import bring, leave, lines
+from orchestrator.cli.ssh import refresh_kept
 from orchestrator.errors import HostError, UsageError
 from orchestrator.units import counted, some
 
@@ -65,6 +66,7 @@ def up(inventory: Path, accept_new_host_keys: bool, allow_local: bool, as_json: 
         ask_about_local(controller.store.home, loaded.file, nodes, allow_local)
         with busy(f"probing {counted(len(loaded.nodes), 'host')}"):
             probed = controller.clusters.up(loaded)
+        refresh_kept(controller.store.home, probed.cluster)
         terminals = controller.store.terminals()
     if terminals and terminals.name != loaded.cluster:
         console.warn(f"{terminals.by}={terminals.name} still chooses in this terminal: unset {terminals.by}")
@@ -190,6 +192,8 @@ def trust(name: str, inventory: Path | None, yes: bool, cluster: str | None) -> 
                 raise UsageError(f"{name}: its key was not recorded", "compare it on the host's own console")
             host_keys.check(offered.peer, offered.key, accept_new=True)
         console.say(f"recorded in {controller.store.home.known_hosts}")
+        if not inventory:
+            refresh_kept(controller.store.home, controller.store.cluster(cluster))
 
 
 def show_up(probed: Up, as_json: bool) -> None:

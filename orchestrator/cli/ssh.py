@@ -1,11 +1,15 @@
-"""`ssh`, `ssh-config`, `exec`: a shell on one host, OpenSSH access for other programs, a command on every host."""
+"""`ssh`, `forward`, `ssh-config`, `exec`: a shell on one host, its ports, OpenSSH access for other programs, a command
+on every host.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,15 +23,21 @@ from orchestrator.cli.common import (
     nodes_option,
     open_controller,
 )
-from orchestrator.errors import HostError, OrchError
+from orchestrator.errors import HostError, OrchError, UsageError
 from orchestrator.units import counted
+
+if TYPE_CHECKING:
+    from orchestrator.hosts.cluster import Cluster
+    from orchestrator.hosts.inventory import Node
+    from orchestrator.paths import Home
 
 
 @click.command()
 @click.argument("name", metavar="NODE", shell_complete=node_names)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- CMD [ARGS]...]")
+@click.option("-L", "forwards", multiple=True, metavar="PORT:HOST:PORT", help="Forward a port, as `ssh -L` does.")
 @cluster_option
-def ssh(name: str, command: tuple[str, ...], cluster: str | None) -> None:
+def ssh(name: str, command: tuple[str, ...], forwards: tuple[str, ...], cluster: str | None) -> None:
     """Open a shell on a host, or run one command there, by this machine's own `ssh`.
 
     User, port, key and jump hosts come from the inventory, and only a known host key is accepted. All else comes from
@@ -38,59 +48,160 @@ def ssh(name: str, command: tuple[str, ...], cluster: str | None) -> None:
     orch ssh v100
     orch ssh v100 -- nvidia-smi -l 1
     orch ssh v100 -- 'tail -f ~/.orch/jobs/*/rank-0/stdout.log'
+    orch ssh v100 -L 8888:127.0.0.1:8888
     """
-    from orchestrator.hosts.connections import target_of
     from orchestrator.hosts.exec import line_of
-    from orchestrator.transport.hostkeys import HostKeys
     from orchestrator.views import console
 
     with open_controller() as controller:
         node, home = controller.store.cluster(cluster).node(name), controller.store.home
     if node.transport == "local":
+        if forwards:
+            raise UsageError(f"{name} is this machine (transport: local)", "its ports are here; leave out -L")
         console.say(f"{name} is this machine (transport: local)")
         become(["sh", "-c", line_of(command)] if command else [os.environ.get("SHELL") or "sh"], Path.home())
-    from orchestrator.transport.openssh import command_line
+    options = [word for each in forwards for word in ("-L", each)]
+    _become_ssh(node, home, options, command)
 
+
+@click.command()
+@click.argument("name", metavar="NODE", shell_complete=node_names)
+@click.argument("ports", nargs=-1, required=True, metavar="PORT[:LOCAL]...")
+@cluster_option
+def forward(name: str, ports: tuple[str, ...], cluster: str | None) -> None:
+    """Bring ports of a host to this machine, for TensorBoard, Jupyter and the like, until Ctrl-C.
+
+    Only programs of this machine can connect, and on the host the program may listen at 127.0.0.1. Without LOCAL the
+    port has the same number here, or another one if that is in use.
+
+    \b
+    orch forward v100 6006
+    orch forward v100 8888:9999 6006
+    """
+    from orchestrator.views import console
+
+    with open_controller() as controller:
+        node, home = controller.store.cluster(cluster).node(name), controller.store.home
+    if node.transport == "local":
+        raise UsageError(f"{name} is this machine (transport: local)", "its ports are here already")
+    options = ["-N", "-o", "ExitOnForwardFailure=yes"]
+    for port, local in [_pair(each) for each in ports]:
+        options += ["-L", f"127.0.0.1:{local}:127.0.0.1:{port}"]
+        console.say(f"http://127.0.0.1:{local} is port {port} of {name}")
+    console.say("Ctrl-C ends it")
+    _become_ssh(node, home, options)
+
+
+def _pair(text: str) -> tuple[int, int]:
+    port, colon, local = text.partition(":")
+    numbers = [int(each) if each.isascii() and each.isdecimal() else 0 for each in (port, local or port)]
+    if not all(0 < number < 1 << 16 for number in numbers) or (colon and not local):
+        raise UsageError(f"{text!r} is no port", "write PORT or PORT:LOCAL, like 6006 or 8888:9999")
+    return numbers[0], _free(numbers[1], is_asked=bool(local))
+
+
+def _free(port: int, *, is_asked: bool) -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ssh does
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError as error:
+            if is_asked:
+                problem = f"port {port} of this machine cannot be used: {error.strerror}"
+                raise UsageError(problem, "choose another LOCAL") from None
+            listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _become_ssh(node: Node, home: Home, options: Sequence[str], command: tuple[str, ...] = ()) -> None:
+    from orchestrator.hosts.connections import target_of
+    from orchestrator.transport.hostkeys import HostKeys
+    from orchestrator.transport.openssh import command_line
+    from orchestrator.transport.ssh_config import ASKS
+
+    os.environ[ASKS] = "1"
     pins, terminal = home.root / "pinned_hosts", bool(command) and _at_terminal()
-    become(command_line(target_of(node), HostKeys.default(home), pins=pins, command=command, terminal=terminal))
+    keys = HostKeys.default(home)
+    become(command_line(target_of(node), keys, pins=pins, command=command, terminal=terminal, options=options))
 
 
 @click.command("ssh-config")
 @nodes_option
+@click.option("--keep", is_flag=True, help="Write a file that `orch up` and `orch trust` keep current.")
 @cluster_option
-def ssh_config(nodes: str | None, cluster: str | None) -> None:
+def ssh_config(nodes: str | None, keep: bool, cluster: str | None) -> None:
     """Print an OpenSSH configuration of the hosts, for scp, rsync, ansible and editors.
 
-    It has each host by its name in the inventory, with user, port, keys, jump hosts and known host keys. Write it anew
-    after `orch up` or `orch trust`. A host that cannot be reached in this way is named on standard error.
+    It has each host by its name in the inventory, with user, port, keys, jump hosts and known host keys. With --keep it
+    is written to a file, and the `Include` line for ~/.ssh/config is printed. A host that cannot be reached in this way
+    is named on standard error.
 
     \b
+    orch ssh-config --keep
     orch ssh-config > ~/.ssh/orch
     scp -F ~/.ssh/orch train.toml v100:conf/
     rsync -e "ssh -F $HOME/.ssh/orch" -a v100:results/ results/
     ansible all -i a2000,v100, --ssh-common-args "-F $HOME/.ssh/orch" -m ping
     """
-    from orchestrator.hosts.connections import target_of
-    from orchestrator.transport.hostkeys import HostKeys
-    from orchestrator.transport.openssh import host_entry
     from orchestrator.views import console
 
+    if keep and nodes:
+        raise UsageError("--keep writes all hosts of the cluster", "leave out --nodes")
     with open_controller() as controller:
         known, home = controller.store.cluster(cluster), controller.store.home
-    failed: list[OrchError] = []
-    host_keys, pins = HostKeys.default(home), home.root / "pinned_hosts"
-    click.echo(f"# The hosts of cluster {known.name}, written by `orch ssh-config`.")
-    for node in known.chosen(known.names(nodes)):
+    chosen = known.chosen(known.names(nodes))
+    for node in chosen:
         if node.transport == "local":
             console.say(f"{node.name} is this machine (transport: local)")
-            continue
-        try:
-            click.echo(f"\n{host_entry(target_of(node), host_keys, pins=pins)}", nl=False)
-        except OrchError as error:
-            failed.append(error)
+    text, failed = _configuration(known, chosen, home, is_kept=keep)
+    if keep:
+        _write_kept(home, known, text)
+        click.echo(f'Include "{home.ssh_configs}/*"')
+        console.say("add this line at the top of ~/.ssh/config, if it is not there")
+    else:
+        click.echo(text, nl=False)
     console.fail_each(failed)
     if failed:
         sys.exit(failed[0].exit_code)
+
+
+def refresh_kept(home: Home, cluster: Cluster) -> None:
+    """After a change of hosts or keys. A host that cannot be reached in this way is left out."""
+    if _kept(home, cluster).exists():
+        _write_kept(home, cluster, _configuration(cluster, cluster.nodes, home, is_kept=True)[0])
+
+
+def _kept(home: Home, cluster: Cluster) -> Path:
+    return home.ssh_configs / cluster.name
+
+
+def _write_kept(home: Home, cluster: Cluster, text: str) -> None:
+    from orchestrator.files import write_atomic
+
+    home.ssh_configs.mkdir(parents=True, mode=0o700, exist_ok=True)
+    write_atomic(_kept(home, cluster), text.encode())
+
+
+def _configuration(
+    cluster: Cluster, nodes: Iterable[Node], home: Home, *, is_kept: bool
+) -> tuple[str, list[OrchError]]:
+    """Also returns what is wrong with hosts that are left out."""
+    from orchestrator.hosts.connections import target_of
+    from orchestrator.transport.hostkeys import HostKeys
+    from orchestrator.transport.openssh import host_entry
+
+    entries, failed = [f"# The hosts of cluster {cluster.name}, written by `orch ssh-config`.\n"], list[OrchError]()
+    host_keys, pins = HostKeys.default(home), home.root / "pinned_hosts"
+    for node in nodes:
+        if node.transport == "local":
+            continue
+        try:
+            entries.append(host_entry(target_of(node), host_keys, pins=pins, is_included=is_kept))
+        except OrchError as error:
+            failed.append(error)
+    return "\n".join(entries), failed
 
 
 def _at_terminal() -> bool:

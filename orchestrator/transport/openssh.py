@@ -26,15 +26,22 @@ from orchestrator.transport import shell
 from orchestrator.transport.hostkeys import HostKeys, Peer, known_name
 from orchestrator.transport.route import Hop, Target, find_route
 from orchestrator.transport.ssh import fetch_host_key
+from orchestrator.transport.ssh_config import ASKS
 
 _STRICT = ("StrictHostKeyChecking=yes", "UpdateHostKeys=no", "CheckHostIP=no", "GlobalKnownHostsFile=/dev/null")
 
 
 def command_line(
-    target: Target, host_keys: HostKeys, *, pins: Path, command: Sequence[str] = (), terminal: bool = False
+    target: Target,
+    host_keys: HostKeys,
+    *,
+    pins: Path,
+    command: Sequence[str] = (),
+    terminal: bool = False,
+    options: Sequence[str] = (),
 ) -> list[str]:
     """pins: a folder for files with pinned keys. command: to run instead of a shell; a single word is a line of shell.
-    terminal: whether the command gets one.
+    terminal: whether the command gets one. options: more words for `ssh`.
 
     Raises OrchError without an `ssh`, HostKeyError for an unknown key, and the errors of `ssh.fetch_host_key`.
     """
@@ -42,18 +49,21 @@ def command_line(
     _, settings = _way(program, target, host_keys, pins)
     chosen = os.environ.get("ORCH_SSH_CONFIG")
     argv = [program, *(("-F", str(Path(chosen).expanduser())) if chosen else ()), *(("-t",) if terminal else ())]
-    argv += [*_options(settings), "--", target.host]
+    argv += [*_options(settings), *options, "--", target.host]
     line = command[0] if len(command) == 1 else shell.join(command)
     return [*argv, f" {line}"] if command else argv  # a leading space: `-` would begin an option
 
 
-def host_entry(target: Target, host_keys: HostKeys, *, pins: Path) -> str:
-    """A `Host` block for OpenSSH programs, named like the node. Arguments and errors as for `command_line`."""
+def host_entry(target: Target, host_keys: HostKeys, *, pins: Path, is_included: bool = False) -> str:
+    """A block for OpenSSH programs, named like the node. Arguments and errors as for `command_line`. is_included: in
+    the person's own configuration, where orch must not find it.
+    """
     hop, settings = _way(_program(), target, host_keys, pins)
     lines = [f"HostName={hop.host}", *settings]
     if target.connect_timeout_s:
         lines.append(f"ConnectTimeout={round(target.connect_timeout_s)}")
-    return "\n".join([f"Host {target.node}", *(f"    {line}" for line in lines)]) + "\n"
+    begin = f'Match originalhost {target.node} exec "test -z ${ASKS}"' if is_included else f"Host {target.node}"
+    return "\n".join([begin, *(f"    {line}" for line in lines)]) + "\n"
 
 
 def _program() -> str:

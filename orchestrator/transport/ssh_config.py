@@ -42,6 +42,9 @@ _EITHER = {"proxyjump": "proxycommand", "proxycommand": "proxyjump"}  # only the
 _NO_DEFAULT = {"user", "identityfile", "userknownhostsfile", "globalknownhostsfile"}
 _LINE = re.compile(r"\s*([A-Za-z0-9]+)(?:\s*=\s*|\s+|$)(.*)", re.DOTALL)
 
+ASKS = "ORCH_ASKS"
+"""An environment variable that makes ssh skip `orch ssh-config --keep`'s own entries."""
+
 _asking = threading.Semaphore(_AT_ONCE)
 
 
@@ -196,7 +199,7 @@ def _run_ssh(argv: Sequence[str]) -> dict[str, list[str]] | None:
     with tempfile.TemporaryFile() as said:  # a pipe would also wait for processes that a `Match exec` left running
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": said}
         try:
-            done = subprocess.run(argv, **streams, timeout=ASK_S, check=False)
+            done = subprocess.run(argv, **streams, env={**os.environ, ASKS: "1"}, timeout=ASK_S, check=False)
         except subprocess.TimeoutExpired:
             raise ValueError(f"`ssh -G` took over {ASK_S} s: look at `Match exec` there") from None
         said.seek(0)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
+import http.server
 import os
+import re
 import shutil
+import signal
+import socket
 import stat
 import subprocess
 import sys
+import threading
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +22,10 @@ import pytest
 
 from orchestrator.errors import HostKeyError, OrchError
 from orchestrator.transport import HostKeys, command_line, host_entry
+from orchestrator.transport.ssh_config import ASKS
 from tests.support import forks
 from tests.support.ssh_rack import ssh_rack
-from tests.support.sshd import make_key, needs_sshd, running_sshd
+from tests.support.sshd import make_key, needs_sshd, running_sshd, wait_for
 
 pytestmark = needs_sshd
 PORT = "echo port ${SSH_CONNECTION##* }"
@@ -203,6 +211,79 @@ def test_a_local_node_has_a_shell_of_this_machine(tmp_path):
     assert (shell.returncode, shell.stdout) == (3, "42\n")
 
 
+# ---- orch forward ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def page():
+    """The port of a web server of the host's that listens at 127.0.0.1, as TensorBoard does."""
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def fetched(port):
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/") as answer:
+        return answer.status
+    return None
+
+
+@contextlib.contextmanager
+def begun(rack, *words):
+    argv = [sys.executable, "-m", "orchestrator.cli", *words]
+    place = {"env": rack.environment, "cwd": Path(__file__).parents[2], "text": True, "stderr": subprocess.PIPE}
+    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, **place) as process:
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGINT)
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def test_forward_brings_a_port_of_the_host_here_until_ctrl_c(rack, page):
+    local = free_port()
+    with begun(rack, "forward", "v100", f"{page}:{local}") as process:
+        wait_for(lambda: fetched(local) == 200, "the page")
+        with socket.socket() as outside:  # no other machine may connect
+            outside.settimeout(1)
+            assert outside.connect_ex((socket.gethostbyname(socket.gethostname()), local)) or _is_loopback()
+    assert process.wait(30) != 0
+    assert fetched(local) is None
+
+
+def _is_loopback():
+    return socket.gethostbyname(socket.gethostname()).startswith("127.")
+
+
+def test_forward_takes_another_port_here_if_its_own_is_in_use(rack, page):
+    with begun(rack, "forward", "v100", str(page)) as process:  # the host is this machine, where the page has the port
+        line = process.stderr.readline()
+        local = int(re.match(rf"http://127\.0\.0\.1:(\d+) is port {page} of v100\n", line)[1])
+        assert local != page
+        wait_for(lambda: fetched(local) == 200, "the page")
+    refused = rack.types("forward", "v100", f"6006:{page}", exit_code=2).stderr
+    assert f"port {page} of this machine cannot be used: Address already in use" in refused
+
+
+@pytest.mark.parametrize("port", ["0", "70000", "6006:", ":6006", "web", "1:2:3", "²"])
+def test_forward_refuses_what_is_no_port(rack, port):
+    assert "is no port\n  try: write PORT or PORT:LOCAL" in rack.types("forward", "v100", port, exit_code=2).stderr
+
+
+def test_ssh_forwards_as_openssh_does(rack, page):
+    local = free_port()
+    with begun(rack, "ssh", "v100", "-L", f"{local}:127.0.0.1:{page}", "--", "sleep 60"):
+        wait_for(lambda: fetched(local) == 200, "the page")
+
+
 # ---- orch ssh-config ------------------------------------------------------------------------------------------------
 
 
@@ -231,6 +312,25 @@ def test_openssh_and_what_starts_it_reach_hosts_by_their_names(config, rack, tmp
     (tmp_path / "batch").write_text(f"get {tmp_path}/sent {tmp_path}/got\n")  # as an editor's remote mode does
     run("sftp", "-F", config, "-b", tmp_path / "batch", "v100")
     assert (tmp_path / "got").read_text() == "by scp"
+
+
+def test_a_kept_configuration_follows_up_and_trust(rack, tmp_path):
+    kept = rack.types("ssh-config", "--keep", exit_code=3)
+    (tmp_path / "config").write_text(kept.stdout)
+    name, server = next(iter(rack.servers.items()))
+    assert run("ssh", "-F", tmp_path / "config", name, PORT) == f"port {server.port}\n"
+    file = next(Path(kept.stdout.split('"')[1]).parent.iterdir())
+    before = file.read_text()
+    file.write_text("")
+    rack.types("trust", name, "--yes")
+    assert file.read_text() == before
+    file.write_text("")
+    rack.types("up", "rack.yaml", exit_code=3)
+    assert file.read_text() == before
+    asks = {**os.environ, ASKS: "1"}  # so orch asks, and does not find what it wrote itself
+    found = subprocess.run(["ssh", "-F", tmp_path / "config", "-G", name], capture_output=True, text=True, env=asks)
+    assert f"hostname {name}\n" in found.stdout
+    assert "leave out --nodes" in rack.types("ssh-config", "--keep", "--nodes", name, exit_code=2).stderr
 
 
 @pytest.mark.skipif(not shutil.which("rsync"), reason="rsync is not installed")
