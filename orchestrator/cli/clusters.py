@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from orchestrator.hosts.facts import NodeFacts
     from orchestrator.hosts.inventory import Node
     from orchestrator.paths import Home
+    from orchestrator.transport.hostkeys import HostKeys, OfferedKey
 
 
 allow_local_option = click.option(
@@ -158,42 +159,75 @@ def master(name: str | None, elect: bool, cluster: str | None) -> None:
 
 
 @click.command()
-@click.argument("name", metavar="NODE", shell_complete=node_names)
+@click.argument("names", nargs=-1, required=True, metavar="NODE...", shell_complete=node_names)
 @click.option(
-    "--inventory", type=click.Path(path_type=Path), help="Read the node from this file, before the first `orch up`."
+    "--inventory", type=click.Path(path_type=Path), help="Read the nodes from this file, before the first `orch up`."
 )
 @click.option(
-    "--yes", is_flag=True, help="Record without asking, after you have compared the fingerprint by other means."
+    "--yes", is_flag=True, help="Record without asking, after you have compared the fingerprints by other means."
 )
 @cluster_option
-def trust(name: str, inventory: Path | None, yes: bool, cluster: str | None) -> None:
-    """Show a host's key and record it once you have compared its fingerprint.
+def trust(names: tuple[str, ...], inventory: Path | None, yes: bool, cluster: str | None) -> None:
+    """Show hosts' keys and record them once you have compared their fingerprints.
 
-    Compare with `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` on the host's own console.
+    NODE is a name, a range or a pattern. Compare with `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` on the host's
+    own console. Known keys are not asked about. The exit code is 3 if a host did not answer or its key has changed.
 
     \b
     orch trust v100
-    orch trust v100 --inventory inventory/a2000_v100.yaml
+    orch trust 'gpu[01-16]' v100 --inventory inventory/a2000_v100.yaml
     """
     from orchestrator.hosts.connections import target_of
+    from orchestrator.hosts.grammar import names_in
     from orchestrator.hosts.inventory_file import load_inventory
     from orchestrator.transport import ssh
+    from orchestrator.transport.fanout import errors_by_node, for_each, values
     from orchestrator.transport.hostkeys import HostKeys
     from orchestrator.views import console
 
     with open_controller() as controller:
         source = load_inventory(inventory) if inventory else controller.store.cluster(cluster)
-        host_keys = HostKeys.default(controller.store.home)
-        offered = None
-        while offered is None or offered.peer.jump:  # jump hosts first
-            offered = ssh.fetch_host_key(target_of(source.node(name)), host_keys=host_keys)
-            console.say(f"{offered.peer} shows the {offered.key.get_name()} key {offered.fingerprint}")
-            if not yes and not click.confirm("Is this the fingerprint of that host?", default=False, err=True):
-                raise UsageError(f"{name}: its key was not recorded", "compare it on the host's own console")
-            host_keys.check(offered.peer, offered.key, accept_new=True)
-        console.say(f"recorded in {controller.store.home.known_hosts}")
+        chosen = names_in(",".join(names), [node.name for node in source.nodes], "the cluster")
+        todo = {name: target_of(source.node(name)) for name in chosen}
+        host_keys, failed = HostKeys.default(controller.store.home), dict[str, HostError]()
+        while todo:  # once more after a jump host, which is first
+            with busy(f"asking {counted(len(todo), 'host')} for their keys"):
+                found = for_each(todo, lambda target: ssh.fetch_host_key(target, host_keys=host_keys), deadline_s=30)
+            failed |= errors_by_node(found) | _record(values(found), host_keys, yes)
+            todo = {name: todo[name] for name, key in values(found).items() if key.peer.jump and name not in failed}
         if not inventory:
             refresh_kept(controller.store.home, controller.store.cluster(cluster))
+    console.fail_each(failed.values())
+    if failed:
+        sys.exit(3)
+
+
+def _record(offered: Mapping[str, OfferedKey], host_keys: HostKeys, yes: bool) -> dict[str, HostError]:
+    """Asks about unknown keys; returns an error for each key that contradicts a known key. Raises UsageError after a no."""
+    from orchestrator.transport.hostkeys import UnknownHostKeyError
+    from orchestrator.views import console
+
+    unknown: dict[str, OfferedKey] = {}
+    failed: dict[str, HostError] = {}
+    for name, one in offered.items():
+        try:
+            host_keys.check(one.peer, one.key)
+            console.say(f"{one.peer} shows the known {one.key.get_name()} key {one.fingerprint}")
+        except UnknownHostKeyError:
+            if all(str(one.peer) != str(other.peer) for other in unknown.values()):  # a shared jump host once
+                console.say(f"{one.peer} shows the {one.key.get_name()} key {one.fingerprint}")
+                unknown[name] = one
+        except HostError as error:
+            failed[name] = error
+    question = "Is this the fingerprint of that host?" if len(unknown) == 1 else "Are these those hosts' fingerprints?"
+    if unknown and not yes and not click.confirm(question, default=False, err=True):
+        keys = "its key was" if len(unknown) == 1 else "their keys were"
+        raise UsageError(f"{some(list(unknown), 5)}: {keys} not recorded", "compare on the host's own console")
+    for one in unknown.values():
+        host_keys.check(one.peer, one.key, accept_new=True)
+    if unknown:
+        console.say(f"recorded in {host_keys.recorded}")
+    return failed
 
 
 def show_up(probed: Up, as_json: bool) -> None:

@@ -360,3 +360,30 @@ def test_an_entry_goes_through_jump_hosts_and_to_pinned_keys_only(servers, keys,
     (tmp_path / "config").write_text(host_entry(pinned, keys, pins=tmp_path / "pins"))
     with pytest.raises(AssertionError, match="HAS CHANGED"):
         run("ssh", "-F", tmp_path / "config", "card", PORT)
+
+
+# ---- orch trust ------------------------------------------------------------------------------------------------------
+
+
+def test_trust_shows_the_keys_of_several_hosts_and_asks_once(rack, tmp_path):
+    stranger = {**rack.environment, "ORCH_HOME": str(tmp_path / "home"), "HOME": str(tmp_path)}
+
+    def trusts(*words, answer="", exit_code=0):
+        argv = ["trust", *words, "--inventory", "rack.yaml"]
+        done = forks.run(forks.ORCH, argv, cwd=rack.folder, env=stranger, input_=answer)
+        assert done.returncode == exit_code, done.stderr
+        return done.stderr
+
+    refused = trusts("v100", "a2000", answer="n\n", exit_code=2)
+    assert "v100, a2000: their keys were not recorded" in refused and not (tmp_path / "home" / "known_hosts").exists()
+    said = trusts("*00*", answer="y\n")
+    assert said.count("Are these") == 1
+    for server in rack.servers.values():
+        assert server.fingerprint() in said
+    again = trusts("*", exit_code=3)  # `gone` is off
+    assert again.count("shows the known") == 2 and "Are these" not in again and "error: gone: " in again
+    known = tmp_path / "home" / "known_hosts"
+    lines = known.read_text().splitlines()
+    swapped = [" ".join([a.split()[0], *b.split()[1:]]) for a, b in zip(lines, reversed(lines), strict=True)]
+    known.write_text("\n".join(swapped) + "\n")
+    assert trusts("v100", exit_code=3).startswith("error: v100: ") and known.read_text().splitlines() == swapped
