@@ -203,7 +203,7 @@ def trust(names: tuple[str, ...], inventory: Path | None, yes: bool, cluster: st
 
 
 def _record(offered: Mapping[str, OfferedKey], host_keys: HostKeys, yes: bool) -> dict[str, HostError]:
-    """Asks about unknown keys; returns an error for each key that contradicts a known key. Raises UsageError after a no."""
+    """Asks about unknown keys; returns an error for each changed key. Raises UsageError after a no."""
     from orchestrator.transport.hostkeys import UnknownHostKeyError
     from orchestrator.views import console
 
