@@ -92,7 +92,7 @@ _KNOWN = [
     ),
     (
         r"No module named '?[A-Za-z_]",
-        "this host's Python lacks a module; install it there, or name another `python:`",
+        "this host's Python lacks a module; `orch setup -r requirements.txt` installs packages on all hosts",
     ),
     (
         r"client socket has timed out|RendezvousTimeoutError|timed out after \d+ seconds waiting for clients",

@@ -102,8 +102,8 @@ def _fetch(settings: Settings) -> None:
     has_archive = settings.data == "cifar10" and check_integrity(str(where / CIFAR10.filename), CIFAR10.tgz_md5)
     if not has_archive and not _reachable(_addresses(settings)):
         raise TrainError(
-            f"no {settings.data} data in {where} and no download site answers: name the folder that holds them "
-            "with --data_dir (--set data_dir=...), or use data=synthetic"
+            f"no {settings.data} data in {where} and no download site answers: copy them to the hosts "
+            "(`orch data push DIR`), name their folder with --data_dir (--set data_dir=...), or use data=synthetic"
         )
     where.mkdir(parents=True, exist_ok=True)
     with contextlib.redirect_stdout(sys.stderr), _short_network_timeout():

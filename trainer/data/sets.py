@@ -195,7 +195,8 @@ def _folders(parent: Path) -> tuple[str, ...]:
         names = sorted(entry.name for entry in os.scandir(parent) if entry.is_dir() and not entry.name.startswith("."))
     except OSError as error:
         raise TrainError(
-            f"{parent} cannot be listed ({error.strerror}): {_LAYOUT}; give DATA_DIR with --data_dir"
+            f"{parent} cannot be listed ({error.strerror}): {_LAYOUT}; give DATA_DIR with --data_dir, or copy it to "
+            "the hosts with `orch data push DIR`"
         ) from error
     if not names:
         raise TrainError(f"{parent} holds no folder of a class: {_LAYOUT}")

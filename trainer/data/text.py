@@ -102,7 +102,7 @@ def _read(folder: Path) -> bytearray:
     except OSError as error:
         raise TrainError(
             f"{error.filename or folder} cannot be read ({error.strerror}): text is read from all files below "
-            "DATA_DIR; give it with --data_dir (--set data_dir=...)"
+            "DATA_DIR; give it with --data_dir (--set data_dir=...), or copy it to the hosts with `orch data push DIR`"
         ) from error
 
 
