@@ -29,7 +29,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from rack import Rack, end_orderly_on_term, rack, show_machine, spread
+from rack import Rack, rack, show_machine, spread
 
 from orchestrator.forecast import estimate, gradient_bytes, layers_of
 from orchestrator.hosts import find_card
@@ -108,7 +108,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="keeps each run's line, and goes on from there")
     words = parser.parse_args()
     asked = Asked(words.network, words.target, words.epochs, words.slow_motion or SLOW_MOTION[words.network])
-    end_orderly_on_term()
     show_machine()
     print(f"{asked.network}, paces and links divided by {asked.slow_motion:g}, to {100 * asked.target:g} %", flush=True)
     runs: dict[str, list[Tried]] = {}

@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from rack import Rack, end_orderly_on_term, rack, show_machine, spread
+from rack import Rack, rack, show_machine, spread
 
 INVENTORY = """
 cluster: copies
@@ -62,7 +62,6 @@ def main() -> None:
     for option, default in (("--steps", 60), ("--every", 10), ("--rounds", 3), ("--width", 4096)):
         parser.add_argument(option, type=int, default=default)
     asked = parser.parse_args()
-    end_orderly_on_term()
     show_machine()
     step_ms, copy_ms = {name: list[float]() for name in ROWS}, list[float]()
     with rack(INVENTORY) as lab:

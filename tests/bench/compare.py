@@ -14,7 +14,7 @@ import argparse
 import itertools
 import sys
 
-from rack import ROOT, Rack, end_orderly_on_term, rack, show_machine
+from rack import ROOT, Rack, rack, show_machine
 
 PACES = {"v100": 833.0, "a2000": 333.0}
 ALLOWED = 0.1
@@ -27,7 +27,6 @@ def main() -> int:
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--ways", action="store_true")
     asked = parser.parse_args()
-    end_orderly_on_term()
     show_machine()
     if asked.ways:
         return compare_ways(asked.steps)

@@ -90,6 +90,7 @@ class Rack:
 @contextlib.contextmanager
 def rack(inventory: Path | str) -> Iterator[Rack]:
     """Brings the lab up and lets `orch up` remember it. inventory: a path, or its text."""
+    end_orderly_on_term()
     with tempfile.TemporaryDirectory() as folder, lab(inventory) as hosts:
         person = Person(hosts, Path(folder, "home"), Path(folder))
         person.types("up", str(hosts.inventory))
@@ -97,8 +98,9 @@ def rack(inventory: Path | str) -> Iterator[Rack]:
 
 
 def end_orderly_on_term() -> None:
-    """Who limits a benchmark with `timeout` finds none of its files left."""
+    """A benchmark that is ended with SIGTERM, as by `timeout`, or by Ctrl-C in the background leaves nothing behind."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def show_machine() -> None:
