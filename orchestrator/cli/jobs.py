@@ -195,7 +195,7 @@ def logs(
     """
     from orchestrator.jobs.collect import copied_lines, is_removed, last_of, newest_copy, nothing_left
     from orchestrator.jobs.lines import LogLine
-    from orchestrator.views import console, following
+    from orchestrator.views import console, following, job_table
 
     def chosen(line: LogLine) -> bool:
         is_of = only_node in (None, line.node) and only_rank in (None, line.rank)
@@ -228,6 +228,8 @@ def logs(
         if not following.print_events(events, chosen, times=timestamps) and not away:
             fits = only_node or only_rank is not None or lines or since is not None or grep
             console.say("no line fits what you asked for" if fits else "its ranks have printed nothing")
+            if not fits and job.record.state == "failed":
+                job_table.print_end(job.record)
         if away:
             sys.exit(3)
 

@@ -100,14 +100,15 @@ def _does(record: Mapping[str, Any], rank: int) -> Any:
 
 
 def joined(plan: LaunchPlan, records: Mapping[str, Any]) -> bool | None:
-    """Whether any two ranks met; None if unknown, or for a single rank."""
+    """Whether any two ranks met; None if unknown, for a single rank, or after a rank failed."""
     met = list[Any]()
     for node in plan.nodes:
         record = records.get(node.name)
         ranks = record.get("ranks") if isinstance(record, Mapping) else None
         for rank in node.rank_numbers:
             reported = ranks.get(str(rank)) if isinstance(ranks, Mapping) else None
-            met.append(reported.get("met") if isinstance(reported, Mapping) else None)
+            has_failed = isinstance(reported, Mapping) and (reported.get("exit_code") or reported.get("signal"))
+            met.append(reported.get("met") if isinstance(reported, Mapping) and not has_failed else None)
     if True in met:
         return True
     return False if plan.world_size > 1 and all(value is False for value in met) else None

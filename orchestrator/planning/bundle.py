@@ -174,6 +174,8 @@ ALWAYS_LEFT = (
     "/runs/",
 )
 OURS, GITS = ".orchignore", ".gitignore"
+WORK = ".orch-work"
+"""Marks a host's work folder, which holds what other jobs have shipped."""
 LeftOut = Literal[
     "ignored",
     "link that leads outside or nowhere",
@@ -215,8 +217,11 @@ def wanted_files(folder: Path) -> WantedFiles:
     else:
         found = [name for name in listed.names if rules.take(name, above_too=True)]
         found += [name for name in listed.ignored_files() if rules.takes_back(name)] if rules.named_any else []
+    work = tuple(name.removesuffix(WORK) for name in found if name.endswith(f"/{WORK}"))
     kept, others = set[str](), list[str]()
     for name in found:
+        if work and name.startswith(work):
+            continue
         kept.add(name) if _is_plain(f"{folder}/{name.rstrip('/')}") else others.append(name)
     links, left_out = _resolved(folder, kept, [name for name in others if not name.endswith("/")])
     ignored = (name for name in (listed.ignored if listed else rules.left) if name.rstrip("/") not in kept)
@@ -228,7 +233,9 @@ def wanted_files(folder: Path) -> WantedFiles:
         frozenset(rules.named),
         note,
         links,
-        tuple(sorted(name for name in empty if rules.take(name, above_too=True))),
+        tuple(
+            sorted(name for name in empty if rules.take(name, above_too=True) and not (work and name.startswith(work)))
+        ),
         tuple(sorted(left_out)),
     )
 

@@ -4,6 +4,7 @@ import hashlib
 import io
 import os
 import stat
+import subprocess
 import tarfile
 
 import pytest
@@ -12,6 +13,7 @@ from orchestrator.errors import UsageError
 from orchestrator.planning import bundle, pack_folder
 from orchestrator.remote.layout import WorkFolder
 from orchestrator.remote.prepare import Refused, store_code
+from orchestrator.remote.workfolder import MARK
 from tests.support.files import fill
 
 
@@ -74,6 +76,20 @@ def test_what_both_ignore_files_name_stays_at_home_and_so_do_caches(tmp_path):
     found, blob = pack_folder(fill(tmp_path, {**wanted, **unwanted, **ignores}))
     assert names(blob) == sorted([*wanted, *ignores])
     assert found.files == len(wanted) + len(ignores)
+
+
+@pytest.mark.parametrize("in_repository", [False, True])
+def test_a_hosts_work_folder_stays_at_home_or_each_job_would_ship_all_before_it(tmp_path, in_repository):
+    if in_repository:
+        subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    assert bundle.WORK == MARK
+    fill(tmp_path, {"train.py": "", "workers/a.py": "", f"work/{MARK}": "", "work/jobs/old/src/train.py": ""})
+    os.mkfifo(tmp_path / "work" / "jobs" / "old" / "control")
+    (tmp_path / "work" / "locks").mkdir()
+    _, blob = pack_folder(tmp_path)
+    assert names(blob) == ["train.py", "workers/a.py"]
+    wanted = bundle.wanted_files(tmp_path)
+    assert (wanted.left_out, wanted.empty) == ((), ())
 
 
 def test_links_and_pipes_are_left_out(tmp_path):

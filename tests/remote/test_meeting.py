@@ -153,6 +153,10 @@ def test_only_what_all_ranks_say_counts(tmp_path: Path) -> None:
         None,
     ]
     assert joined(plan, {"a": {"ranks": {"0": {"met": False}}}}) is None
+    ended = {"met": False, "exit_code": 1, "signal": None}  # its failure is the news
+    assert joined(plan, {"a": {"ranks": {"0": ended}}, "b": {"ranks": {"1": ended, "2": ended}}}) is None
+    fine = {**ended, "exit_code": 0}
+    assert joined(plan, {"a": {"ranks": {"0": fine}}, "b": {"ranks": {"1": fine, "2": fine}}}) is False
     record = JobRecord.model_validate_json(run.job.read_text()).model_copy(update={"joined": False})
     run.job.write_text(record.model_dump_json(by_alias=True))
     assert analyse(run).warnings[0].startswith("The 3 ranks joined no process group")
