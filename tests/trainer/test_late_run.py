@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +72,13 @@ def made(name: str, dropout: float = 0.0) -> Task:
     return built(name) if name else (network(dropout), Data(points, label), entropy)
 
 
-def trained(rank: int, case: tuple[dict[str, str], tuple[str, ...], float | str]) -> tuple[dict[str, Tensor], str]:
+def trained(
+    rank: int,
+    case: tuple[dict[str, str], tuple[str, ...], float | str],
+    prepared: Callable[[Session], None] = lambda run: None,
+) -> tuple[dict[str, Tensor], str]:
     """What this rank holds of the state, and what it said. case: settings, each rank's host, and dropout or the name of
-    another network.
+    another network. prepared: called before the first update.
     """
     asked, nodes, which = case
     info, said = RankInfo(rank, rank, RANKS, RANKS, "vm", nodes[rank], None, None), io.StringIO()
@@ -82,6 +86,7 @@ def trained(rank: int, case: tuple[dict[str, str], tuple[str, ...], float | str]
         with contextlib.redirect_stdout(said):
             model, data, loss = made(which) if isinstance(which, str) else made("", which)
             run = Session(assemble.prepare(met, CustomScript(model, optimiser(model), data, default_collate)))
+            prepared(run)
             for _ in run.epochs():
                 for inputs, targets in run.batches():
                     run.step(loss(run.model(inputs), targets))
@@ -91,10 +96,16 @@ def trained(rank: int, case: tuple[dict[str, str], tuple[str, ...], float | str]
 
 
 def delayed(
-    exact: set[str], parts: int, first: int, clip_norm: float = 0.0, name: str = "", smaller_first: float = 0.0
+    exact: set[str],
+    parts: int,
+    first: int,
+    clip_norm: float = 0.0,
+    name: str = "",
+    smaller_first: float = 0.0,
+    is_frozen: Callable[[str, int], bool] = lambda name, update: False,
 ) -> tuple[dict[str, Tensor], ...]:
     """The first and the last state of one process. exact: names on the last stage. parts: micro-batches. first: late
-    update. name: of another network.
+    update. name: of another network. is_frozen: of a weight's name and an update.
     """
     (used, data, loss), (kept, *_) = made(name), made(name)
     for module in used.modules():
@@ -116,8 +127,8 @@ def delayed(
                 (loss(used(part), labels) / len(targets)).backward()
             if clip_norm:
                 nn.utils.clip_grad_norm_(used.parameters(), clip_norm)
-            for of_kept, of_used in zip(kept.parameters(), used.parameters(), strict=True):
-                of_kept.grad = of_used.grad
+            for (name, of_kept), of_used in zip(kept.named_parameters(), used.parameters(), strict=True):
+                of_kept.grad = None if is_frozen(name, number) else of_used.grad
             steps.step()
             number += 1
     return begun, kept.state_dict() | {name: buffer.clone() for name, buffer in used.named_buffers()}
@@ -152,6 +163,39 @@ def test_a_scripts_updates_are_those_of_one_process_with_the_delay(gang: Gang, n
         for state in answers
     ]
     assert max(off(begun, last, state) for state in own) <= 1e-12
+
+
+def changes_at(rank: int, case: tuple[int, bool]) -> tuple[dict[str, Tensor], str]:
+    """Trains the first layer until update case[0], or only from then on (case[1])."""
+    changed, is_trained_later = case
+
+    def set_first(run: Session, is_trained: bool) -> None:
+        for name, weight in run.run.model.named_parameters():
+            if name in FIRST_LAYER:
+                weight.requires_grad_(is_trained)
+
+    def prepared(run: Session) -> None:
+        set_first(run, not is_trained_later)
+        run.after_update(lambda: set_first(run, is_trained_later) if run.updates == changed else None)
+
+    return trained(rank, ({}, FOUR, 0.0), prepared)
+
+
+FIRST_LAYER = ("0.weight", "0.bias")
+
+
+@pytest.mark.parametrize(("changed", "is_trained_later"), [(2, False), (3, False), (3, True)])
+def test_a_script_that_changes_which_weights_a_late_stage_trains(
+    gang: Gang, changed: int, is_trained_later: bool
+) -> None:
+    answers = [state for state, _ in gang.run(changes_at, (changed, is_trained_later), timeout_s=60)]
+    begun, last = delayed(
+        set(answers[-1]),
+        1,
+        1,
+        is_frozen=lambda name, update: name in FIRST_LAYER and (update >= changed) != is_trained_later,
+    )
+    assert max(off(begun, last, state) for state in answers) <= 1e-12
 
 
 class Again(nn.Linear):

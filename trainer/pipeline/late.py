@@ -21,7 +21,7 @@ LATE = "late"
 
 
 class LateWeights:
-    """weights: the stage's parameters, by name. first: the first late update."""
+    """weights: the stage's parameters, by name; frozen ones are not copied. first: the first late update."""
 
     # Two sets of copies take turns: the optimiser changes the parameters in place, while the next update's backward
     # still needs the values that its forward has used.
@@ -54,20 +54,21 @@ class LateWeights:
 
     def hand_over(self) -> None:
         for name, copy in (self.now or {}).items():
-            self.weights[name].grad, copy.grad = copy.grad, None
+            weight = self.weights[name]  # frozen perhaps since the copy was made
+            weight.grad, copy.grad = copy.grad if weight.requires_grad else None, None
 
     @torch.no_grad()
     def _copied(self, into: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, weight in self.weights.items():
             if name in into:
                 into[name].copy_(weight)
-            else:
+            elif weight.requires_grad:
                 into[name] = _copy(weight)
         return into
 
     def own_state(self) -> dict[str, Tensor]:
         """The next update's weights."""
-        return {f"{LATE}.{number}": copy.detach() for number, copy in enumerate((self.next or {}).values())}
+        return {f"{LATE}.{name}": copy.detach() for name, copy in (self.next or {}).items()}
 
     def expect(self, kept: Mapping[str, Tensor]) -> None:
         """Prepares `own_state` to be overwritten."""

@@ -252,8 +252,7 @@ def late_weights(part: nn.Module, first: int) -> LateWeights | None:
         return None
     # A learning part's other weights only take time.
     of_filler = set(map(id, part.weights)) if isinstance(part, LearningPart) else set()
-    weights = {name: weight for name, weight in part.named_parameters() if id(weight) not in of_filler}
-    return LateWeights({name: weight for name, weight in weights.items() if weight.requires_grad}, first)
+    return LateWeights({name: one for name, one in part.named_parameters() if id(one) not in of_filler}, first)
 
 
 def _group_of(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup | None:
