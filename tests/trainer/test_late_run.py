@@ -198,6 +198,33 @@ def test_a_script_that_changes_which_weights_a_late_stage_trains(
     assert max(off(begun, last, state) for state in answers) <= 1e-12
 
 
+def judged_each(rank: int, asked: dict[str, str]) -> tuple[dict[str, Tensor], list[float]]:
+    """The state, and the losses of evaluations after each update."""
+    losses: list[float] = []
+
+    def prepared(run: Session) -> None:
+        data = Data(points, label)
+        judge = lambda outputs, targets: {"loss": entropy(outputs, targets)}  # noqa: E731
+        run.after_update(lambda: losses.append(run.evaluate(judge, data)["loss"]))
+
+    state, _ = trained(rank, (asked, FOUR, "plain"), prepared)
+    return state, losses
+
+
+@pytest.mark.parametrize(("fidelity", "first"), [("exact", 6), ("late", 1)])
+def test_an_evaluation_in_the_middle_of_an_epoch_changes_nothing(
+    gang: Gang, tmp_path: Path, fidelity: str, first: int
+) -> None:
+    """Although inputs of the next update are on their way. Before a checkpoint they are not."""
+    asked = {"fidelity": fidelity, "accumulate": "2"}
+    answers = gang.run(judged_each, asked, timeout_s=60)
+    begun, last = delayed(set(answers[-1][0]), 2, first, name="plain")
+    assert max(off(begun, last, state) for state, _ in answers) <= 1e-12
+    kept = {**asked, "checkpoint_every": "1", "checkpoint_dir": str(tmp_path)}
+    for (_, losses), (_, drained) in zip(answers, gang.run(judged_each, kept, timeout_s=60), strict=True):
+        assert len(losses) == UPDATES and losses == drained
+
+
 class Again(nn.Linear):
     """Runs a second time in backward."""
 

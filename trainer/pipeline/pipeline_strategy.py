@@ -100,6 +100,7 @@ class Pipeline(Base):
         self.to_next = {rank: Sender(group, rank, ACTIVATIONS) for rank in behind}
         self.to_before = {rank: Sender(group, rank, GRADIENTS) for rank in before}
         self.to_last = {rank: Sender(group, rank, LABELS) for rank in (stages[-1] if self.is_first and labels else ())}
+        self.judging: Judging | None = None
 
     def _receivers(
         self, group: dist.ProcessGroup, ranks: Sequence[int], tag: int, device: torch.device
@@ -288,6 +289,26 @@ _HEADER = 5
 """Samples of the next batch, 0 at the end; and its reader."""
 _PASSED = 6
 """For `pass_on`."""
+_JUDGED, _LABELS_JUDGED = 7, 8
+"""For `outputs`."""
+
+
+class Judging:
+    """Transfers of evaluations. In the middle of an epoch data of the next update are under way already."""
+
+    def __init__(self, of: Any) -> None:
+        readers, is_alone = of.layout.ranks[of.pipeline][0], of.is_first and of.is_last
+        judge = of.judge(of.rank) if of.is_first and not is_alone else None
+        judged = [one for one in readers if of.judge(one) == of.rank] if of.is_last and not is_alone else []
+        self.to_next = None if of.following is None else Sender(of.group, of.following, _JUDGED)
+        self.to_judge = None if judge is None else Sender(of.group, judge, _LABELS_JUDGED)
+        self.inputs = {rank: Receiver(of.group, rank, _JUDGED, of.news, of.device) for rank in of.preceding}
+        self.labels = {rank: Receiver(of.group, rank, _LABELS_JUDGED, of.news, of.device) for rank in judged}
+
+    def settle(self) -> None:
+        for sender in filter(None, (self.to_next, self.to_judge)):
+            sender.settle()
+            sender.take_spans()
 
 
 @dataclass(frozen=True)
@@ -303,16 +324,18 @@ def outputs(
     """Logits and labels on the last stage. batches: on the first stage."""
     dtype = next(of.model.parameters()).dtype
     following = of.following
-    for batch in _read(of, batches) if of.is_first else _received(of, dtype):
+    judging = of.judging = of.judging or Judging(of)
+    for batch in _read(of, judging, batches) if of.is_first else _received(of, judging, dtype):
         output: Any = part(batch.inputs)
-        if following is None:
+        if judging.to_next is None or following is None:
             yield output, batch.labels
             continue
         number = torch.tensor([len(of.cuts.check_output(output, len(batch.inputs))), batch.reader])
         dist.send(number, following, group=of.group, tag=_HEADER)
-        of.to_next[following].send(output)
+        judging.to_next.send(output)
     if following is not None:
         dist.send(torch.zeros(2, dtype=torch.int64), following, group=of.group, tag=_HEADER)
+    judging.settle()
 
 
 def pass_on(of: Any, part: Callable[[Tensor], Any], batches: Iterable[Tensor]) -> None:
@@ -341,14 +364,14 @@ def _passed(of: Any) -> Iterator[Tensor]:
             yield inputs.to(of.device)
 
 
-def _read(of: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[_Batch]:
+def _read(of: Any, judging: Judging, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[_Batch]:
     for images, labels in batches:
-        if of.to_last:
-            of.to_last[of.judge(of.rank)].send(of.cuts.check_labels(labels, len(images)))
+        if judging.to_judge:
+            judging.to_judge.send(of.cuts.check_labels(labels, len(images)))
         yield _Batch(images.to(of.device), labels.to(of.device), of.rank)
 
 
-def _received(of: Any, dtype: torch.dtype) -> Iterator[_Batch]:
+def _received(of: Any, judging: Judging, dtype: torch.dtype) -> Iterator[_Batch]:
     shape = of.cuts.before or ()
     for source in of.preceding:
         while True:
@@ -357,9 +380,9 @@ def _received(of: Any, dtype: torch.dtype) -> Iterator[_Batch]:
             samples, reader = header.tolist()
             if not samples:
                 break
-            of.inputs[source].expect((samples, *shape), dtype)
+            judging.inputs[source].expect((samples, *shape), dtype)
             labels = torch.empty(0, dtype=torch.int64)
-            if of.labels:
-                of.labels[reader].expect((samples, *of.cuts.labels.shape), of.cuts.labels.dtype)
-                labels = of.labels[reader].wait()
-            yield _Batch(of.inputs[source].wait(), labels, reader)
+            if judging.labels:
+                judging.labels[reader].expect((samples, *of.cuts.labels.shape), of.cuts.labels.dtype)
+                labels = judging.labels[reader].wait()
+            yield _Batch(judging.inputs[source].wait(), labels, reader)
