@@ -166,6 +166,20 @@ class Masked(nn.Linear):
         return super().forward(inputs) * self.mask
 
 
+class Branches(nn.Linear):
+    """Few samples take the second layer, and none the third."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.rare, self.never = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = super().forward(inputs)
+        if inputs.is_meta or not (few := inputs[:, 0] > 0.5).any():
+            return outputs
+        return outputs.index_add(0, few.nonzero()[:, 0], self.rare(inputs[few]))
+
+
 class AcrossSamples(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -531,6 +545,9 @@ MORE: list[tuple[str, dict[str, str], tuple[str, ...]]] = [
         ("a", "b", "c", "d"),
     ),
     ("labels that are true or false", {"accumulate": "3"}, ("a", "b", "c", "d")),
+    ("branches", {"accumulate": "3"}, ("a", "b", "c", "d")),
+    ("branches", {"accumulate": "4"}, ("a", "b", "a", "b")),
+    ("branches", {"stages": "a:0-1,b:2-3|c:0-1,d:2-3"}, ("a", "b", "c", "d")),
 ]
 
 
@@ -628,6 +645,11 @@ def fine_tuned() -> nn.Sequential:
 
 
 NETWORKS |= {
+    "branches": (
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Branches(), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)),
+        plain_of(),
+        entropy,
+    ),
     "fine-tuned": (fine_tuned, plain_of(), entropy),
     "remembering": (Remembering, plain_of(), entropy),
     "normed": (lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), plain_of(), entropy),

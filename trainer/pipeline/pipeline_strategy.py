@@ -193,8 +193,7 @@ class Pipeline(Base):
         held_up_s = 0.0
         if self.sums and trainable(self.model):
             before_s = self.sums.held_up_s
-            fill_gradients(self.model)  # in a short batch a lane may have no micro-batch
-            allreduce_flat(gradients_of(self.model), self.sums)
+            self._add_up(self.sums)
             held_up_s = self.sums.held_up_s - before_s
         return loss_sum, Exchange(
             computed,
@@ -205,6 +204,20 @@ class Pipeline(Base):
             wire_ms=self._wire_ms(),
             said=said,
         )
+
+    def _add_up(self, sums: GradientSum) -> None:
+        """A gradient stays None if no rank has it, as in one process: weight decay would move the weight."""
+        weights = trainable(self.model)
+        missing = [number for number, weight in enumerate(weights) if weight.grad is None]
+        fill_gradients(self.model)  # in a short batch a lane may have no micro-batch
+        having = weights[0].new_ones(len(weights), requires_grad=False)
+        if missing:
+            having[missing] = 0
+        allreduce_flat([*gradients_of(self.model), having], sums)
+        counts = having.tolist() if missing else []
+        for number in missing:
+            if not counts[number]:
+                weights[number].grad = None
 
     def _parts(self, own: Sequence[MicroBatch], images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
         """By micro-batch, on the first stage."""
