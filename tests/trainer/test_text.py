@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.support.trainer_ranks import of_event, trained
+from tests.support.trainer_ranks import of_event, started, trained
 from trainer.checkpoints import read_file, write_file
 from trainer.compute.models import build_model, stages_of
 from trainer.data import RankBatches, SampleStream, TextBatches, read_text
@@ -123,6 +123,22 @@ def test_too_little_text_and_no_folder_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").unlink()
     with pytest.raises(TrainError, match=r"holds 0 bytes of text, too few"):
         read_text(tmp_path, 4)
+
+
+def test_text_in_another_encoding_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text " * 400)
+    (tmp_path / "b.txt").write_bytes("größe ".encode("latin-1") * 40)
+    (tmp_path / "c.txt").write_bytes("text ".encode("utf-16") * 40)
+    (tmp_path / "picture").write_bytes(bytes(range(256)))
+    (tmp_path / "empty").touch()
+    assert read_text(tmp_path, 8).left_out == ("b.txt", "c.txt")
+    words = ["--exp", "gpt_text", "--model", "gpt_tiny", "--tokens", "8", "--device", "cpu", "--batch", "8"]
+    (tmp_path / "records").mkdir()
+    with started(tmp_path / "records", [*words, "--steps", "1", "--data_dir", str(tmp_path)], 2) as ranks:
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [line for words in said for line in words.splitlines() if line.startswith("warning")] == [
+        "warning: b.txt, c.txt: not UTF-8, so not read; convert to UTF-8 (iconv) to train on it"
+    ]
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,8 @@ class Opened(NamedTuple):
 
 
 _PART_OF_MEMORY = 0.25
+SHOWN = 3
+"""Names in a message."""
 _COUNTED = ("classes", "train_samples", "test_samples", "bytes_per_token")
 
 
@@ -60,6 +62,8 @@ def agree_on_facts(settings: Settings, info: RankInfo) -> DataSet:
         if info.learns:
             facts, mark = find_facts(settings)
             own = json.dumps([info.node, mark, *(getattr(facts, name) for name in _COUNTED)])
+            if facts.is_text and info.rank == 0:
+                _report_left_out(open_text(settings).left_out)
     found = [json.loads(line) for line in gather_lines(own) if line]
     if not found:
         return known_facts(settings)
@@ -68,6 +72,12 @@ def agree_on_facts(settings: Settings, info: RankInfo) -> DataSet:
         if counted != first:
             raise TrainError(_difference(settings, (node, first[0]), (other, counted[0])))
     return dataclasses.replace(settings.data_set, **dict(zip(_COUNTED, first[1:], strict=True)))
+
+
+def _report_left_out(names: Sequence[str]) -> None:
+    if names:
+        some = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+        print(f"warning: {some}: not UTF-8, so not read; convert to UTF-8 (iconv) to train on it", flush=True)
 
 
 def _difference(settings: Settings, one: tuple[str, str], other: tuple[str, str]) -> str:

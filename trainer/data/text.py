@@ -15,7 +15,7 @@ import codecs
 import hashlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -31,6 +31,7 @@ MOST_BYTES = 2 << 30
 BLOCK_BYTES = 1 << 20
 MADE, WORDS = 8192, 256
 """Samples and different words of synthetic text."""
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 Batch = tuple[Tensor, Tensor]
 
 
@@ -43,19 +44,21 @@ class Text:
     digest: str
     bytes_per_token: float = 1.0
     """Mean over the labels of all test samples."""
+    left_out: tuple[str, ...] = ()
+    """Files that seem to be text, but not in UTF-8."""
 
 
 @lru_cache(maxsize=1)
 def read_text(folder: Path, tokens: int, vocabulary: int = 0) -> Text:
     """Raises TrainError without text for a sample of each, for unreadable files, and for more than memory holds."""
-    content = _read(folder)
+    content, left_out = _read(folder)
     text = _cut(content, hashlib.sha256(content).hexdigest()[:16], tokens, vocabulary, folder)
     if min(samples_in(len(text.train), tokens), samples_in(len(text.test), tokens)) < 1:
         raise TrainError(
             f"{folder} holds {len(content):,} bytes of text, too few for a training and a test sample of {tokens} "
             "tokens: name a folder with text files by --data_dir (--set data_dir=...)"
         )
-    return text
+    return replace(text, left_out=left_out)
 
 
 def _cut(content: bytearray, digest: str, tokens: int, vocabulary: int, folder: Path | None) -> Text:
@@ -87,8 +90,10 @@ def samples_in(length: int, tokens: int) -> int:
     return max(0, (length - 1) // tokens)
 
 
-def _read(folder: Path) -> bytearray:
-    """All text, with a line's end between two files."""
+def _read(folder: Path) -> tuple[bytearray, tuple[str, ...]]:
+    """All text, with a line's end between two files; and the names of files in another encoding."""
+    texts: list[bytes] = []
+    left_out: list[str] = []
     try:
         files = [*_files(folder)]
         whole = sum(path.stat().st_size for path in files)
@@ -98,7 +103,13 @@ def _read(folder: Path) -> bytearray:
                 f"{MOST_BYTES / 2**30:.0f} GiB; name a folder that holds only the text, by --data_dir "
                 "(--set data_dir=...)"
             )
-        return bytearray(b"\n").join(content for path in files if _is_text(content := path.read_bytes()))
+        for path in files:
+            content = path.read_bytes()
+            if _is_text(content):
+                texts.append(content)
+            elif content.startswith(_UTF16) or (content and b"\0" not in content):
+                left_out.append(str(path.relative_to(folder)))
+        return bytearray(b"\n").join(texts), tuple(left_out)
     except OSError as error:
         raise TrainError(
             f"{error.filename or folder} cannot be read ({error.strerror}): text is read from all files below "
