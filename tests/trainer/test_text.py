@@ -72,7 +72,8 @@ def test_a_gpt_has_the_losses_and_weights_of_one_process(
 
 def test_a_pipelines_weights_are_one_processs_to_the_last_bit(tmp_path: Path) -> None:
     """With the same micro-batches, of one sample each."""
-    ran(tmp_path / "cut", ["--strategy", "pipeline", "--accumulate", "8"], 2)
+    ranks = ran(tmp_path / "cut", ["--strategy", "pipeline", "--accumulate", "8"], 2)
+    assert [row[0] for row in of_event(ranks[1], "tasks")[0]["tasks"]].count("forward") == 8
     ran(tmp_path / "whole", ["--strategy", "none", "--accumulate", "8"], 1)
     cut, whole = weights(tmp_path / "cut"), weights(tmp_path / "whole")
     assert all(torch.equal(cut[name], whole[name]) for name in whole) and cut.keys() == whole.keys()

@@ -26,7 +26,7 @@ from trainer.compute.arithmetic import (
 from trainer.compute.compiler import ON_DEVICE, Executor
 from trainer.compute.graphs import Graphs, replayable, why_not
 from trainer.compute.microbatches import MicroBatches
-from trainer.compute.models import gradient_bytes, trainable
+from trainer.compute.models import gradient_bytes, needs_pairs_of_samples, trainable
 from trainer.compute.timer import InjectedDelay, Timer, timer_for
 from trainer.data.loading import Opened, agree_on_facts
 from trainer.data.sample_stream import RankBatches, SampleStream
@@ -379,11 +379,12 @@ def split_work(settings: Settings, info: RankInfo, training_task: TrainingTask) 
     caps = [speed.cap if speed else settings.local_batch or None for speed in speeds]
     if tensor:  # all hold the same samples
         caps = [min((cap for cap in caps if cap is not None), default=None)] * len(caps)
-    micro_batches = MicroBatches(settings.accumulate, caps, together=settings.strategy == "fsdp")
+    least = 2 if needs_pairs_of_samples(training_task.skeleton()) else 1
+    micro_batches = MicroBatches(settings.accumulate, caps, together=settings.strategy == "fsdp", least=least)
     if pipeline:
         usual = 1 if settings.fidelity == "late" else pipeline.micro_batches
         count, smaller_first = settings.accumulate or usual, settings.smaller_first
-        micro_batches = MicroBatches(count, [None] * len(caps), together=False, smaller_first=smaller_first)
+        micro_batches = MicroBatches(count, [None] * len(caps), False, smaller_first, least)
     last_step = min(whole, settings.steps or whole)
     order = RankBatches(stream, READER if tensor else info.rank)
     return BatchSplit(order, micro_batches, shares, speeds, last_step, pipeline, tensor)
