@@ -409,10 +409,10 @@ def test_a_folder_of_images_that_has_changed_is_refused(tmp_path: Path) -> None:
     finished(tmp_path / "stopped", [*way, "--checkpoint_every", "2", "--steps", "2", "--eval_every", "0"], 1)
     (tmp_path / "images/train/dog/2.png").rename(tmp_path / "images/train/dog/0.png")
     resume = [*way, "--resume", "../stopped/checkpoints"]
-    assert "of other data: 6 training images, not 6, or other names" in refused(tmp_path / "renamed", resume)
+    assert "of other data: also 6 training samples, but different" in refused(tmp_path / "renamed", resume)
     (tmp_path / "images/train/cat/3.png").unlink()
     (tmp_path / "images/train/cat/2.png").unlink()
-    assert "of other data: 6 training images, not 4" in refused(tmp_path / "fewer", resume)
+    assert "of other data: 6 training samples, not 4" in refused(tmp_path / "fewer", resume)
 
 
 def written(folder: Path, **changed: Any) -> Path:

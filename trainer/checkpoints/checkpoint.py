@@ -308,11 +308,11 @@ class CheckpointKeeper:
             raise TrainError(
                 f"the checkpoint is of a run with {changed}: resume with the same settings, or start again without it"
             )
-        if (saved.data, saved.train_samples) != (self.data, self.run.training_task.train_samples):
-            raise TrainError(
-                f"the checkpoint is of other data: {saved.train_samples} training images, not "
-                f"{self.run.training_task.train_samples}, or other names; restore the data, or start again without it"
-            )
+        samples = self.run.training_task.train_samples
+        if (saved.data, saved.train_samples) != (self.data, samples):
+            differ = f"{saved.train_samples} training samples, not {samples}"
+            differ = differ if saved.train_samples != samples else f"also {samples} training samples, but different"
+            raise TrainError(f"the checkpoint is of other data: {differ}; restore the data, or start again without it")
         updates = self._updates(saved)
         if updates > self.run.last_step:
             raise TrainError(
