@@ -69,6 +69,7 @@ class Dialler:
     timeout_s: float
     look_only: bool = False
     dial_s: float = math.inf
+    note: Callable[[str], None] = lambda line: None
 
     @property
     def node(self) -> str:
@@ -146,7 +147,7 @@ class Dialler:
 
     def _policy(self, hop: Hop) -> paramiko.MissingHostKeyPolicy:
         look_only = self.look_only and hop is self.route[-1]
-        return _StrictPolicy(hop.peer, self.host_keys, self.accept_new, look_only)
+        return _StrictPolicy(hop.peer, self.host_keys, self.accept_new, look_only, self.note)
 
     def _transport(self, hop: Hop, sock: Any, deadline: Deadline, options: dict[str, Any]) -> paramiko.Transport:
         transport = SignalAwareTransport(sock, **options)
@@ -160,8 +161,10 @@ class Dialler:
 
 
 class _StrictPolicy(paramiko.MissingHostKeyPolicy):
-    def __init__(self, peer: Peer, host_keys: HostKeys, accept_new: bool, look_only: bool) -> None:
-        self._peer = peer
+    def __init__(
+        self, peer: Peer, host_keys: HostKeys, accept_new: bool, look_only: bool, note: Callable[[str], None]
+    ) -> None:
+        self._peer, self._note = peer, note
         self._host_keys = host_keys
         self._accept_new = accept_new
         self._look_only = look_only
@@ -169,7 +172,9 @@ class _StrictPolicy(paramiko.MissingHostKeyPolicy):
     def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
         if self._look_only:
             raise UnknownHostKeyError(OfferedKey(self._peer, key), "not compared yet", "")
-        self._host_keys.check(self._peer, key, accept_new=self._accept_new)
+        offered = OfferedKey(self._peer, key)
+        if self._host_keys.check(self._peer, key, accept_new=self._accept_new):
+            self._note(f"recorded the {key.get_name()} key {offered.fingerprint} of {self._peer}, not compared")
 
 
 @contextlib.contextmanager

@@ -109,8 +109,9 @@ class HostKeys:
         signed = [f"{name}{certificates.SUFFIX}" for name in _SIGNED] if _authorities(known) else []
         return [*signed, *plain]
 
-    def check(self, peer: Peer, key: paramiko.PKey, *, accept_new: bool = False) -> None:
-        """Returns if `key` is the peer's. accept_new: record the key of a host without known keys.
+    def check(self, peer: Peer, key: paramiko.PKey, *, accept_new: bool = False) -> bool:
+        """Returns if `key` is the peer's, and whether it was recorded now. accept_new: record the key of a host without
+        known keys.
 
         Raises UnknownHostKeyError without a known key, HostKeyError for another or a revoked key.
         """
@@ -120,6 +121,8 @@ class HostKeys:
             if not accept_new:
                 raise
             self._record(peer, key)
+            return True
+        return False
 
     def record(self, host: str, port: int, key: paramiko.PKey) -> None:
         """Records a key that a person has compared. Raises HostKeyError if another is known for this host."""

@@ -52,12 +52,14 @@ def connect(
     timeout_s: overridden by the inventory's limit, or a longer limit in the SSH configuration. dial_s: limit for a
     hop's TCP connection. accept_new: record the key of a host without known keys. ask_passphrase: gets a key file's
     path, returns its passphrase or None; called once per key and process. ssh_config: replaces $ORCH_SSH_CONFIG and
-    ~/.ssh/config. note: called with ignored parts of it. Raises ConnectError, HostKeyError, AuthError, UsageError
+    ~/.ssh/config. note: called with ignored parts of it, and
+    with newly recorded keys. Raises ConnectError, HostKeyError, AuthError, UsageError
     (broken SSH configuration).
     """
     route = find_route(target, ssh_config, note)
     limit_s = _limit_s(target, route, timeout_s)
-    transport = SshTransport(Dialler(route, host_keys, accept_new, ask_passphrase, limit_s, dial_s=dial_s))
+    dialler = Dialler(route, host_keys, accept_new, ask_passphrase, limit_s, dial_s=dial_s, note=note)
+    transport = SshTransport(dialler)
     allow_more(max(0.0, limit_s - timeout_s))
     transport.open(limit_s)
     return transport

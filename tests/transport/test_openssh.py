@@ -387,3 +387,12 @@ def test_trust_shows_the_keys_of_several_hosts_and_asks_once(rack, tmp_path):
     swapped = [" ".join([a.split()[0], *b.split()[1:]]) for a, b in zip(lines, reversed(lines), strict=True)]
     known.write_text("\n".join(swapped) + "\n")
     assert trusts("v100", exit_code=3).startswith("error: v100: ") and known.read_text().splitlines() == swapped
+
+
+def test_keys_that_nobody_compared_are_named_when_they_are_recorded(rack, tmp_path):
+    stranger = {**rack.environment, "ORCH_HOME": str(tmp_path / "home"), "HOME": str(tmp_path)}
+    words = ["up", "rack.yaml", "--accept-new-host-keys"]
+    first, second = (forks.run(forks.ORCH, words, cwd=rack.folder, env=stranger).stderr for _ in range(2))
+    for server in rack.servers.values():
+        assert f"key {server.fingerprint()} of [127.0.0.1]:{server.port}, not compared" in first
+    assert "recorded" not in second
