@@ -28,6 +28,7 @@ ORDER = [
     "starting",
     "controller",
     "api",
+    "integrations",
     "measuring",
     "ui",
     "cli",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import os
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from tests.support.quick_python import quick_python
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("orchestrator", "trainer")
+PACKAGES = ("orchestrator", "torchx_plugins", "trainer")
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,19 @@ def test_it_holds_every_file_of_the_packages(wheel: Path) -> None:
     ours = {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
     held = {name for name in zipfile.ZipFile(wheel).namelist() if name.split("/")[0] in PACKAGES}
     assert held == ours
+
+
+def test_torchx_finds_orch_and_its_own_schedulers_in_it(wheel: Path) -> None:
+    modules = pytest.importorskip("torchx.schedulers").DEFAULT_SCHEDULER_MODULES
+    with zipfile.ZipFile(wheel) as file:
+        (name,) = (name for name in file.namelist() if name.endswith(".dist-info/entry_points.txt"))
+        text = file.read(name).decode()
+    found = configparser.ConfigParser(delimiters="=")
+    found.read_string(text)
+    listed = dict(found["torchx.schedulers"])
+    assert listed.keys() == {"orch", *modules}
+    own = {name for name, value in listed.items() if value == f"{modules.get(name)}:create_scheduler"}
+    assert listed.keys() - own == {"orch", "ray"}
 
 
 def test_where_no_clone_is_a_job_runs_and_is_reported(wheel: Path, tmp_path: Path) -> None:
@@ -62,7 +76,9 @@ def test_where_no_clone_is_a_job_runs_and_is_reported(wheel: Path, tmp_path: Pat
         [sys.executable, "-c", "import orchestrator, trainer; print(orchestrator.__file__, trainer.__file__)"],
         cwd=tmp_path / "empty", env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert where.stdout.split() == [str(tmp_path / "site" / name / "__init__.py") for name in PACKAGES]
+    assert where.stdout.split() == [
+        str(tmp_path / "site" / name / "__init__.py") for name in ("orchestrator", "trainer")
+    ]
     orch("up", "two.yaml", "--allow-local")
     assert orch("run", "--", "hello.py").count("hello") == 2
     orch("collect")

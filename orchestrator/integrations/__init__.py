@@ -1,0 +1,1 @@
+"""Makes orch usable from other programs: TorchX."""
