@@ -44,8 +44,8 @@ PURE_AT_LEAST = 68
 
 SHARED = "trainer.shared"
 """All that orchestrator/ may know of the trainer."""
-TORCH_FREE = {"__init__", "__main__", "ranks", "ranks.ending", "ranks.rank_info", "rebalance", "rebalance.estimate"}
-TORCH_FREE |= {"compute", "compute.compiler", "compute.microbatches"}
+TORCH_FREE = {"__init__", "__main__", "ranks", "ranks.ending", "ranks.rank_info", "ranks.slurm"}
+TORCH_FREE |= {"rebalance", "rebalance.estimate", "compute", "compute.compiler", "compute.microbatches"}
 """Of the trainer, beside all of shared/."""
 SPEAKS = {
     f"views.{name}"

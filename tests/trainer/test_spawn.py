@@ -126,15 +126,15 @@ def test_torch_distributed_launch_may_add_its_argument(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["--local_rank=1", "--local-rank=1", "--local_rank 1", "--local-rank 1"])
 def test_a_local_rank_among_the_arguments_is_taken_out(form: str) -> None:
-    assert starting([*form.split(), "--exp", "mnist_lenet"]) == (None, ["--exp", "mnist_lenet"])
+    assert starting([*form.split(), "--exp", "mnist_lenet"]) == ("", 0, ["--exp", "mnist_lenet"])
 
 
 @pytest.mark.parametrize("form", ["--spawn=3", "--spawn 3"])
 def test_spawn_takes_a_number_of_ranks(form: str) -> None:
-    assert starting(["--exp", "mnist_lenet", *form.split()]) == (3, ["--exp", "mnist_lenet"])
+    assert starting(["--exp", "mnist_lenet", *form.split()]) == ("--spawn", 3, ["--exp", "mnist_lenet"])
 
 
-@pytest.mark.parametrize("words", ["--spawn", "--spawn=0", "--spawn -1", "--spawn many", "--local_rank x"])
+@pytest.mark.parametrize("words", ["--spawn", "--spawn=0", "--srun=0", "--spawn -1", "--spawn many", "--local_rank x"])
 def test_what_is_no_number_of_ranks_is_one_line(words: str) -> None:
     with pytest.raises(SettingsError) as caught:
         starting(words.split())
@@ -143,5 +143,5 @@ def test_what_is_no_number_of_ranks_is_one_line(words: str) -> None:
 
 def test_a_rank_of_torchrun_starts_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(SettingsError, match="torchrun has started this rank already"):
+    with pytest.raises(SettingsError, match="torchrun or srun has started this rank already"):
         starting(["--spawn", "2"])

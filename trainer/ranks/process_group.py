@@ -42,9 +42,12 @@ def join(info: RankInfo, backend: str, device: torch.device, timeout_s: float = 
                 "gloo", store=_store(info), timeout=timeout(), rank=info.rank, world_size=info.world_size
             )
     except (RuntimeError, ValueError) as error:
+        remedy = "check that the port is reachable and that every rank was started"
+        if "already in use" in str(error):
+            remedy = "give all ranks another MASTER_PORT"
         raise TrainError(
             f"{info.node}: rank {info.rank} cannot join {info.world_size} ranks at {info.master} "
-            f"({_first_line(error)}): check that the port is reachable and that every rank was started"
+            f"({_first_line(error)}): {remedy}"
         ) from error
     own_gpu = device.type == "cuda" and info.local_world_size <= torch.cuda.device_count()
     with together(info.node):

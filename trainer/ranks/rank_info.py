@@ -1,16 +1,17 @@
-"""A rank's identity, from torchrun's variables, ORCH_NODE, ORCH_METRICS and ORCH_PACED.
+"""A rank's identity, from torchrun's variables, or else Slurm's, and ORCH_NODE, ORCH_METRICS and ORCH_PACED.
 
-Without torchrun's variables the process is rank 0 of 1.
+Without such variables the process is rank 0 of 1.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.ranks.slurm import ranks_variables
 from trainer.shared.errors import TrainError
 from trainer.shared.pace import Pace, read_pace
 
@@ -35,8 +36,9 @@ class RankInfo:
         return self.pace is None or bool(self.pace.like)
 
 
-def read_rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo:
-    """Raises TrainError for an invalid or missing variable."""
+def read_rank_info(environment: MutableMapping[str, str] = os.environ) -> RankInfo:
+    """Adds torchrun's variables for a task of Slurm. Raises TrainError for an invalid or missing variable."""
+    environment.update(ranks_variables(environment))
     world_size = _number(environment, "WORLD_SIZE", 1)
     rank = _number(environment, "RANK", 0)
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
@@ -57,7 +59,7 @@ def read_rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo:
     )
 
 
-def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+def _number(environment: MutableMapping[str, str], name: str, default: int) -> int:
     text = environment.get(name, str(default))
     if not text.isdecimal():
         raise TrainError(f"{name} is {text!r}, not a number: start with torchrun, which sets it")
