@@ -167,6 +167,8 @@ class NodeFacts(Fact):
     torch: TorchFacts | None = None
     torch_error: Text | None = None
     """None, like `torch`, if torch was not asked for."""
+    slurm: Text | None = None
+    """Its state as a node of Slurm, like "idle" or "down*"; None if it is no such node."""
     interfaces: Interfaces = ()
     rdma: Annotated[tuple[RdmaPort, ...], Field(max_length=256)] | None = None
     routes: Annotated[tuple[Route, ...], Field(max_length=MAX_PEERS)] = ()

@@ -20,6 +20,7 @@ from orchestrator.controller import Controller
 from orchestrator.errors import OrchError, UsageError
 from orchestrator.files import locked, own_folder, write_atomic
 from orchestrator.hosts.cluster import Cluster
+from orchestrator.hosts.facts import NodeFacts
 from orchestrator.jobs.job_store import FINAL_STATES
 from orchestrator.jobs.running import RunningJob
 from orchestrator.planning.job_spec import JobSpec
@@ -28,10 +29,12 @@ from orchestrator.planning.request import parse_job
 from orchestrator.record import SCHEMA
 from orchestrator.results.summary import Summary
 from orchestrator.studies.ledger import Chosen, Done, Ledger, Outcome, RowRun, choose_nodes, hosts_words
-from orchestrator.studies.study import FIGURES, Study, StudyRow
+from orchestrator.studies.study import FIGURES, Need, Study, StudyRow
 
 Follow = Callable[[StudyRow, RunningJob], None]
 
+IN_SERVICE = ("idle", "mix", "alloc")
+"""States of a node of Slurm."""
 REPEATS = 3
 """For a short row without `--repeats`."""
 
@@ -39,6 +42,13 @@ REPEATS = 3
 def _with_ranks(cluster: Cluster, chosen: Chosen) -> Cluster:
     nodes = (node.model_copy(update={"ranks": chosen.get(node.name, node.ranks)}) for node in cluster.nodes)
     return cluster.model_copy(update={"nodes": tuple(nodes)})
+
+
+def _having(facts: Mapping[str, NodeFacts]) -> dict[Need, list[str]]:
+    return {
+        "horovod": [name for name, each in facts.items() if each.torch and each.torch.horovod],
+        "slurm": [name for name, each in facts.items() if each.slurm in IN_SERVICE],
+    }
 
 
 class Sweep:
@@ -68,8 +78,7 @@ class Sweep:
             nodes, rows = self._nodes(), self.study.rows
             asked = {row.name for row in rows if not only or row.name in only}
             done = {row.name: None if again and row.name in asked else self._kept(row) for row in rows}
-            with_horovod = {name for name, facts in self.cluster.facts.items() if facts.torch and facts.torch.horovod}
-            chosen = {row.name: choose_nodes(row, nodes, with_horovod) for row in rows}
+            chosen = {row.name: choose_nodes(row, nodes, _having(self.cluster.facts)) for row in rows}
             for turn in range(repeats or REPEATS):
                 for row in rows:
                     here = chosen[row.name]

@@ -24,7 +24,7 @@ from trainer.shared.strategy_table import FIDELITIES
 
 # Alternative starters of a host's ranks, for comparison with orch's own. One process of orch stands for all ranks.
 
-Starter = Literal["process", "spawn", "torchrun", "launch"]
+Starter = Literal["process", "spawn", "srun", "torchrun", "launch"]
 _MODULES = {"torchrun": "torch.distributed.run", "launch": "torch.distributed.launch"}
 
 
@@ -32,8 +32,8 @@ def started_by(starter: Starter, command: tuple[str, ...], ranks: int) -> tuple[
     """Interpreter arguments. command: the trainer's. `process` starts one rank."""
     if starter == "process":
         return command
-    if starter == "spawn":
-        return (*command, f"--spawn={ranks}")
+    if starter in ("spawn", "srun"):
+        return (*command, f"--{starter}={ranks}")
     return ("-m", _MODULES[starter], "--standalone", f"--nproc-per-node={ranks}", *command)
 
 

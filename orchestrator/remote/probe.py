@@ -14,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
+import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Iterable
@@ -77,7 +79,8 @@ def system_facts() -> dict[str, Any]:
 
 
 def facts_of(done: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    facts = {"hostname_addresses": printed(done["own name"], list) or []}
+    slurm = next(iter(done["slurm"]["out"].split()), None)  # a line for each partition
+    facts = {"hostname_addresses": printed(done["own name"], list) or [], "slurm": slurm}
     if (workdir := printed(done["workdir"], dict)) is None:
         workdir = {"workdir": "", "disk_free_bytes": 0, "workdir_error": _why(done["workdir"])}
     if "torch" not in done:
@@ -135,7 +138,12 @@ def command_lines(request: dict[str, Any], peers: list[str], limit_s: float) -> 
         "workdir": [*python, workdir_trial(), request["workdir"]],
         "own name": [*python, OWN_NAME],
         "names": [*python, NAMES, str(names_s), *names] if names else ["true"],
+        "slurm": ["sinfo", "--noheader", "--Node", f"--nodes={slurm_name()}", "--format=%t"],
     }
+
+
+def slurm_name() -> str:
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
 def addresses_of(peers: list[str], names: dict[str, str]) -> dict[str, str]:

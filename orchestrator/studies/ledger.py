@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -13,7 +14,7 @@ from pydantic import Field, model_validator
 from orchestrator.planning.launch_plan import NodePlan
 from orchestrator.record import SCHEMA, Record
 from orchestrator.results.curves import Epoch
-from orchestrator.studies.study import Study, StudyRow
+from orchestrator.studies.study import Need, Study, StudyRow
 
 SHORT_S = 60.0
 """Shorter rows are repeated without `--repeats`."""
@@ -134,7 +135,7 @@ def within_noise(study: Study, outcomes: Sequence[Outcome]) -> list[list[StudyRo
 
 # The choice of hosts for a row, with ranks of each, or the reason why none fits. Pure.
 #
-#     choose_nodes(row, plan.nodes, with_horovod)     {"a2000": 1, "v100": 1}, or the reason as a sentence
+#     choose_nodes(row, plan.nodes, having)     {"a2000": 1, "v100": 1}, or the reason as a sentence
 
 Chosen = Mapping[str, int]
 """Ranks to use by host."""
@@ -144,14 +145,22 @@ def hosts_words(nodes: Iterable[NodePlan]) -> str:
     return ", ".join(f"{node.ranks} x {node.gpu or 'CPU'}" for node in nodes)
 
 
-def choose_nodes(row: StudyRow, nodes: Sequence[NodePlan], with_horovod: Collection[str] = ()) -> Chosen | str:
-    """As many whole hosts as fit, else the fewest, one of them in part; or the reason why none fits."""
-    if row.never:
-        return row.never
-    if row.needs_horovod:
-        nodes = [node for node in nodes if node.name in with_horovod]
+_MISSING: Mapping[Need, str] = {
+    "horovod": "needs the package horovod, which `orch up` has found on no host",
+    "slurm": "needs Slurm, and no host was one of its nodes in service at `orch up`",
+}
+
+
+def choose_nodes(
+    row: StudyRow, nodes: Sequence[NodePlan], having: Mapping[Need, Collection[str]] = MappingProxyType({})
+) -> Chosen | str:
+    """Returns as many whole hosts as fit, else the fewest, one of them in part; or the reason why none fits. having:
+    the hosts that meet a need.
+    """
+    if row.needs:
+        nodes = [node for node in nodes if node.name in having.get(row.needs, ())]
         if not nodes:
-            return "needs the package horovod, which `orch up` has found on no host"
+            return _MISSING[row.needs]
     if row.hosts:
         return _named_hosts(row, nodes)
     free = {node.name: ranks for node in nodes if (ranks := _usable_ranks(row, node))}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -139,6 +139,7 @@ def report_figure(name: str) -> str:
 _VERBATIM = ("settings", "cells", "published", "in_report")
 """Below these keys 1, 1.10 and false stay text."""
 Texts = Annotated[tuple[str, ...], Field(strict=False)]
+Need = Literal["horovod", "slurm"]
 Host = Annotated[tuple[str, int], Field(strict=False)]
 
 
@@ -158,11 +159,10 @@ class StudyRow(Written):
     """Per rank."""
     starter: Starter | None = None
     """Starts the ranks, all on one host; None: orch."""
-    needs_horovod: bool = False
+    needs: Need | None = None
+    """Must be on the hosts."""
     against: str = ""
     """The base row of its speed-up."""
-    never: str = ""
-    """Why no cluster can run it."""
     published: Texts = ()
     """"" if absent."""
 
@@ -251,8 +251,8 @@ def _mistakes_together(study: Study) -> Iterator[tuple[KeyPath, str]]:
             yield (*at, "name"), f"row {row.name}: an earlier row has the same name"
         if row.against and row.against not in names:
             yield (*at, "against"), f"row {row.name}: `against` must name a row, not {grammar.show(row.against)}"
-        if not (row.hosts or row.ranks or row.starter or row.never):
-            yield at, f"row {row.name}: needs `hosts`, `ranks`, a `starter` or `never`"
+        if not (row.hosts or row.ranks or row.starter):
+            yield at, f"row {row.name}: needs `hosts`, `ranks` or a `starter`"
         yield from (((*at, key), f"row {row.name}: {words}") for key, words in _wrong_cells(study, row))
         try:
             parse_settings(study.exp, study.settings_of(row))

@@ -17,6 +17,7 @@ TRAINER = ("-m", "trainer", "--exp=mnist_lenet")
     [
         ("process", "-m trainer --exp=mnist_lenet"),
         ("spawn", "-m trainer --exp=mnist_lenet --spawn=2"),
+        ("srun", "-m trainer --exp=mnist_lenet --srun=2"),
         ("torchrun", "-m torch.distributed.run --standalone --nproc-per-node=2 -m trainer --exp=mnist_lenet"),
         ("launch", "-m torch.distributed.launch --standalone --nproc-per-node=2 -m trainer --exp=mnist_lenet"),
     ],

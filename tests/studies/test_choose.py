@@ -67,9 +67,15 @@ def test_ranks_that_need_gpus_get_hosts_that_have_them():
 def test_a_row_that_needs_a_package_takes_a_host_that_has_it():
     row, hosts = row_of("ways_to_start", "horovod"), [node("large", None, 4), node("small", None, 2)]
     assert (row.settings, row.starter) == ({"strategy": "horovod"}, "torchrun")
-    assert choose_nodes(row, hosts, {"small"}) == {"small": 2}
-    assert choose_nodes(row, hosts, {"small", "large"}) == {"large": 4}
+    assert choose_nodes(row, hosts, {"horovod": ["small"]}) == {"small": 2}
+    assert choose_nodes(row, hosts, {"horovod": ["small", "large"]}) == {"large": 4}
     assert choose_nodes(row_of("ways_to_start", "torchrun"), hosts) == {"large": 4}
+
+
+def test_slurms_row_takes_a_host_that_is_one_of_its_nodes():
+    row, hosts = row_of("ways_to_start", "slurm"), [node("large", None, 4), node("small", None, 2)]
+    assert row.starter == "srun"
+    assert choose_nodes(row, hosts, {"slurm": ["small"], "horovod": ["large"]}) == {"small": 2}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +86,7 @@ def test_a_row_that_needs_a_package_takes_a_host_that_has_it():
         ("mnist_methods", "dp", "needs 2 GPUs or more in one host; the hosts have 2 x CPU"),
         ("ways_to_start", "amp", "needs a GPU for each rank; the hosts have 2 x CPU"),
         ("ways_to_start", "horovod", "needs the package horovod, which `orch up` has found on no host"),
-        ("ways_to_start", "slurm", "Slurm starts ranks itself (srun), and orch starts them over SSH"),
+        ("ways_to_start", "slurm", "needs Slurm, and no host was one of its nodes in service at `orch up`"),
     ],
 )
 def test_a_row_that_two_ranks_on_a_cpu_cannot_run_says_why(study, name, words):

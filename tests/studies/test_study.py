@@ -47,7 +47,7 @@ def test_a_study_is_one_data_file(tmp_path):
         ("cells: [1]", "cells: [1, 2]", 9, "row one: `cells` has 2 values for 1 `columns`"),
         ("cells: [1]", "cells: [1], in_report: []", 9, "row one: has 1 values for the report's 2 columns"),
         ("ranks: 1,", "ranks: 1, against: two,", 9, "row one: `against` must name a row, not 'two'"),
-        ("ranks: 1, ", "", 9, "row one: needs `hosts`, `ranks`, a `starter` or `never`"),
+        ("ranks: 1, ", "", 9, "row one: needs `hosts`, `ranks` or a `starter`"),
         ("[1.20]}", "[1.20]}\n  - {name: one, cells: [2], ranks: 2}", 10, "row one: an earlier row has the same name"),
     ],
 )

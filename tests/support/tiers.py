@@ -76,6 +76,7 @@ SECOND = {
     "tests/lab/test_watched_steps": "watched scripts over a network",
     "tests/lab/test_wire": "predicted and measured times over a network",
     "tests/neighbours/": "several people on the same hosts",
+    "tests/studies/test_slurm_row": "two rows of a study on a real Slurm",
     "tests/provision/test_push.py::test_ctrl_c": "an interrupted transfer",
     "tests/provision/test_setup.py::test_a_folder": "environments of all kinds",
     "tests/provision/test_setup.py::test_a_host": "environments of all kinds",
