@@ -1,6 +1,6 @@
 """A scheduler of TorchX: `torchx run -s orch dist.ddp --script train.py`, then `status`, `log`, `list` and `cancel`.
 
-TorchX finds it by an entry point of `pyproject.toml`; newer versions can also use `torchx_plugins/schedulers/orch.py`.
+TorchX finds it by an entry point of `pyproject.toml`; newer versions can also use `torchx_namespace`.
 A replica of TorchX is a host. orch launches torchrun itself: of `bash -c "torchrun ... train.py --lr 0.1"`, which
 `dist.ddp` makes, the script and its arguments remain.
 """

@@ -7,9 +7,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from orchestrator.integrations import wheel
 from tests.support.local_cluster import Place
 
 pytest.importorskip("torchx", reason="needs TorchX: pip install -e '.[torchx]'")
@@ -145,8 +147,11 @@ def test_the_schedulers_of_torchx_are_all_listed_next_to_orch(user: User) -> Non
 
 @pytest.mark.skipif(not MAIN, reason="needs TorchX's main branch: TORCHX_MAIN=FOLDER")
 @pytest.mark.parametrize("source", ["1", "3"], ids=["namespace", "entry point"])
-def test_torchxs_main_branch_finds_orch_once_by_either_mechanism(user: User, source: str) -> None:
-    variables = {"TORCHX_PLUGINS_SOURCE": source, "PYTHONPATH": MAIN}
+def test_torchxs_main_branch_finds_orch_once_by_either_mechanism(user: User, source: str, tmp_path: Path) -> None:
+    place = tmp_path / wheel.PLACE  # as a wheel has it
+    place.parent.mkdir(parents=True)
+    place.write_text(Path(wheel.__file__).with_name("torchx_namespace.py").read_text())
+    variables = {"TORCHX_PLUGINS_SOURCE": source, "PYTHONPATH": f"{MAIN}:{tmp_path}"}
     done = user.torchx("runopts", **variables)
     listed = set(re.findall(r"^(\w+):", re.sub(r"\x1b\[\d+m", "", done.stdout), re.MULTILINE))
     assert done.returncode == 0 and {"orch", "local_docker", "local_cwd", "slurm", "kubernetes"} <= listed

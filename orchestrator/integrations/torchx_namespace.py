@@ -1,4 +1,5 @@
-"""Registers orch with versions of TorchX that look for plug-ins in this namespace.
+"""Registers orch with versions of TorchX that look for plug-ins in the namespace `torchx_plugins`, as which a wheel has
+it (`wheel.py`).
 
 These versions also read entry points, and warn of a scheduler that has both: then the one in `pyproject.toml` counts.
 """
