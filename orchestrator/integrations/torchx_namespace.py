@@ -1,7 +1,7 @@
-"""Registers orch with versions of TorchX that look for plug-ins in the namespace `torchx_plugins`, as which a wheel has
-it (`wheel.py`).
+"""Registers orch with versions of TorchX that look for plug-ins in the namespace `torchx_plugins`.
 
-These versions also read entry points, and warn of a scheduler that has both: then the one in `pyproject.toml` counts.
+`wheel.py` puts it there. These versions also read entry points, and warn of a scheduler that has both: then the entry
+point in `pyproject.toml` counts.
 """
 
 from __future__ import annotations
