@@ -10,8 +10,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # What the tests use beyond Python: real SSH servers, network namespaces, traffic shaping, a browser for the report, a
-# compiler for the stand-in for CUDA.
-DEBIAN := openssh-server rsync iproute2 nftables iperf3 chromium g++
+# compiler for the stand-in for CUDA, a Slurm cluster (deploy/slurm_lab.sh).
+DEBIAN := openssh-server rsync iproute2 nftables iperf3 chromium g++ slurmctld slurmd slurm-client munge procps util-linux
 
 .PHONY: help demo test test-all chaos check docs bench gpu packages clean
 
