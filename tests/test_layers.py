@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 ORDER = [
     "ground",
     "transport",
+    "slurm",
     "hosts",
     "planning",
     "jobs",

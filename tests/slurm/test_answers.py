@@ -1,0 +1,157 @@
+"""What scontrol prints, read by pure functions; and the text that sbatch gets."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.slurm.answers import PHASES, Broken, GpuCount, fields, gpu_counts, read_hosts, read_job
+from orchestrator.slurm.batch_script import BatchJob, Component, script_of
+
+NEWER = (
+    "NodeName=gpu[01 Arch=x86_64\n"
+    "NodeName=gpu02 Arch=x86_64 CoresPerSocket=32 CPUAlloc=4 CPUEfctv=128 CPUTot=128 CPULoad=1.02 "
+    "AvailableFeatures=a100,ib ActiveFeatures=a100,ib Gres=gpu:a100:4(S:0-1),shard:a100:16(S:0) NodeAddr=gpu02 "
+    "NodeHostName=gpu02 Version=24.05.3 OS=Linux 5.14.0-427.el9 #1 SMP RealMemory=515000 AllocMem=8000 "
+    "Sockets=2 Boards=1 State=MIXED+DRAIN* ThreadsPerCore=1 Partitions=gpu,long  CfgTRES=cpu=128,mem=515000M "
+    "Reason=fan 3 State=IDLE [root@2026-11-02T10:00:00]\n"
+    "NodeName=old1 Gres=gpu:2 State=DOWN* Partitions=gpu Reason=Not responding [slurm@2026-11-02T10:00:00]\n"
+    "NodeName=mix Gres=gpu:a16:2,gpu:v100:1 State=IDLE Partitions=gpu\n"
+    "NodeName=cpu1 Gres=(null) State=IDLE+CLOUD~ Partitions=cpu\n"
+    "slurm_load_node error\n"
+)
+
+
+def test_hosts_as_slurm_declares_them():
+    hosts, broken = read_hosts(NEWER)
+    by_name = {host.name: host for host in hosts}
+    assert by_name["gpu02"].gpus == (GpuCount("a100", 4),)
+    assert by_name["gpu02"].features == ("a100", "ib")
+    assert by_name["gpu02"].partitions == ("gpu", "long")
+    assert by_name["old1"].gpus == (GpuCount(None, 2),)
+    assert by_name["old1"].state == "down"
+    assert not by_name["old1"].is_up
+    assert by_name["old1"].reason.startswith("Not responding")
+    assert by_name["mix"].gpus == (GpuCount("a16", 2), GpuCount("v100", 1))
+    assert by_name["cpu1"].gpus == ()
+    assert by_name["cpu1"].is_up
+    assert [line.partition(": ")[2] for line in broken] == ["NodeName is 'gpu[01'", "NodeName is ''"]
+
+
+def test_a_text_that_an_administrator_wrote_changes_no_state():
+    (host,), _ = read_hosts("NodeName=a State=DRAINED Partitions=p Reason=was State=IDLE Gres=gpu:9")
+    assert host.state == "drained"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("gpu:a16:2(S:0-1),gpu:v100:1", (GpuCount("a16", 2), GpuCount("v100", 1))),
+        ("gpu:4", (GpuCount(None, 4),)),
+        ("gpu", (GpuCount(None, 1),)),
+        ("gpu:a100", (GpuCount("a100", 1),)),
+        ("shard:8,mps:100", ()),
+        ("(null)", ()),
+    ],
+)
+def test_gpus_of_a_gres(text, found):
+    assert gpu_counts(text) == found
+
+
+@given(st.text(alphabet=st.characters(codec="utf-8"), max_size=200))
+def test_no_line_raises_anything_but_broken(line):
+    hosts, broken = read_hosts(line)
+    assert len(hosts) + len(broken) == len([part for part in line.splitlines() if part.strip()])
+    try:
+        read_job(line, "12")
+    except Broken:
+        return
+
+
+KEYS = st.text(alphabet="ABCabc_/:", min_size=1, max_size=8).map(lambda text: f"K{text}")
+VALUES = st.text(alphabet="abc=,.-:() 09", max_size=12).map(str.strip)
+
+
+@given(st.dictionaries(KEYS, VALUES, max_size=8))
+def test_every_key_and_value_is_read_back(written):
+    assert fields(" ".join(f"{key}={value}" for key, value in written.items())) == written
+
+
+PENDING = (
+    "JobId=12 HetJobId=12 HetJobOffset=0 JobName=x UserId=me(1001) JobState=PENDING Reason=Resources Dependency=(null) "
+    "Requeue=1 Restarts=1 BatchFlag=1 Reboot=0 ExitCode=0:0 StartTime=2026-11-28T21:00:00 EndTime=Unknown\n"
+    "JobId=13 HetJobId=12 HetJobOffset=1 JobName=x UserId=me(1001) JobState=PENDING Reason=None StartTime=Unknown\n"
+)
+
+
+def test_a_heterogeneous_job_that_waits():
+    job = read_job(PENDING, "12")
+    assert (job.phase, job.restarts, job.is_over) == ("queued", 1, False)
+    assert job.words == "PENDING (Resources), expected start 2026-11-28T21:00:00"
+
+
+def test_reasons_that_never_end_are_explained():
+    job = read_job(PENDING.replace("Resources", "ReqNodeNotAvail,_UnavailableNodes:a16"), "12")
+    assert "a host that it needs is down or reserved" in job.words
+
+
+@pytest.mark.parametrize(
+    ("state", "phase", "code"),
+    [
+        ("CANCELLED", "cancelled", "0:15"),
+        ("TIMEOUT", "time", "0:0"),
+        ("NODE_FAIL", "hosts", "0:1"),
+        ("X", "unknown", ""),
+    ],
+)
+def test_ends(state, phase, code):
+    job = read_job(f"JobId=7 JobName=x JobState={state} Reason=None ExitCode={code}", "7")
+    assert (job.phase, job.is_over) == (phase, True)
+    assert job.exit_code == {"0:15": 143, "0:0": 0, "0:1": 129, "": None}[code]
+
+
+def test_every_state_has_a_phase():
+    assert {"PENDING", "RUNNING", "COMPLETED", "PREEMPTED", "OUT_OF_MEMORY"} <= PHASES.keys()
+
+
+def test_another_jobs_line_is_broken():
+    with pytest.raises(Broken, match="no line is about job 8"):
+        read_job("JobId=7 JobState=RUNNING", "8")
+
+
+def test_the_text_that_sbatch_gets():
+    common = (("partition", "gpu"), ("time", "12:00:00"))
+    types = [
+        Component("v100", 1, (("gres", "gpu:v100:1"), ("partition", "volta"))),
+        Component("a16", 2, (("constraint", "a16&ib"), ("gres", "gpu:a16:2"))),
+    ]
+    text = script_of(
+        BatchJob(
+            "lr-k3f", types, common, ["--mail-type=END"], "~/venv/bin/python", ". ~/venv/bin/activate", "../../c-1"
+        )
+    )
+    assert text.splitlines()[2:] == [
+        "# v100",
+        "#SBATCH --job-name=lr-k3f",
+        "#SBATCH --output=slurm.log",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --requeue",
+        "#SBATCH --signal=B:TERM@120",
+        "#SBATCH --mail-type=END",
+        "#SBATCH --nodes=1",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --partition=volta",
+        "#SBATCH --time=12:00:00",
+        "#SBATCH --gres=gpu:v100:1",
+        "#SBATCH hetjob",
+        "# a16",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --time=12:00:00",
+        "#SBATCH --constraint='a16&ib'",
+        "#SBATCH --gres=gpu:a16:2",
+        "umask 077",
+        ". ~/venv/bin/activate",
+        'export ORCH_HOME="$PWD/home" PYTHONPATH="$PWD/../../c-1" COLUMNS=150',
+        "exec ~/venv/bin/python -u -m orchestrator.cli slurm-batch",
+    ]
