@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # A real Slurm cluster on one Debian 12 machine: a login host and one slurmd per "host", each in network, PID and
-# UTS namespaces of its own. Needs root; no systemd, no database, no real GPU. Everything it makes lies under $LAB,
-# in /etc/netns/sl-* and in namespaces sl-*; `down` leaves the Debian packages and the user.
+# UTS namespaces of its own, with a /tmp of its own. Needs root; no systemd, no database, no real GPU. Everything it makes
+# lies under $LAB, in /etc/netns/$NAME-* and in namespaces $NAME-*; `down` leaves the Debian packages and the user. Another
+# NAME and NET make another cluster beside the first.
 #
 #   slurm_lab.sh install             the packages, once
 #   slurm_lab.sh up                  start what does not run yet (safe to repeat), wait until all nodes are idle
@@ -15,13 +16,15 @@
 #   slurm_lab.sh down                end everything (safe to repeat)
 #
 # This machine reaches the login host alone, at $NET.1: ssh -i $LAB/ssh/id -o UserKnownHostsFile=$LAB/ssh/known_hosts
+# All hosts share $LAB/work, a folder of the lab's user.
 #
 # NODES: a word a node, name:GPU type:GPUs:CPUs:link rate ("-" in place of type or rate: none).
 # CGROUP=1 (the default where cgroup v1's freezer can be mounted): steps are tracked by cgroup, as on nearly every real
 # cluster, so that nothing outlives its step. CGROUP=0: by parentage, and what daemonises escapes.
 set -euo pipefail
 
-LAB=${LAB:-/run/slurm-lab}
+NAME=${NAME:-sl}                   # at most 8 characters
+LAB=${LAB:-/run/slurm-$NAME}
 NODES=${NODES:-"a2000:a2000:1:1:2500mbit v100:v100:1:1:2500mbit a16:a16:2:1:2500mbit"}
 LAB_USER=${LAB_USER:-slurmer}
 NET=${NET:-10.77.0}                # a /24 that exists only inside these namespaces
@@ -31,7 +34,7 @@ PATH=$PATH:/usr/sbin:/sbin
 
 say() { printf 'slurm_lab: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
-space() { echo "sl-$1"; }          # a host's network namespace
+space() { echo "$NAME-$1"; }          # a host's network namespace
 field() { cut -d: -f"$1" <<<"$2"; }
 names() { local n; for n in $NODES; do field 1 "$n"; done; }
 
@@ -62,6 +65,7 @@ configure() {
     chown slurm: "$LAB"/{state,log,pid}
     chown munge: "$LAB/munge"
     id "$LAB_USER" >/dev/null 2>&1 || useradd --create-home --shell /bin/bash "$LAB_USER"
+    [ -d "$LAB/work" ] || install -d -m 700 -o "$LAB_USER" -g "$LAB_USER" "$LAB/work"
     slurm_conf >"$LAB/etc/slurm/slurm.conf"
     gres_conf >"$LAB/etc/slurm/gres.conf"
     # v2 would need systemd. Without this file slurmd 22.05 looks for a mounted /sys/fs/cgroup, which `ip netns exec`
@@ -154,21 +158,21 @@ gres_conf() {   # slurmd wants a device for each GPU, and takes its number from 
 
 network() {
     local n i=11
-    [ -d /sys/class/net/sl-br ] || ip link add sl-br type bridge
-    ip link set sl-br up
-    ip addr replace "$NET.254/24" dev sl-br
+    [ -d "/sys/class/net/$NAME-br" ] || ip link add "$NAME-br" type bridge
+    ip link set "$NAME-br" up
+    ip addr replace "$NET.254/24" dev "$NAME-br"
     plug "$LOGIN" 1 -
     for n in $NODES; do plug "$(field 1 "$n")" $((i++)) "$(field 5 "$n")"; done
 }
 
 plug() {    # name, last octet, rate
-    local ns port=slp-$2 mine
+    local ns port=$NAME-p$2 mine
     ns=$(space "$1")
     mine=/etc/netns/$ns             # `ip netns exec` lays what is here over /etc
     if ! [ -e "/run/netns/$ns" ]; then
         ip netns add "$ns"
         ip link add "$port" type veth peer name eth0 netns "$ns"
-        ip link set "$port" master sl-br up
+        ip link set "$port" master "$NAME-br" up
         ip -n "$ns" link set lo up
         ip -n "$ns" addr add "$NET.$2/24" dev eth0
         ip -n "$ns" link set eth0 up
@@ -188,15 +192,20 @@ boot() {    # name, script of its first process: a "host", whose death ends ever
     running "$1" && return
     # setsid: a Ctrl-C for `up`, or the end of its terminal, is not theirs.
     setsid ip netns exec "$(space "$1")" unshare --uts --pid --mount --fork --kill-child --mount-proc \
-        bash -c "hostname $1; $2" </dev/null >>"$LAB/log/$1.console" 2>&1 &
+        bash -c "hostname $1; mount -t tmpfs -o mode=1777 none /tmp; $2" </dev/null >>"$LAB/log/$1.console" 2>&1 &
     echo $! >"$LAB/pid/$1.host"
     disown
 }
 
 boot_node() {
     local mounted=:
-    [ "$CGROUP" = 0 ] || mounted="mkdir -p $LAB/cgroup/freezer; mount -t cgroup -o freezer none $LAB/cgroup/freezer"
-    boot "$1" "$mounted; mkdir -p $LAB/spool/$1; while :; do slurmd -D -N $1; sleep 1; done"
+    # In a group of this lab, which a namespace shows as the whole: another lab may have a host of the same name.
+    [ "$CGROUP" = 0 ] || mounted="mkdir -p $LAB/cgroup/freezer; mount -t cgroup -o freezer none $LAB/cgroup/freezer; \
+        mkdir -p $LAB/cgroup/freezer/$NAME; echo \$\$ >$LAB/cgroup/freezer/$NAME/cgroup.procs; umount $LAB/cgroup/freezer"
+    local groups="mount -t cgroup -o freezer none $LAB/cgroup/freezer;"
+    [ "$CGROUP" = 0 ] && groups=
+    boot "$1" "$mounted; mkdir -p $LAB/spool/$1; \
+        exec unshare --cgroup bash -c '$groups while :; do slurmd -D -N $1; sleep 1; done'"
 }
 
 boot_login() {
@@ -261,7 +270,7 @@ crash() {
 
 down() {
     local name i hosts
-    hosts=$(ip netns list | sed -n 's/^sl-\([^ ]*\).*/\1/p')   # whatever NODES said at `up`
+    hosts=$(ip netns list | sed -n "s/^$NAME-\([^ ]*\).*/\1/p")   # whatever NODES said at `up`
     for name in $hosts; do crash "$name"; done
     if [ -s "$LAB/munge/pid" ]; then
         kill "$(cat "$LAB/munge/pid")" 2>/dev/null || true
@@ -270,10 +279,10 @@ down() {
     for name in $hosts; do
         ip netns del "$(space "$name")" 2>/dev/null || true
         rm -rf "/etc/netns/$(space "$name")"
-        # What a crashed slurmd left; only empty groups can be removed.
-        find "/sys/fs/cgroup/freezer/slurm_$name" -depth -type d -exec rmdir {} + 2>/dev/null || true
     done
-    ip link del sl-br 2>/dev/null || true
+    # What a crashed slurmd left; only empty groups can be removed.
+    find "/sys/fs/cgroup/freezer/$NAME" -depth -type d -exec rmdir {} + 2>/dev/null || true
+    ip link del "$NAME-br" 2>/dev/null || true
     rm -rf "$LAB"
 }
 

@@ -4,7 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from tests.support.slurm_lab import LAB, slurm_lab
+from tests.support.slurm_lab import slurm_lab
 
 
 def test_the_cluster_starts_runs_a_job_and_leaves_nothing():
@@ -13,11 +13,12 @@ def test_the_cluster_starts_runs_a_job_and_leaves_nothing():
             names = lab.exec("srun", "--nodes=2", "--gres=gpu:1", "sh", "-c", "echo $(hostname):$CUDA_VISIBLE_DEVICES")
             assert sorted(names.split()) == ["a2000:0", "v100:0"]
         spaces = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
-        assert "sl-" not in spaces
-        assert not LAB.exists()
-        assert not lab.work.exists()
-        assert not Path("/sys/class/net/sl-br").exists()
-        assert not [line for line in _commands() if "slurmd -D" in line or "slurmctld -D" in line]
+        name = lab.environment["NAME"]
+        assert f"{name}-" not in spaces
+        assert not lab.folder.exists()
+        assert not Path(f"/sys/class/net/{name}-br").exists()
+        assert not Path(f"/sys/fs/cgroup/freezer/{name}").exists()
+        assert not [line for line in _commands() if str(lab.folder) in line]
 
 
 def _commands() -> list[str]:

@@ -4,20 +4,17 @@
         lab.exec("sinfo")                  # on the login host, as the lab's user
         lab.crash("v100")
 
-This machine reaches the login host only. There is one such cluster at a time: others wait for their turn.
+This machine reaches the login host only. Several test runs have a cluster each.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,32 +23,33 @@ from typing import Any
 import pytest
 
 PROGRAM = Path(__file__).resolve().parents[2] / "deploy/slurm_lab.sh"
-LAB = Path("/run/slurm-lab")
-LOGIN = "10.77.0.1"
-TURN_S = 900.0
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
 @dataclass(frozen=True)
 class SlurmLab:
-    """work: a folder that all hosts share, the user's. python: one that its user can start."""
+    """python: one that its user can start."""
 
+    folder: Path
+    network: str
     user: str
-    work: Path
     python: str
     environment: dict[str, str]
 
     @property
+    def work(self) -> Path:
+        """The user's, on a disk that all hosts share."""
+        return self.folder / "work"
+
+    @property
     def login(self) -> str:
-        return f"{self.user}@{LOGIN}"
+        return f"{self.user}@{self.network}.1"
 
     @property
-    def key(self) -> Path:
-        return LAB / "ssh/id"
-
-    @property
-    def host_key(self) -> str:
-        return (LAB / "ssh/known_hosts").read_text().partition(" ")[2].strip()
+    def keys(self) -> dict[str, str]:
+        """For `defaults` of an inventory."""
+        host_key = (self.folder / "ssh/known_hosts").read_text().partition(" ")[2].strip()
+        return {"key_file": str(self.folder / "ssh/id"), "host_key": host_key, "python": self.python}
 
     def exec(self, *argv: str, **options: Any) -> str:
         """Its standard output. Raises CalledProcessError."""
@@ -81,21 +79,28 @@ def slurm_lab(**variables: str) -> Iterator[SlurmLab]:
     """variables: see the program, like NODES."""
     if why := obstacle():
         pytest.skip(why)
-    with _turn(), tempfile.TemporaryDirectory(prefix="orch-slurm-") as folder:
-        environment = {**os.environ, "PATH": PATH, "LAB": str(LAB), "LAB_USER": _user(), **variables}
-        work = Path(folder, "work")
-        lab = SlurmLab(environment["LAB_USER"], work, sys.executable, environment)
-        try:
-            lab._program("down")  # of a test run that was killed
-            lab._program("up")
-            Path(folder).chmod(0o711)
-            work.mkdir(mode=0o700)
-            shutil.chown(work, lab.user)
-            yield lab
-        except subprocess.CalledProcessError as error:
-            pytest.fail(f"{error}: {error.stdout}{error.stderr}")
-        finally:
-            lab._program("down")
+    for name in _of_dead_runs():
+        _down({**os.environ, "PATH": PATH, "NAME": name})
+    pid = os.getpid()
+    name, network = f"s{pid}", f"10.{78 + pid // 250 % 100}.{pid % 250}"
+    environment = {**os.environ, "PATH": PATH, "NAME": name, "NET": network, "LAB_USER": _user(), **variables}
+    lab = SlurmLab(Path(f"/run/slurm-{name}"), network, environment["LAB_USER"], sys.executable, environment)
+    try:
+        lab._program("up")
+        yield lab
+    except subprocess.CalledProcessError as error:
+        pytest.fail(f"{error}: {error.stdout}{error.stderr}")
+    finally:
+        _down(environment)
+
+
+def _down(environment: dict[str, str]) -> None:
+    subprocess.run([PROGRAM, "down"], env=environment, timeout=120, check=True, capture_output=True)
+
+
+def _of_dead_runs() -> list[str]:
+    pids = [path.name.removeprefix("slurm-s") for path in Path("/run").glob("slurm-s[0-9]*")]
+    return [f"s{pid}" for pid in pids if not Path("/proc", pid).exists()]
 
 
 @functools.cache
@@ -125,18 +130,3 @@ def _user() -> str:
     ]
     can = subprocess.run(line, cwd="/", capture_output=True, check=False).returncode == 0
     return "slurmer" if can else "root"
-
-
-@contextlib.contextmanager
-def _turn() -> Iterator[None]:
-    with open("/run/slurm-lab.lock", "w") as file:
-        until_s = time.monotonic() + TURN_S
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until_s:
-                    pytest.skip("another test run has had the Slurm cluster for 15 minutes")
-                time.sleep(0.2)
-        yield
