@@ -22,6 +22,21 @@ USER = r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,63}"
 INTERFACE = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,14}"
 ENV_NAME = r"[A-Za-z_][A-Za-z0-9_]{0,254}"
 ENV_FORM = "letters, digits and `_`, at most 255, no digit first"
+SBATCH_OURS = frozenset(
+    (
+        "array",
+        "chdir",
+        "job-name",
+        "nodes",
+        "ntasks",
+        "ntasks-per-node",
+        "open-mode",
+        "output",
+        "requeue",
+        "signal",
+        "wrap",
+    )
+)
 MAX_TEXT = 4096
 MOST_HOSTS = 4096
 """After expansion of ranges."""
@@ -194,6 +209,34 @@ def host_key(text: str) -> str:
 def proxy_jump(text: str) -> str:
     """`[user@]host[:port][,...]` as in ssh_config."""
     return ",".join(_hop(hop) for hop in text.split(","))
+
+
+def login(text: str) -> str:
+    """`[user@]host[:port]`."""
+    if "," in text:
+        raise ValueError(f"{show(text)} must be a single host; hosts to go through are in `proxy_jump:`")
+    return _hop(text)
+
+
+def login_parts(text: str) -> dict[str, str | int]:
+    """text: a `login`. `host`, and `user` and `port` if they are in it."""
+    user, at, where = text.rpartition("@")
+    name, port = re.fullmatch(r"(\[[^\]]*\]|[^:]*)(?::(\d+))?", where).groups()  # type: ignore[union-attr]  # `login`
+    found = {"user": user if at else None, "host": name.strip("[]"), "port": int(port) if port else None}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def slurm_word(text: str) -> str:
+    """A value of an option of sbatch."""
+    return _match(r"[A-Za-z0-9_\[(][!-~]{0,199}", text, "one word without blanks, as sbatch takes it")
+
+
+def sbatch_option(text: str) -> str:
+    _match(r"--[a-z][a-z-]*(=[ -~]{1,200})?", text, "an option of sbatch like --mail-type=END")
+    name = text[2:].partition("=")[0]
+    if name in SBATCH_OURS:
+        raise ValueError(f"--{name} is set by orch")
+    return text
 
 
 def _hop(text: str) -> str:

@@ -75,6 +75,9 @@ EnvName = Annotated[str, AfterValidator(grammar.env_name), _schema(pattern=f"^{g
 EnvValue = Annotated[str, AfterValidator(grammar.env_value), WithJsonSchema({"type": ["string", "number", "boolean"]})]
 """Text as written: `1`, `1.10`, `false`."""
 Bandwidth = Annotated[str, AfterValidator(_checked_only(parse_bandwidth)), _schema(examples=["2.5Gbps", "100Mbps"])]
+SlurmWord = Annotated[str, AfterValidator(grammar.slurm_word), _schema(pattern=r"^[A-Za-z0-9_\[(][!-~]*$")]
+Allocation = Annotated[str, Field(pattern=r"^[0-9]{1,12}(\+[0-9]{1,4})?$")]
+"""Slurm's job, with `+` and the component of a heterogeneous job."""
 Memory = Annotated[str, AfterValidator(_checked_only(_memory)), _schema(examples=["16GiB"])]
 Patience = Annotated[str, AfterValidator(_checked_only(_patience)), _schema(examples=["30s", "2m"])]
 
@@ -129,6 +132,51 @@ class PacedEntry(_Pace, Written):
     """Changes of speed during a run."""
 
 
+class SlurmType(_Model):
+    gres: SlurmWord | None = None
+    """GPUs of each host, as `sbatch --gres` takes them, like gpu:v100:1."""
+    constraint: SlurmWord | None = None
+    """Features that each host must have, as `sbatch --constraint` takes them."""
+    partition: SlurmWord | None = None
+    """Partition of these hosts; default: the engine's."""
+    nodelist: SlurmWord | None = None
+    """Only these hosts, like a16-[01-04]."""
+
+
+class SlurmTypeEntry(SlurmType, Written):
+    """Hosts of one type, by what Slurm declares of them."""
+
+
+class SlurmEngine(_Model):
+    login: Annotated[str, AfterValidator(grammar.login), _schema(examples=["me@login.hpc"])]
+    """Login host, [user@]host[:port]; `localhost` is this machine. Keys for SSH are in `defaults`."""
+    workdir: WorkFolder
+    """Folder on a disk that the login host and all hosts share."""
+    partition: SlurmWord | None = None
+    """Partition, as `sbatch --partition` takes it; default: Slurm's."""
+    account: SlurmWord | None = None
+    """Account to charge."""
+    qos: SlurmWord | None = None
+    """Quality of service."""
+    time: SlurmWord | None = None
+    """Time limit of a job, like 12:00:00 or 2-00:00:00; default: the partition's."""
+    options: list[Annotated[str, AfterValidator(grammar.sbatch_option), _schema(pattern="^--[a-z]")]] = Field(
+        default_factory=list
+    )
+    """More options of sbatch, like --mail-type=END."""
+
+
+class SlurmEntry(SlurmEngine, Written):
+    """A Slurm cluster: `sbatch` on its login host gets the hosts."""
+
+
+class EngineEntry(Written):
+    """The lender of the hosts, if they are not reached by SSH."""
+
+    slurm: SlurmEntry
+    """A Slurm cluster."""
+
+
 class _Shared(_Model):
     port: int | None = Field(default=None, ge=1, le=65535)
     """SSH port; default: from ~/.ssh/config, else 22."""
@@ -165,8 +213,8 @@ class _Shared(_Model):
     """The host's SSH key or its fingerprint, as printed by ssh-keygen; default: known_hosts."""
     proxy_jump: ProxyJump | None = None
     """Hosts to go through, [user@]host[:port][,...]; default: from ~/.ssh/config."""
-    transport: Literal["ssh", "local"] = "ssh"
-    """How to reach the host; local: this machine, without SSH."""
+    transport: Literal["ssh", "local", "slurm"] = "ssh"
+    """How to reach the host; local: this machine, without SSH; slurm: by steps of `allocation`."""
 
 
 class Defaults(_Shared, Written):
@@ -199,6 +247,12 @@ class Entry(Defaults):
     """The machine's id in its owner's panel."""
     master: bool = False
     """True pins this node as the master; at most one node."""
+    slurm: SlurmTypeEntry | None = None
+    """With `engine: slurm`, the hosts that this entry stands for."""
+    most: int | None = Field(default=None, ge=1, le=4096)
+    """With `engine: slurm`, the number of these hosts in a job without --nodes; default: 1."""
+    allocation: Allocation | None = None
+    """Slurm's number of the job that holds this host; written by orch."""
 
 
 class InventoryFile(Written):
@@ -206,6 +260,8 @@ class InventoryFile(Written):
 
     cluster: Name
     """The cluster's name."""
+    engine: EngineEntry | None = None
+    """Lender of the hosts; then each of `nodes` is a type of host. Default: hosts are reached by SSH."""
     defaults: Defaults = Defaults()
     nodes: list[Entry] = Field(min_length=1)
 
@@ -218,6 +274,11 @@ class Node(_Shared):
     bandwidth_bps: float | None = Field(default=None, gt=0)
     id: Line | None = None
     master: bool = False
+    slurm: SlurmType | None = None
+    most: int | None = None
+    kind: str | None = None
+    """With an engine, the entry of the inventory that this host belongs to."""
+    allocation: Allocation | None = None
     paced: Paced | None = None
     connect_timeout_s: float | None = Field(default=None, ge=1, le=MAX_CONNECT_S)
     line: int = Field(default=0, exclude=True)
@@ -228,6 +289,10 @@ class Inventory(_Model):
     nodes: tuple[Node, ...]
     file: str
     defaults: dict[str, Any] = Field(default_factory=dict)
+    entries: tuple[dict[str, Any], ...] = Field(default=(), repr=False)
+    """The nodes as written; with an engine only."""
+    engine: SlurmEngine | None = None
+    """Then each node is a type of host."""
     warnings: tuple[str, ...] = ()
 
     def node(self, name: str) -> Node:
@@ -273,7 +338,10 @@ def nearest(word: str, known: list[str]) -> str:
 _MODELS: dict[str, type[Written]] = {
     "": InventoryFile,
     "defaults": Defaults,
+    "engine": EngineEntry,
+    "engine.slurm": SlurmEntry,
     "nodes": Entry,
+    "nodes.slurm": SlurmTypeEntry,
     "paced": PacedEntry,
     "slowdown": SlowdownEntry,
 }
@@ -325,7 +393,7 @@ def _where(path: KeyPath, document: Document) -> str:
 def _unknown_key(path: KeyPath) -> str:
     key = str(path[-1])
     names = [part for part in path[:-1] if isinstance(part, str)]
-    model = _MODELS[names[-1] if names else ""]
+    model = _MODELS.get(".".join(names)) or _MODELS[names[-1] if names else ""]
     if model is Defaults and key in Entry.model_fields:
         return f"`{key}` belongs to one node, not to `defaults`"
     return f"unknown key {grammar.show(key)}; {nearest(key, list(model.model_fields))}"

@@ -20,7 +20,18 @@ from orchestrator.errors import InventoryError, Mistake, UsageError
 from orchestrator.hosts import grammar
 from orchestrator.hosts.cluster import MASK, Cluster
 from orchestrator.hosts.grammar import MOST_HOSTS, without_brackets
-from orchestrator.hosts.inventory import Defaults, Entry, Inventory, InventoryFile, Node, Written, mistake_of, once
+from orchestrator.hosts.inventory import (
+    Defaults,
+    EngineEntry,
+    Entry,
+    Inventory,
+    InventoryFile,
+    Node,
+    SlurmEngine,
+    Written,
+    mistake_of,
+    once,
+)
 from orchestrator.hosts.occupied import not_allowed
 from orchestrator.hosts.yamlfile import REFUSED, Document, KeyPath, read_yaml, resolve_scalar
 from orchestrator.paths import Home
@@ -39,7 +50,8 @@ def load_inventory(path: Path) -> Inventory:
 
 def parse_inventory(document: Document) -> Inventory:
     mistakes = [*document.mistakes, *_mistakes_of_form(document)]
-    nodes = _build_nodes(document, mistakes)
+    engine = _engine(document, mistakes)
+    nodes = _build_nodes(document, mistakes, engine)
     mistakes += check_together(nodes, document.file)
     if mistakes:
         raise InventoryError(sorted(mistakes, key=lambda mistake: mistake.line))
@@ -49,6 +61,8 @@ def parse_inventory(document: Document) -> Inventory:
         nodes=tuple(nodes),
         file=document.file,
         defaults=dict(document.values.get("defaults", {})),
+        entries=tuple(document.values["nodes"]) if engine else (),
+        engine=engine,
         warnings=(warning,) if document.world_writable else (),
     )
 
@@ -68,6 +82,28 @@ def _mistakes_of_form(document: Document) -> list[Mistake]:
     return []
 
 
+def _engine(document: Document, mistakes: list[Mistake]) -> SlurmEngine | None:
+    """Also adds keys that contradict the file's engine, or its absence."""
+    written = document.values.get("engine")
+    engine = _salvage(EngineEntry, written)
+    wrong = {
+        "host": "Slurm chooses the hosts, by `slurm:`",
+        "workdir": "it is in `engine: {slurm: {workdir: ...}}`",
+        "transport": "`engine: slurm` reaches its hosts through the login host",
+        "address": "hosts are known only in a job",
+    }
+    if not written:
+        wrong = dict.fromkeys(("slurm", "most"), "it needs `engine: {slurm: {login: ..., workdir: ...}}` in the file")
+    nodes = document.values.get("nodes")
+    by_place: dict[KeyPath, Any] = {("defaults",): document.values.get("defaults")}
+    by_place |= {("nodes", at): node for at, node in enumerate(nodes if isinstance(nodes, list) else ())}
+    for place, values in by_place.items():
+        for key in wrong.keys() & values.keys() if isinstance(values, dict) else ():
+            where = f"node {grammar.show(values.get('name'))}" if len(place) > 1 else "defaults"
+            mistakes.append(Mistake(document.file, document.line((*place, key)), f"{where}: `{key}`: {wrong[key]}"))
+    return engine.slurm if engine else None
+
+
 _Written_ = TypeVar("_Written_", bound=Written)
 
 
@@ -82,7 +118,7 @@ def _salvage(model: type[_Written_], values: Any) -> _Written_ | None:
     return None
 
 
-def _build_nodes(document: Document, mistakes: list[Mistake]) -> list[Node]:
+def _build_nodes(document: Document, mistakes: list[Mistake], engine: SlurmEngine | None = None) -> list[Node]:
     defaults = _salvage(Defaults, document.values.get("defaults", {})) or Defaults()
     written = document.values.get("nodes")
     nodes = []
@@ -90,21 +126,23 @@ def _build_nodes(document: Document, mistakes: list[Mistake]) -> list[Node]:
         entry = _salvage(Entry, values)
         if entry is None:
             continue
-        node = _build_node(entry, defaults, document.line(("nodes", index)))
+        node = _build_node(entry, defaults, document.line(("nodes", index)), engine)
         if node is not None:
             nodes.append(node)
-        elif values.get("host") is None:
+        elif values.get("host") is None and "engine" not in document.values:
             message = f"node {entry.name}: `host` is missing; give the name or address that SSH goes to"
             mistakes.append(Mistake(document.file, document.line(("nodes", index)), message))
     return nodes
 
 
-def _build_node(entry: Entry, defaults: Defaults, line: int) -> Node | None:
+def _build_node(entry: Entry, defaults: Defaults, line: int, engine: SlurmEngine | None = None) -> Node | None:
     shared = named(defaults.model_dump(exclude_unset=True), entry.name)
     values = shared | entry.model_dump(exclude_unset=True)
     if values.get("transport") == "local":
         # The Python that runs orch is the only one known to work here; the `trainer` extra gives it torch.
         values = {"host": "localhost", "python": sys.executable} | values
+    if engine:
+        values |= {"transport": "slurm", "workdir": engine.workdir, **grammar.login_parts(engine.login)}
     if not values.get("host"):
         return None
     values["env"] = named(defaults.env, entry.name) | entry.env

@@ -88,7 +88,7 @@ def test_every_key_reaches_the_node_in_its_final_form(file: Path) -> None:
         " bandwidth: 100 Mbit/s, address: 10.0.0.1/24, interface: eno1, id: x1, image: i,"
         " note: 'größer 🙂', master: true,"
         f" env: {{A_1: '1', B: ''}}, prepare: \"module load cuda\\nulimit -l\\n\", host_key: {KEY} root@n1,"
-        " proxy_jump: 'me@gate:22,[::1]:2222', connect_timeout: 2m, transport: ssh,"
+        " proxy_jump: 'me@gate:22,[::1]:2222', connect_timeout: 2m, transport: ssh, allocation: 12+1,"
         " paced: {samples_per_s: 333, fixed_ms: 1.5, memory: 16GiB, jitter: 0.1,"
         " slowdown: [{at_step: 10, factor: 2}]}}",
     )
@@ -119,6 +119,10 @@ def test_every_key_reaches_the_node_in_its_final_form(file: Path) -> None:
         "host_key": KEY,
         "proxy_jump": "me@gate:22,[::1]:2222",
         "transport": "ssh",
+        "slurm": None,
+        "most": None,
+        "kind": None,
+        "allocation": "12+1",
         "connect_timeout_s": 120.0,
         "paced": Paced(
             samples_per_s=333,
@@ -263,7 +267,7 @@ def test_a_node_may_come_from_elsewhere_than_a_file() -> None:
             "paced.slowdown[0].factor: must be more than 0, not 0",
         ),
         ("device: gpu", "device: must be 'auto', 'cuda' or 'cpu', not 'gpu'"),
-        ("transport: telnet", "transport: must be 'ssh' or 'local', not 'telnet'"),
+        ("transport: telnet", "transport: must be 'ssh', 'local' or 'slurm', not 'telnet'"),
         # quantities
         ("bandwidth: 2.5", "bandwidth: must be written with its unit, like 2.5Gbps, not 2.5"),
         ("bandwidth: 2.5Gbs", "bandwidth: '2.5Gbs' is not a bandwidth; write it like 2.5Gbps or 100Mbps"),
