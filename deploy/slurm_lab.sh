@@ -25,7 +25,7 @@ set -euo pipefail
 
 NAME=${NAME:-sl}                   # at most 8 characters
 LAB=${LAB:-/run/slurm-$NAME}
-NODES=${NODES:-"a2000:a2000:1:1:2500mbit v100:v100:1:1:2500mbit a16:a16:2:1:2500mbit"}
+NODES=${NODES:-"a2000:a2000:1:1:2500mbit v100:v100:1:1:2500mbit a16:a16:2:2:2500mbit"}
 LAB_USER=${LAB_USER:-slurmer}
 NET=${NET:-10.77.0}                # a /24 that exists only inside these namespaces
 LOGIN=login                        # slurmctld, sshd and the client commands are here
@@ -65,7 +65,7 @@ configure() {
     chown slurm: "$LAB"/{state,log,pid}
     chown munge: "$LAB/munge"
     id "$LAB_USER" >/dev/null 2>&1 || useradd --create-home --shell /bin/bash "$LAB_USER"
-    [ -d "$LAB/work" ] || install -d -m 700 -o "$LAB_USER" -g "$LAB_USER" "$LAB/work"
+    [ -d "$LAB/work" ] || command install -d -m 700 -o "$LAB_USER" -g "$LAB_USER" "$LAB/work"
     slurm_conf >"$LAB/etc/slurm/slurm.conf"
     gres_conf >"$LAB/etc/slurm/gres.conf"
     # v2 would need systemd. Without this file slurmd 22.05 looks for a mounted /sys/fs/cgroup, which `ip netns exec`
