@@ -29,6 +29,7 @@ from orchestrator.hosts.cluster import (
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.election import Election, elect
 from orchestrator.hosts.facts import NodeFacts
+from orchestrator.hosts.forms.slurm import hosts_of
 from orchestrator.hosts.inventory import Inventory, Node
 from orchestrator.hosts.inventory_file import extra_again, with_secrets
 from orchestrator.hosts.probe import SLOW_TORCH_S, look, probe, shared_folders
@@ -36,6 +37,7 @@ from orchestrator.hosts.work_folders import Cleared, Mended, Reaped, Survey, Who
 from orchestrator.jobs.job_store import ENDED
 from orchestrator.owner import read_owner
 from orchestrator.planning.nccl import GpuHost, unlike_versions
+from orchestrator.slurm.login import SlurmLogin
 from orchestrator.store import Store
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import errors, errors_by_node, values
@@ -84,6 +86,8 @@ class Clusters:
         """Connects to every host, probes and elects; remembers failing hosts, too. If all hosts fail, a known cluster
         with usable hosts stays, so that its jobs stay reachable.
         """
+        if inventory.engine:
+            return self._up_slurm(inventory)
         cluster, forgotten = self._of_file(inventory)
         look = self._look_at(cluster, cluster.nodes)
         if not _usable(look.facts, look.problems) and (kept := self._usable_before(inventory.cluster)):
@@ -98,6 +102,39 @@ class Clusters:
 
         up = self._up(self.store.save_cluster(now, current=True), look)
         return replace(up, warnings=(*forgotten, *inventory.warnings, *up.warnings))
+
+    def _up_slurm(self, inventory: Inventory) -> Up:
+        """Asks the login host only: hosts are known as Slurm declares them, until a job runs there."""
+        assert inventory.engine  # noqa: S101 - the caller's
+        at = inventory.nodes[0].model_copy(update={"name": inventory.nodes[0].host})
+        (found,) = self.connections.open([at]).values()
+        if isinstance(found, HostError):
+            raise found
+        login = SlurmLogin(found.transport, found.workdir)
+        facts = login.facts(at.python, at.activate)
+        if facts.missing:
+            names = " ".join(facts.missing)
+            raise ProbeError(
+                at.name, f"{names}: missing there", f"`{at.python} -m pip install ...`, or `module load slurm`"
+            )
+        problem, remedy = checks.workdir(at, probe(found, (), torch=False, timeout_s=PROBE_S))
+        if problem:
+            raise ProbeError(at.name, problem, remedy)
+        declared, broken = login.hosts()
+        nodes, warnings = hosts_of(inventory, declared, login.expanded, f"{inventory.engine.workdir}/nodes")
+        warnings += [f"skipped a line of `scontrol show nodes`: {line}" for line in broken[:3]]
+        if not facts.accounts:
+            warnings.append("Slurm keeps no accounts: how a job has ended is known from its hosts' last records only")
+        cluster = Cluster(
+            schema=1,
+            name=inventory.cluster,
+            file=os.path.abspath(inventory.file),
+            nodes=nodes,
+            defaults=inventory.defaults,
+            engine=inventory.engine,
+        )
+        saved = self.store.save_cluster(cluster, current=True)
+        return Up(saved, None, {}, (*inventory.warnings, *warnings))
 
     def _usable_before(self, name: str) -> Cluster | None:
         with suppress(StateError):
@@ -252,6 +289,7 @@ class Clusters:
         """only: () means all that are not released. Raises UsageError for a released node, HostsError for unusable
         ones.
         """
+        cluster.refuse_engine()
         nodes = cluster.chosen(only)
         for node in nodes:
             if node.name in cluster.released:

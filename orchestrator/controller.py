@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from orchestrator.starting.carry_over import Handovers
     from orchestrator.starting.planner import HostChooser, Planner
     from orchestrator.starting.retries import Asked, Retries
+    from orchestrator.starting.submission import Submissions
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,12 @@ class Controller:
 
         return JobRecovery(self.store, self.connections)
 
+    @cached_property
+    def submissions(self) -> Submissions:
+        from orchestrator.starting.submission import Submissions
+
+        return Submissions(self.store, self.connections, self.jobs, lambda line: self.say(line))
+
     # ---- running ----------------------------------------------------------------------------------------------
 
     def read(self, spec: JobSpec) -> Asked:
@@ -131,7 +138,7 @@ class Controller:
         if spec.resume:
             return self._resumed(spec, spec.resume)
         job, cluster = parse_job(spec), self.store.cluster(spec.cluster)
-        return Asked(cluster, job, cluster.names(spec.nodes))
+        return Asked(cluster, job, () if cluster.engine else cluster.names(spec.nodes))
 
     def _resumed(self, spec: JobSpec, wanted: str) -> Asked:
         """Resumes from a job's last checkpoint; the host that has it becomes the master. A script that resumes by
@@ -144,7 +151,8 @@ class Controller:
         old = self.jobs.find(wanted, spec.cluster).plan
         exp, kept = settings_of(old, spec)
         cluster = self.store.cluster(old.cluster)
-        only, keepers = cluster.names(spec.nodes), [cluster.node(name) for name in keepers_of(old)]
+        only = [] if cluster.engine else cluster.names(spec.nodes)
+        keepers = [cluster.node(name) for name in keepers_of(old)]
         if self._saved_its_own(old, keepers):
             job = parse_job(spec)
             return Asked(cluster, replace(job, request=replace(job.request, resumes=old.job)), only)
@@ -283,7 +291,11 @@ class Controller:
         """Ends this cluster's jobs, removes our files from its hosts, and records both. spared: see `Clusters.down`."""
         from orchestrator.clusters import now_utc
 
+        if cluster.engine:
+            self.submissions.end_all(cluster)
         answers = self.clusters.down(cluster, spared)
+        if cluster.engine and not errors(answers):
+            self.submissions.remove_all(cluster)
         cleared, now = values(answers), now_utc()
         for wanted in {job_id for answer in cleared.values() for job_id in answer.jobs} & {*self.store.job_ids()}:
             with suppress(OrchError):  # a damaged plan

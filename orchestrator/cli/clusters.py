@@ -155,7 +155,7 @@ def master(name: str | None, elect: bool, cluster: str | None) -> None:
         what = f"{name} and --elect at once" if name else "neither a node nor --elect was given"
         raise UsageError(what, "`orch master NODE`, or `orch master --elect`")
     with open_controller() as controller:
-        host_tables.print_cluster(controller.clusters.pin_master(controller.store.cluster(cluster), name))
+        host_tables.print_cluster(controller.clusters.pin_master(controller.store.own_cluster(cluster), name))
 
 
 @click.command()
@@ -276,7 +276,7 @@ def reap(yes: bool, cluster: str | None, as_json: bool) -> None:
     with open_controller() as controller:
         if yes:
             controller.jobs.settle_half_starts()
-        answers = controller.clusters.reap(controller.store.cluster(cluster), end=yes)
+        answers = controller.clusters.reap(controller.store.own_cluster(cluster), end=yes)
     found = [leftover for answer in answers.values() if not isinstance(answer, Exception) for leftover in answer.found]
 
     def words(answer: Reaped) -> str:

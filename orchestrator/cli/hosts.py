@@ -71,7 +71,7 @@ def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | No
     from orchestrator.views import console
 
     with open_controller() as controller:
-        known = controller.store.cluster(cluster)
+        known = controller.store.own_cluster(cluster)
         wanted = known.chosen(known.names(nodes))
         target = data_folder(to)
         for note in expanded_here("--to", "", target, str(Path.home()), homes_of(wanted, known.facts)):
@@ -147,7 +147,7 @@ def setup(
 
     extra = read_requirements(requirements) if requirements else None
     with open_controller() as controller:
-        known = controller.store.cluster(cluster)
+        known = controller.store.own_cluster(cluster)
         picked = known.chosen(known.names(nodes))
         wanted = choose(torch, torchvision, gpu_hosts(known, picked))
         if extra:
@@ -276,7 +276,7 @@ def node_add(
 
     checked = keys_of_new_node(name, parse_pairs(keys, "KEY=VALUE"))
     with open_controller(accept_new_host_keys) as controller:
-        known = controller.store.cluster(cluster)
+        known = controller.store.own_cluster(cluster)
         new, inherited = node_with_defaults(known, checked)
         ask_about_local(controller.store.home, f"node {name}", [new], allow_local)
         if inherited:
@@ -298,7 +298,7 @@ def node_remove(name: str, cluster: str | None) -> None:
     from orchestrator.views import host_tables
 
     with open_controller() as controller:
-        host_tables.print_cluster(controller.clusters.remove_node(controller.store.cluster(cluster), name))
+        host_tables.print_cluster(controller.clusters.remove_node(controller.store.own_cluster(cluster), name))
 
 
 @node.command("release")
@@ -330,7 +330,7 @@ def _release(name: str, cluster: str | None, *, restore: bool) -> None:
 
     with open_controller() as controller:
         host_tables.print_cluster(
-            controller.clusters.release_node(controller.store.cluster(cluster), name, restore=restore)
+            controller.clusters.release_node(controller.store.own_cluster(cluster), name, restore=restore)
         )
 
 

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from orchestrator.errors import UsageError
+from orchestrator.cli.common import accept_option, busy, open_controller
+from orchestrator.errors import HostError, UsageError
+from orchestrator.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from orchestrator.hosts.forms.imported import Imported
 
-FORMS = ("hostfile", "ssh-config", "ansible")
+FORMS = ("hostfile", "ssh-config", "ansible", "slurm")
 STDOUT = Path("-")
 _FILE = click.Path(path_type=Path)
 
@@ -26,6 +28,8 @@ _FILE = click.Path(path_type=Path)
 @click.option("--hostfile", type=_FILE, help="A hostfile of DeepSpeed or MPI: `host slots=4`, `host:4`.")
 @click.option("--ssh-config", metavar="A,B", help="Hosts of ~/.ssh/config: names, ranges, patterns like 'gpu*'.")
 @click.option("--ansible", type=_FILE, help="An inventory that Ansible reads, by its `ansible-inventory`.")
+@click.option("--slurm", metavar="LOGIN", help="A Slurm cluster: its login host, [user@]host[:port], or localhost.")
+@accept_option
 @click.option("--user", metavar="NAME", help="The login name on hosts that name none.")
 @click.option("--cluster", metavar="NAME", help="The cluster's name.  [default: the file's]")
 @click.option("--force", is_flag=True, help="Replace a file that is there.")
@@ -34,6 +38,8 @@ def init(
     hostfile: Path | None,
     ssh_config: str | None,
     ansible: Path | None,
+    slurm: str | None,
+    accept_new_host_keys: bool,
     user: str | None,
     cluster: str | None,
     force: bool,
@@ -48,6 +54,7 @@ def init(
     orch init --hostfile /job/hostfile --user ubuntu
     orch init --ssh-config 'gpu*,v100' lab.yaml
     orch init --ansible hosts.ini - | less
+    orch init --slurm me@login.hpc hpc.yaml
     """
     from orchestrator.hosts import grammar
     from orchestrator.hosts.forms.sources import Wanted, checked_template, inventory_text
@@ -57,10 +64,14 @@ def init(
     _fits("--user", user, grammar.user)
     name = cluster or (file.stem if re.fullmatch(r"[A-Za-z0-9][\w.-]{0,62}", file.stem, re.ASCII) else "rack")
     target = "rack.yaml" if file == STDOUT else str(file)
+    _refuse_two(hostfile, ssh_config, ansible, slurm)
+    if slurm:
+        return _write(file, *_from_slurm(slurm, name, target, accept_new_host_keys), force)
     source, found = _read(hostfile, ssh_config, ansible)
     wanted = Wanted(name, source, user, target)
     text = inventory_text(found, wanted) if found else checked_template(wanted)
-    _write(file, text, found, force)
+    count = counted(len(found.hosts), "host") if found else "to fill in"
+    return _write(file, text, found.left_out if found else (), count, force)
 
 
 def _fits(option: str, text: str | None, check: Callable[[str], str]) -> None:
@@ -75,12 +86,34 @@ def _free(file: Path, force: bool) -> None:
         raise UsageError(f"{file} already exists", "choose another name, or --force replaces it")
 
 
+def _refuse_two(*values: Path | str | None) -> None:
+    given = [name for name, value in zip(FORMS, values, strict=True) if value is not None]
+    if len(given) > 1:
+        raise UsageError(f"--{given[0]} and --{given[1]} at once", "take one of them; a file may be added to by hand")
+
+
+def _from_slurm(login: str, cluster: str, target: str, accept: bool) -> tuple[str, list[str], str]:
+    from orchestrator.hosts import grammar
+    from orchestrator.hosts.forms.slurm import inventory_text
+    from orchestrator.hosts.inventory import Node
+    from orchestrator.slurm.login import SlurmLogin
+
+    _fits("--slurm", login, grammar.login)
+    place = grammar.login_parts(login)
+    node = Node.model_validate({"name": place["host"], "transport": "slurm", **place})
+    with open_controller(accept) as controller, busy(f"asking Slurm on {place['host']}"):
+        (host,) = controller.connections.open([node]).values()
+        if isinstance(host, HostError):
+            raise host
+        hosts, broken = SlurmLogin(host.transport, host.workdir).hosts()
+    text, left_out = inventory_text(login, cluster, target, hosts)
+    said = [*left_out, *(f"skipped a line of `scontrol show nodes`: {line}" for line in broken)]
+    return text, said, f"{counted(text.count(chr(10) + '  - '), 'type')} of host"
+
+
 def _read(hostfile: Path | None, ssh_config: str | None, ansible: Path | None) -> tuple[str, Imported | None]:
     from orchestrator.hosts.forms import sources
 
-    given = [name for name, value in zip(FORMS, (hostfile, ssh_config, ansible), strict=True) if value is not None]
-    if len(given) > 1:
-        raise UsageError(f"--{given[0]} and --{given[1]} at once", "take one of them; a file may be added to by hand")
     if hostfile:
         return f"the hostfile {hostfile}", sources.from_hostfile(hostfile)
     if ansible:
@@ -91,16 +124,15 @@ def _read(hostfile: Path | None, ssh_config: str | None, ansible: Path | None) -
     return "", None
 
 
-def _write(file: Path, text: str, found: Imported | None, force: bool) -> None:
+def _write(file: Path, text: str, left_out: Sequence[str], count: str, force: bool) -> None:
     from orchestrator.files import write_atomic
     from orchestrator.views import console
 
-    for line in found.left_out if found else ():
+    for line in left_out:
         console.say(line)
     if file == STDOUT:
         click.echo(text, nl=False)
         return
     _free(file, force)
     write_atomic(file, text)
-    count = f"{len(found.hosts)} host{'s' if len(found.hosts) > 1 else ''}" if found else "to fill in"
     console.put(f"{file}: {count}; then `orch up {file}`")

@@ -29,7 +29,7 @@ from orchestrator.errors import HostError, OrchError, UsageError
 if TYPE_CHECKING:
     from orchestrator.controller import Controller
     from orchestrator.jobs.gauging import GaugedJob
-    from orchestrator.jobs.job_store import JobRecord
+    from orchestrator.jobs.job_store import JobRecord, QueuedError
     from orchestrator.jobs.live_stats import JobNow
     from orchestrator.jobs.running import RunningJob
 
@@ -202,7 +202,7 @@ def logs(
         return is_of and (grep is None or bool(grep.search(line.text)))
 
     with open_controller() as controller:
-        job = chosen_job(controller, wanted, cluster)
+        job = _started_job(controller, wanted, cluster, waits=follow)
         plan = job.plan
         if only_node:
             controller.store.cluster(plan.cluster).node(only_node)
@@ -234,6 +234,20 @@ def logs(
             sys.exit(3)
 
 
+def _started_job(controller: Controller, wanted: str | None, cluster: str | None, *, waits: bool) -> RunningJob:
+    """waits: until Slurm has started it."""
+    from orchestrator.jobs.job_store import QueuedError
+    from orchestrator.views import console
+
+    try:
+        return chosen_job(controller, wanted, cluster)
+    except QueuedError as queued:
+        if not waits:
+            raise
+        record = queued.record
+    return controller.submissions.started(record, lambda words: console.say(f"{record.id}: {words}"))
+
+
 @click.command()
 @job_given
 @click.option("--yes", is_flag=True, help="Do not ask whether the latest job is meant.")
@@ -248,13 +262,16 @@ def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) ->
     orch cancel --job mnist_lenet-20261121-0912-k3f
     orch cancel
     """
-    from orchestrator.jobs.job_store import ENDED
+    from orchestrator.jobs.job_store import ENDED, QueuedError
     from orchestrator.views import console, documents, job_table
 
     with open_controller() as controller:
         if wanted and _left_queue(controller, wanted, as_json):
-            return
-        job = controller.jobs.find(wanted, cluster) if wanted else _meant(controller, cluster, yes)
+            return None
+        try:
+            job = controller.jobs.find(wanted, cluster) if wanted else _meant(controller, cluster, yes)
+        except QueuedError as queued:
+            return _take_out(controller, queued, as_json)
         if job.record.state in ENDED:
             console.say(f"{job.id} has ended already; looking for what it may have left")
         cancel_job(job)
@@ -263,6 +280,24 @@ def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) ->
             console.print_json(documents.job_json(record))
         else:
             job_table.print_end(record)
+    return None
+
+
+def _take_out(controller: Controller, queued: QueuedError, as_json: bool) -> None:
+    """Takes it out of Slurm's queue."""
+    from orchestrator.jobs.job_store import ENDED
+    from orchestrator.views import console, documents, job_table
+
+    if queued.record.state in ENDED:
+        raise queued
+    with busy(f"taking {queued.record.id} out of Slurm's queue"):
+        record = controller.jobs.slurm.cancel(queued.record)
+    if not record.was_queued:  # it has started meanwhile
+        job = controller.jobs.find(record.id)
+        record = job.refresh()
+    if as_json:
+        return console.print_json(documents.job_json(record))
+    return job_table.print_end(record)
 
 
 def _left_queue(controller: Controller, wanted: str, as_json: bool) -> bool:

@@ -95,7 +95,7 @@ def _own(spec: JobSpec, nodes: str | None, bandwidth: float | None, out: Path, c
     job = parse_job(spec)
     refuse_without_trainer(job)
     with open_controller() as controller:
-        chosen = controller.store.cluster(cluster)
+        chosen = controller.store.own_cluster(cluster)
         made, view = controller.planner.outlook(
             chosen, job.request, job.code, chosen.names(nodes), out=given_out(out), bandwidth_bps=bandwidth
         )
@@ -176,7 +176,7 @@ def profile(
 
     spec = spec_of(ctx, options)
     with open_controller() as controller:
-        known = controller.store.cluster(cluster)
+        known = controller.store.own_cluster(cluster)
         one = Profiling(controller, known, spec, only=known.names(nodes), each=each)
         if one.left_out:
             console.warn(f"ignored, since they change nothing that a host does alone: {', '.join(one.left_out)}")
@@ -273,7 +273,7 @@ def sweep(
             raise UsageError(f"{study} has no row {name!r}", f"its rows: {', '.join(known)}")
     overrides = parse_pairs(settings, "--set KEY=VALUE")
     with open_controller() as controller:
-        one = Sweep(study, published, controller, controller.store.cluster(cluster), out, overrides)
+        one = Sweep(study, published, controller, controller.store.own_cluster(cluster), out, overrides)
         outcomes = one.run(_sweep_follower(), only=only, again=again, repeats=repeats)
     if as_json:
         return console.print_json(documents.sweep_json(study, published, outcomes))

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from orchestrator.jobs.running import RunningJob
     from orchestrator.planning.job_spec import JobSpec
     from orchestrator.planning.launch_plan import LaunchPlan
-    from orchestrator.starting.retries import Asked, Retries
+    from orchestrator.starting.retries import Asked
 
 
 SECOND_CTRL_C_S = 3.0
 
 
 @dataclass(frozen=True)
-class _Way:
+class RunMode:
     """Options that are not part of the job."""
 
     detach: bool
@@ -96,10 +96,10 @@ def run(
     give a whole `python train.py`, `torchrun ... train.py` or `accelerate launch ... train.py`.
     """
     spec = spec_of(ctx, options)
-    _start(ctx, spec, _Way(detach, dry_run, notify, save, as_json))
+    _start(ctx, spec, RunMode(detach, dry_run, notify, save, as_json))
 
 
-def _start(ctx: click.Context, spec: JobSpec, way: _Way) -> None:
+def _start(ctx: click.Context, spec: JobSpec, way: RunMode) -> None:
     _refuse_detached(spec, way)
     with open_controller() as controller:
         asked = controller.read(spec)
@@ -110,12 +110,14 @@ def _start(ctx: click.Context, spec: JobSpec, way: _Way) -> None:
         strays = tuple(went_to_script(ctx, request.name, request.command)) if spec.command else ()
         request = replace(request, notes=(*strays, *request.notes))
         asked = replace(asked, job=replace(asked.job, request=request))
+        if asked.cluster.engine:
+            return _run_on_slurm(controller, asked, way)
         if way.dry_run:
             return _show_plan(controller.plan(asked), asked, way.as_json)
-        return _run(controller, asked, way)
+        return run_asked(controller, asked, way)
 
 
-def _refuse_detached(spec: JobSpec, way: _Way) -> None:
+def _refuse_detached(spec: JobSpec, way: RunMode) -> None:
     for option in ("--notify",) * bool(way.notify) + ("--retries",) * bool(spec.retries):
         if way.detach:
             raise UsageError(
@@ -153,10 +155,15 @@ def _show_plan(plan: LaunchPlan, asked: Asked, as_json: bool) -> None:
     return launch_plan.print_plan(shown, names)
 
 
-def _run(controller: Controller, asked: Asked, way: _Way) -> None:
+def run_asked(
+    controller: Controller, asked: Asked, way: RunMode, noted: Callable[[RunningJob], None] = lambda job: None
+) -> None:
+    """noted: called with each job that has started: a retry is one of its own."""
 
     def start(attempt: Asked) -> RunningJob:
-        return _launch(controller, attempt)
+        job = _launch(controller, attempt)
+        noted(job)
+        return job
 
     try:
         job = start(asked)
@@ -164,14 +171,46 @@ def _run(controller: Controller, asked: Asked, way: _Way) -> None:
         if way.as_json:
             _print_refusal(error, controller.checks.findings)
         raise
+    _follow_to_end(controller, job, controller.retries(asked, start).after, way)
+
+
+def _run_on_slurm(controller: Controller, asked: Asked, way: RunMode) -> None:
+    from orchestrator.views import console, documents
+
+    if way.dry_run:
+        script = controller.submissions.prepared(asked).script
+        return console.print_json({"schema": 1, "script": script}) if way.as_json else click.echo(script, nl=False)
+    with busy(f"asking Slurm on {asked.cluster.nodes[0].host}"):
+        record = controller.submissions.submit(asked)
+    if way.detach:
+        return console.print_json(documents.job_json(record)) if way.as_json else click.echo(record.id)
+    try:
+        with busy("waiting for Slurm") as now_at:
+
+            def shown(words: str) -> None:
+                now_at(f"{record.id}: {words}")
+                console.say(f"{record.id}: {words}")
+
+            job = controller.submissions.started(record, shown)
+    except KeyboardInterrupt:
+        console.say(f"\nDetached; it stays in Slurm's queue.\nReattach: orch logs -f --job {record.id}")
+        console.say(f"Cancel: orch cancel --job {record.id}")
+        raise
+    return _follow_to_end(controller, job, controller.submissions.after, way)
+
+
+def _follow_to_end(
+    controller: Controller, job: RunningJob, after: Callable[[RunningJob], RunningJob | None], way: RunMode
+) -> None:
+    """after: waits for the next attempt, if there is one."""
     if not way.detach:
-        job = _follow_all(job, controller.retries(asked, start), way)
+        job = _follow_all(job, after, way)
         if way.notify:
             notify(way.notify, job.record)
     _finish(job, controller.checks.findings if way.as_json else None, detached=way.detach)
 
 
-def _follow_all(job: RunningJob, retries: Retries, way: _Way) -> RunningJob:
+def _follow_all(job: RunningJob, after: Callable[[RunningJob], RunningJob | None], way: RunMode) -> RunningJob:
     from orchestrator.views import console
 
     again: RunningJob | None = job
@@ -179,7 +218,7 @@ def _follow_all(job: RunningJob, retries: Retries, way: _Way) -> RunningJob:
         job = again
         _follow(job, as_json=way.as_json)
         try:
-            again = retries.after(job)
+            again = after(job)
         except OrchError as error:
             console.warn(f"{job.id} is not tried again: {error}")
             break

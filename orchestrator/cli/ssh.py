@@ -27,6 +27,7 @@ from orchestrator.errors import HostError, OrchError, UsageError
 from orchestrator.units import counted
 
 if TYPE_CHECKING:
+    from orchestrator.controller import Controller
     from orchestrator.hosts.cluster import Cluster
     from orchestrator.hosts.inventory import Node
     from orchestrator.paths import Home
@@ -55,6 +56,12 @@ def ssh(name: str, command: tuple[str, ...], forwards: tuple[str, ...], cluster:
 
     with open_controller() as controller:
         node, home = controller.store.cluster(cluster).node(name), controller.store.home
+        if node.transport == "slurm":
+            if forwards:
+                raise UsageError(f"{name} is lent by Slurm", "leave out -L: ports of such a host cannot be forwarded")
+            command, node = _in_its_job(controller, name, command), node.model_copy(update={"name": node.host})
+    if node.transport == "slurm" and node.host == "localhost":
+        become([*command])
     if node.transport == "local":
         if forwards:
             raise UsageError(f"{name} is this machine (transport: local)", "its ports are here; leave out -L")
@@ -81,7 +88,7 @@ def forward(name: str, ports: tuple[str, ...], cluster: str | None) -> None:
     from orchestrator.views import console
 
     with open_controller() as controller:
-        node, home = controller.store.cluster(cluster).node(name), controller.store.home
+        node, home = controller.store.own_cluster(cluster).node(name), controller.store.home
     if node.transport == "local":
         raise UsageError(f"{name} is this machine (transport: local)", "its ports are here already")
     options = ["-N", "-o", "ExitOnForwardFailure=yes"]
@@ -127,6 +134,26 @@ def _become_ssh(node: Node, home: Home, options: Sequence[str], command: tuple[s
     become(command_line(target_of(node), keys, pins=pins, command=command, terminal=terminal, options=options))
 
 
+def _in_its_job(controller: Controller, name: str, command: tuple[str, ...]) -> tuple[str, ...]:
+    """The command as a step of the newest job that holds this host. Raises UsageError without such a job."""
+    from orchestrator.hosts.exec import line_of
+    from orchestrator.jobs.job_store import FINAL_STATES
+    from orchestrator.transport.slurm import step
+
+    for job in controller.store.jobs():
+        if job.slurm and not job.slurm.is_over:
+            controller.jobs.slurm.refreshed(job)
+    held = [
+        job.slurm.hosts[name]
+        for job in controller.store.jobs()
+        if job.slurm and name in job.slurm.hosts and not job.slurm.is_over and job.state not in FINAL_STATES
+    ]
+    if not held:
+        raise UsageError(f"no job of yours runs on {name}", "`orch jobs` lists them; Slurm lends a host only for a job")
+    shell = ["sh", "-c", f"cd; {line_of(command)}"] if command else ["sh", "-c", 'cd; exec "$SHELL" -l']
+    return (*step(held[0], name, *([] if command and not _at_terminal() else ["--pty"])), *shell)
+
+
 @click.command("ssh-config")
 @nodes_option
 @click.option("--keep", is_flag=True, help="Write a file that `orch up` and `orch trust` keep current.")
@@ -150,7 +177,7 @@ def ssh_config(nodes: str | None, keep: bool, cluster: str | None) -> None:
     if keep and nodes:
         raise UsageError("--keep writes all hosts of the cluster", "leave out --nodes")
     with open_controller() as controller:
-        known, home = controller.store.cluster(cluster), controller.store.home
+        known, home = controller.store.own_cluster(cluster), controller.store.home
     chosen = known.chosen(known.names(nodes))
     for node in chosen:
         if node.transport == "local":
@@ -253,7 +280,7 @@ def execute(nodes: str | None, timeout: float, cluster: str | None, as_json: boo
 
     line = line_of(command)
     with open_controller() as controller:
-        known = controller.store.cluster(cluster)
+        known = controller.store.own_cluster(cluster)
         wanted = known.chosen(known.names(nodes))
         try:
             with busy(f"running on {counted(len(wanted), 'host')}"):

@@ -22,7 +22,7 @@ from orchestrator.errors import HostError, StateError, UsageError
 from orchestrator.files import locked, own_folder, write_atomic
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.grammar import NAME, names_in
-from orchestrator.hosts.inventory import Node
+from orchestrator.hosts.inventory import Node, SlurmEngine
 from orchestrator.paths import Home
 from orchestrator.record import SCHEMA, AnyRecord, Record, RecordError, read_record, write_record
 
@@ -70,6 +70,8 @@ class Cluster(Record):
     """Set by `orch master`; overrides the election."""
     master: str | None = None
     master_reason: str = ""
+    engine: SlurmEngine | None = None
+    """Then `nodes` are all hosts that Slurm declares of the file's types."""
     facts: dict[str, NodeFacts] = Field(default_factory=dict)
     problems: dict[str, Problem] = Field(default_factory=dict)
 
@@ -79,6 +81,18 @@ class Cluster(Record):
                 return node
         known = ", ".join(node.name for node in self.nodes)
         raise UsageError(f"{name}: no such node in cluster {self.name}", f"its nodes: {known}")
+
+    @property
+    def login(self) -> Node:
+        """Slurm's login host, with the work folder that all hosts share. Only with an engine."""
+        assert self.engine  # noqa: S101 - the caller's
+        return self.nodes[0].model_copy(update={"name": self.nodes[0].host, "workdir": self.engine.workdir})
+
+    def refuse_engine(self) -> None:
+        """Raises UsageError if its hosts are only there within a job."""
+        if self.engine:
+            words = f"cluster {self.name} belongs to Slurm: its hosts are there only within a job"
+            raise UsageError(words, "`orch run`, then `orch top`, `why`, `logs`, `ssh`; docs/slurm.md")
 
     def names(self, listed: str | Sequence[str] | None) -> list[str]:
         """Expands --nodes; plain names are not checked. Raises UsageError."""
@@ -233,6 +247,12 @@ class RememberedClusters:
     def cluster(self, name: str | None = None) -> Cluster:
         """The named cluster, else the current one. Raises UsageError."""
         return self._cluster(self.cluster_name(name))
+
+    def own_cluster(self, name: str | None = None) -> Cluster:
+        """A cluster whose hosts can be asked at any time. Raises UsageError also for a cluster of Slurm."""
+        cluster = self.cluster(name)
+        cluster.refuse_engine()
+        return cluster
 
     def cluster_name(self, name: str | None = None) -> str:
         chosen, known = Current(name, "") if name else self.current(), self.cluster_names()

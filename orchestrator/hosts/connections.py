@@ -9,6 +9,7 @@ Opening a node again closes its previous connection. Names are unique within one
 from __future__ import annotations
 
 import math
+import os
 import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -102,7 +103,7 @@ class Connections:
         """Hosts that cannot be logged in to now, and why; takes a few seconds."""
         self._nodes |= {node.name: node for node in nodes}
         _allow_files(FILES_PER_HOST * len(nodes))
-        if any(node.transport == "ssh" for node in nodes):
+        if any(node.transport != "local" for node in nodes):
             from orchestrator.transport import ssh as _  # noqa: F401 - slow to import, and no host's fault
         names = {node.name: node.name for node in nodes}
         looked = for_each(names, lambda name: self.reopen(name, LOGIN_S, DIAL_S), deadline_s=LOGIN_S + 2)
@@ -125,6 +126,11 @@ class Connections:
         if self._is_over:
             raise ConnectError(name, "its connection was closed here: the command is over")
 
+    def kept(self, node: Node) -> ConnectedHost:
+        """The open connection, else a new one. Raises HostError."""
+        self._nodes[node.name] = node
+        return self.current(node.name)
+
     def current(self, name: str) -> ConnectedHost:
         if name not in self._transports:
             return self.reopen(name)
@@ -132,8 +138,18 @@ class Connections:
         return ConnectedHost(self._transports[name], node.python, node.activate, node.workdir)
 
     def _connect(self, node: Node, timeout_s: float, dial_s: float) -> Transport:
-        if node.transport == "local":
-            return LocalTransport(node.name)
+        if node.transport == "slurm":
+            from orchestrator.transport.slurm import SlurmTransport
+
+            login = LocalTransport(node.name) if _is_here(node) else self._dial(node, timeout_s, dial_s)
+            try:
+                return SlurmTransport(login, node.name, node.allocation, is_inside=_is_inside(node))
+            except BaseException:
+                login.close()
+                raise
+        return LocalTransport(node.name) if node.transport == "local" else self._dial(node, timeout_s, dial_s)
+
+    def _dial(self, node: Node, timeout_s: float, dial_s: float) -> Transport:
         from orchestrator.transport import ssh
         from orchestrator.transport.hostkeys import HostKeys
 
@@ -155,10 +171,20 @@ class Connections:
     def _unlock_keys(self, nodes: Sequence[Node], ask: Callable[[str], str | None]) -> None:
         """Passphrases are asked for before connecting, not from one of many threads."""
         for node in nodes:
-            if node.transport == "ssh":
+            if node.transport == "ssh" or (node.transport == "slurm" and not _is_here(node)):
                 from orchestrator.transport import ssh
 
                 ssh.unlock(target_of(node), ask)
+
+
+def _is_here(node: Node) -> bool:
+    """Whether Slurm's commands for this host run on this machine: a login host, or a step of the job that holds it."""
+    return node.host == "localhost" or _is_inside(node)
+
+
+def _is_inside(node: Node) -> bool:
+    job = os.environ.get("SLURM_JOB_ID")
+    return job is not None and (node.allocation or "").partition("+")[0] == job
 
 
 def _allow_files(wanted: int) -> None:

@@ -4,14 +4,12 @@ lost.
 
 from __future__ import annotations
 
-import math
-import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import HostError, OrchError, StateError
@@ -20,17 +18,19 @@ from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.work_folders import Who
 from orchestrator.jobs import launch
-from orchestrator.jobs.job_store import ENDED, JobRecord, JobStore
+from orchestrator.jobs.job_store import ENDED, JobRecord, JobStore, QueuedError
+from orchestrator.jobs.recalled_plans import agents_of, recall
 from orchestrator.jobs.stall import needs_diagnosis
 from orchestrator.jobs.state import combine
 from orchestrator.owner import read_owner
 from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.record import SCHEMA, Owner
+from orchestrator.record import Owner
 from orchestrator.transport.fanout import errors_by_node, values
-from orchestrator.units import clean, counted
+from orchestrator.units import counted
 
 if TYPE_CHECKING:
     from orchestrator.jobs.running import RunningJob
+    from orchestrator.jobs.slurm_queue import SlurmQueue
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,20 @@ class JobList:
         self._jobs, self._connections = jobs, connections
 
     def find(self, wanted: str, cluster: str | None = None) -> RunningJob:
+        """Raises QueuedError for a job that waits for Slurm."""
         found = self._jobs.find_job(wanted, cluster)
-        self._jobs.job_record(found)  # a damaged record is reported before its plan is read
+        record = self._jobs.job_record(found)  # a damaged record is reported before its plan is read
+        if record.was_queued:
+            record = self.slurm.refreshed(record)
+        if record.was_queued:
+            raise QueuedError(record)
         return self.of(self._jobs.plan(found))
+
+    @cached_property
+    def slurm(self) -> SlurmQueue:
+        from orchestrator.jobs.slurm_queue import SlurmQueue
+
+        return SlurmQueue(self._jobs, self._connections)
 
     def sound(self, records: Iterable[JobRecord]) -> list[RunningJob]:
         """Without jobs whose plan is damaged: `Jobs.problems` has them."""
@@ -72,11 +83,16 @@ class JobList:
         diagnosis yet.
         """
         records, problems = self._jobs.listed()
+        if lent := [record for record in records if record.slurm and not record.slurm.is_over]:
+            for record in lent:
+                with suppress(OrchError):  # it is listed as it was
+                    self.slurm.refreshed(record)
+            records, problems = self._jobs.listed()
         found, unheard = [], dict[str, Mapping[str, HostError]]()
         for record in records:
             if cluster in (None, record.cluster):
                 try:
-                    asks = record.id not in problems and record.state not in ENDED
+                    asks = record.id not in problems and record.state not in ENDED and not record.was_queued
                     now, away = self._asked_after(record.id, silent, why) if asks else (record, {})
                     if away and now.state not in ENDED:
                         unheard[now.id] = away
@@ -191,111 +207,3 @@ class JobRecovery:
     def _adopt_on_hosts(self, cluster: Cluster, owner: Owner, jobs: Sequence[str]) -> dict[str, HostError]:
         take_over = partial(work_folders.adopt, who=Who(owner, cluster.name), jobs=jobs)
         return errors_by_node(self._connections.each(cluster.nodes, take_over, deadline_s=work_folders.CLEAR_S + 5))
-
-
-# Plans that come from hosts are checked before use. They serve logs, cancel and collect; nothing is launched from them.
-# Python and folders come from the inventory, numbers are bounded, and texts lose their control characters.
-
-JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-MAX_RANKS = 1 << 16
-MAX_GRACE_S = 3600.0
-
-
-class OtherCluster(ValueError):
-    """Another cluster uses the same hosts; this is no error."""
-
-
-@dataclass(frozen=True)
-class Recalled:
-    plans: dict[str, LaunchPlan]
-    left_out: list[str]
-    elsewhere: dict[str, list[str]]
-    """By cluster."""
-
-
-def recall(answers: Mapping[str, Mapping[str, Any]], cluster: Cluster) -> Recalled:
-    """answers: by node, from `recall` of `remote/control.py`."""
-    plans, left_out, elsewhere = dict[str, LaunchPlan](), list[str](), dict[str, list[str]]()
-    for node, jobs in answers.items():
-        for job, remembered in jobs.items():
-            if job in plans:
-                continue
-            try:
-                plan = adopt(remembered["plan"], cluster, node=node, job=job)
-                plans[job] = plan.model_copy(update={"owner": _owner(remembered.get("agent"))})
-            except OtherCluster as other:
-                jobs_there = elsewhere.setdefault(str(other), [])
-                jobs_there += [] if job in jobs_there else [clean(str(job))[:128]]
-            except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-                left_out.append(f"{node}: job {clean(str(job))[:128]} is skipped: {_why(error)}")
-    return Recalled(plans, left_out, elsewhere)
-
-
-def adopt(record: Any, cluster: Cluster, *, node: str, job: str) -> LaunchPlan:
-    """Raises ValueError if the plan contradicts the inventory or itself."""
-    if record["schema"] > SCHEMA:
-        raise ValueError(f"written by a newer orch, schema {record['schema']}: update this one")
-    plan = LaunchPlan.model_validate(_cleaned(record))
-    if not JOB_ID.fullmatch(job) or plan.job != job:
-        raise ValueError("it names another job")
-    if plan.cluster != cluster.name:
-        raise OtherCluster(plan.cluster[:64])
-    names = [planned.name for planned in plan.nodes]
-    unknown = set(names) - {node.name for node in cluster.nodes}
-    if unknown:
-        raise ValueError(f"cluster {cluster.name} has no node {', '.join(sorted(unknown))[:200]}")
-    if len(set(names)) < len(names) or node not in names or plan.master not in names:
-        raise ValueError("its nodes contradict each other")
-    _check_numbers(plan)
-    nodes = []
-    for planned in plan.nodes:
-        here = cluster.node(planned.name)
-        where = {"python": here.python, "activate": here.activate, "workdir": here.workdir}
-        nodes.append(planned.model_copy(update=where))
-    return plan.model_copy(update={"nodes": tuple(nodes)})
-
-
-def agents_of(job: str, plan: LaunchPlan, answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """By node that answered: its supervisor's record, or {}."""
-    found = {}
-    for node in plan.nodes:
-        if node.name in answers:
-            remembered = answers[node.name].get(job)
-            agent = remembered.get("agent") if isinstance(remembered, Mapping) else None
-            found[node.name] = agent if isinstance(agent, Mapping) else {}
-    return found
-
-
-def _owner(agent: Any) -> Owner | None:
-    """From node.json, which changes when a job is taken over; the plan does not change."""
-    owner = agent.get("owner") if isinstance(agent, Mapping) else None
-    return Owner.model_validate(_cleaned(owner)) if owner else None
-
-
-def _check_numbers(plan: LaunchPlan) -> None:
-    first = 0
-    for node in plan.nodes:
-        if not 0 < node.ranks <= MAX_RANKS or node.first_rank != first:
-            raise ValueError("its ranks contradict each other")
-        first += node.ranks
-    if first != plan.world_size:
-        raise ValueError("its ranks contradict each other")
-    if not math.isfinite(plan.grace_s) or not 0 <= plan.grace_s <= MAX_GRACE_S:
-        raise ValueError(f"a grace of {plan.grace_s} s")
-    if datetime.fromisoformat(plan.created).tzinfo is None:
-        raise ValueError("a time of creation without a time zone")
-
-
-def _cleaned(value: Any) -> Any:
-    if isinstance(value, str):
-        return clean(value)
-    if isinstance(value, dict):
-        return {clean(str(key)): _cleaned(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_cleaned(item) for item in value]
-    return value
-
-
-def _why(error: Exception) -> str:
-    lines: Iterable[str] = str(error).splitlines() or [type(error).__name__]
-    return clean(next(iter(lines)))[:200]

@@ -24,6 +24,7 @@ from pydantic import AfterValidator, Field
 from orchestrator.errors import NoJobError, OrchError, UsageError
 from orchestrator.files import flock, is_at, locked, make_folder, write_atomic, write_json
 from orchestrator.hosts.cluster import RememberedClusters, damaged
+from orchestrator.hosts.inventory import Allocation
 from orchestrator.paths import Home
 from orchestrator.planning.launch_plan import Attempt, HostChoice, LaunchPlan
 from orchestrator.record import SCHEMA, Record, Words, write_record
@@ -128,8 +129,8 @@ class JobStore(RememberedClusters):
         found: dict[str, OrchError] = {}
         for job in self.job_ids():
             try:
-                self.job_record(job)
-                self.plan(job)
+                if not self.job_record(job).was_queued:
+                    self.plan(job)
             except OrchError as error:
                 found[job] = error
         return found
@@ -141,9 +142,9 @@ class JobStore(RememberedClusters):
             try:
                 record = self.job_record(job)
                 records.append(record)
-                if record.state in ENDED:
+                if record.state in ENDED and not record.was_queued:
                     self._plan(job, PlanHead)
-                else:
+                elif not record.was_queued:
                     self.plan(job)
             except OrchError as error:
                 wrong[job] = error
@@ -311,7 +312,7 @@ def _is_left(file: IO[Any], marker: Path) -> bool:
 
 # A job's record, as `job.json` holds it. Pure.
 
-JobState = Literal["starting", "running", "succeeded", "failed", "cancelled", "lost"]
+JobState = Literal["queued", "starting", "running", "succeeded", "failed", "cancelled", "lost"]
 _LARGEST = 1 << 53
 """Larger integers have no exact float."""
 
@@ -412,6 +413,20 @@ class Stall(Record):
         return bool({rank.does for rank in self.ranks} & {"waits", "disk", "stopped"})
 
 
+class SlurmLoan(Record):
+    """The Slurm job that holds a job's hosts, or will hold them.
+
+    folder: of the submission, below `submitted` of the work folder. hosts: their allocations. is_over: Slurm has ended
+    it. words: Slurm's state and reason while it waits.
+    """
+
+    job: Annotated[str, Field(pattern=r"^[0-9]{1,12}$")]
+    folder: str
+    hosts: dict[str, Allocation] = Field(default_factory=dict)
+    is_over: bool = False
+    words: Words = ""
+
+
 class JobRecord(Record):
     """A row of `orch jobs --json` and the content of `job.json`."""
 
@@ -438,6 +453,12 @@ class JobRecord(Record):
     """The job may succeed all the same."""
     joined: bool | None = None
     """Whether any two ranks met. None: unknown, or a single rank."""
+    slurm: SlurmLoan | None = None
+
+    @property
+    def was_queued(self) -> bool:
+        """Whether Slurm has not started it: it has no plan yet, or never got one."""
+        return self.slurm is not None and not self.slurm.hosts
 
     @classmethod
     def of(cls, plan: LaunchPlan, state: JobState) -> JobRecord:
@@ -454,4 +475,19 @@ class JobRecord(Record):
             note=plan.note,
             hosts=plan.hosts,
             attempt=plan.attempt,
+        )
+
+
+class QueuedError(UsageError):
+    def __init__(self, record: JobRecord) -> None:
+        assert record.slurm  # noqa: S101 - the caller's
+        self.record = record
+        has_ended = record.state in ENDED
+        waits = f"waits in Slurm's queue: job {record.slurm.job}, {record.slurm.words}"
+        why = record.first_failure.reason if record.first_failure else "nothing of it has run"
+        super().__init__(
+            f"{record.id} {f'has ended ({record.state}): {why}' if has_ended else waits}",
+            "`orch jobs` lists all jobs"
+            if has_ended
+            else f"`orch logs -f {record.id}` once it runs; `orch cancel {record.id}`",
         )

@@ -30,8 +30,9 @@ from orchestrator.jobs.job_store import ENDED, FINAL_STATES, JobRecord, JobStore
 from orchestrator.jobs.launch import on_all
 from orchestrator.jobs.live_stats import Gauge
 from orchestrator.jobs.pull import Output, Outputs, outputs
+from orchestrator.jobs.slurm_queue import SlurmQueue
 from orchestrator.jobs.stall import HostSnapshot, StallProbe, answered, lost_output_words, needs_diagnosis
-from orchestrator.jobs.state import combine, is_gone, is_half_started
+from orchestrator.jobs.state import combine, ended_by, is_gone, is_half_started
 from orchestrator.owner import read_owner
 from orchestrator.paths import RunFolder
 from orchestrator.planning.job_forms import spec_of, write_job
@@ -96,6 +97,9 @@ class RunningJob:
         """Returns the errors of unreachable hosts. only: () means all."""
         cluster = self._jobs.cluster(self.plan.cluster)
         known = {node.name: node for node in cluster.nodes}
+        if loan := self.record.slurm if cluster.engine else None:
+            held = {name: {"allocation": loan.hosts.get(name)} for name in known.keys() & loan.hosts.keys()}
+            known |= {name: known[name].model_copy(update=update) for name, update in held.items()}
         names = [node.name for node in self.plan.nodes if (not only or node.name in only) and node.name not in without]
         connected = self._connections.open([known[name] for name in names if name in known])
         gone = [name for name in names if name not in known]
@@ -207,7 +211,15 @@ class RunningJob:
 
     def _remember(self, records: Mapping[str, Mapping[str, Any] | HostError], *, launched: bool = False) -> JobRecord:
         now = datetime.now(timezone.utc)
-        return self._jobs.change_job(self.id, lambda known: combine(self.plan, records, known, now, launched=launched))
+
+        def combined(known: JobRecord) -> JobRecord:
+            return combine(self.plan, records, known, now, launched=launched)
+
+        if (known := self.record).slurm and known.state not in ENDED and combined(known).state in FINAL_STATES:
+            with suppress(HostError):  # then it is as the hosts report it
+                slurm = SlurmQueue(self._jobs, self._connections).settled(known)
+                return self._jobs.change_job(self.id, lambda known: ended_by(combined(known), slurm))
+        return self._jobs.change_job(self.id, combined)
 
     # ---- its end --------------------------------------------------------------------------------------------------
 
@@ -225,6 +237,9 @@ class RunningJob:
         records = {**away, **self._end(fence=half)}
         if half and not errors_by_node(records):
             self._jobs.start_is_over(self.id)
+        if self.record.slurm and not self.record.slurm.is_over:
+            with suppress(HostError):  # its hosts have ended it: the batch step is about to end by itself
+                SlurmQueue(self._jobs, self._connections).cancel(self.record)
         return self._remember(records), [line for name in records for line in _stayed(name, records[name])]
 
     def _end(self, *, fence: bool) -> Records:

@@ -14,8 +14,12 @@ from orchestrator.errors import HostError
 from orchestrator.jobs.job_store import ENDED, FirstFailure, JobRecord, JobState, NotFinite
 from orchestrator.jobs.stall import joined, stall_of
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
+from orchestrator.slurm.answers import SlurmJob
+from orchestrator.slurm.batch_script import STOP_S
 
 PREPARE_S = 120.0
+LATE_S = 30.0
+"""Slurm looks at time limits twice a minute."""
 # A job that no host reports may still be on its way for this long.
 START_S = 2 * PREPARE_S + 30
 _NO_RECORD = "no supervisor and no final record on any host"
@@ -130,6 +134,39 @@ def _ended(known: JobRecord, record: Mapping[str, Any], code: CodeFolder) -> Job
     return known.model_copy(
         update={"state": state, "first_failure": failure, "exit_code": _exit_code(state, failure), "ended": ended}
     )
+
+
+def ended_by(record: JobRecord, slurm: SlurmJob) -> JobRecord:
+    """Completes a record without a final word of a host by what Slurm did to the job.
+
+    A supervisor that Slurm has ended reports only that; any other cause that a host reports is better.
+    """
+    failure = record.first_failure
+    is_weak = record.state == "lost" or (record.state == "failed" and failure and failure.kind == "supervisor")
+    phase = slurm.phase
+    if (
+        failure
+        and failure.kind == "supervisor"
+        and phase in ("runs", "failed", "done")
+        and slurm.left_s < STOP_S + LATE_S
+    ):
+        phase = "time"  # Slurm has asked for the end before the limit
+    if not is_weak or phase in ("runs", "ending", "done", "unknown"):
+        return record
+    if phase == "cancelled":
+        return record.model_copy(update={"state": "cancelled", "first_failure": None, "exit_code": None})
+    kind, reason = {
+        "time": ("time", "Slurm's time limit is over"),
+        "memory": ("memory", f"Slurm ended it: {slurm.state}"),
+        "failed": (
+            "slurm",
+            failure.reason if failure and failure.kind == "slurm" else f"its batch step failed ({slurm.state})",
+        ),
+    }.get(phase, ("slurm", f"Slurm took its hosts away ({slurm.state})"))
+    node = failure.node if failure else "Slurm"
+    code = slurm.exit_code if phase == "failed" and slurm.exit_code else 1
+    ended = FirstFailure(kind=kind, node=node, reason=reason)
+    return record.model_copy(update={"state": "failed", "first_failure": ended, "exit_code": code})
 
 
 def _with_own_cause(known: JobRecord, records: Mapping[str, Mapping[str, Any]]) -> JobRecord:

@@ -132,7 +132,7 @@ def _from_here(spec: JobSpec, folder: Path) -> JobSpec:
         return os.path.normpath(os.path.join(os.path.realpath(folder), name))
 
     shipped = spec.folder if spec.folder or not spec.module else "."
-    return _with_paths(spec, shipped, path)
+    return with_paths(spec, shipped, path)
 
 
 def _from_file(spec: JobSpec, folder: Path) -> JobSpec:
@@ -144,10 +144,10 @@ def _from_file(spec: JobSpec, folder: Path) -> JobSpec:
         return os.path.relpath(os.path.join(os.path.realpath(parent or "."), last), os.path.realpath(folder))
 
     shipped = spec.folder if spec.folder or not spec.module or _is_here(folder) else "."
-    return _with_paths(spec, shipped, path)
+    return with_paths(spec, shipped, path)
 
 
-def _with_paths(spec: JobSpec, shipped: str | None, path: Callable[[str], str]) -> JobSpec:
+def with_paths(spec: JobSpec, shipped: str | None, path: Callable[[str], str]) -> JobSpec:
     changed: dict[str, Any] = {"folder": path(shipped)} if shipped else {}
     if spec.env_files:
         changed["env_files"] = [path(name) for name in spec.env_files]

@@ -67,6 +67,8 @@ class RunRequest:
     """For this job only; overrides the inventory."""
     starter: Starter | None = None
     """None: orch starts the ranks."""
+    job: str | None = None
+    """The id, if it is decided already."""
     notes: tuple[str, ...] = ()
     """About the interpretation of the command."""
 

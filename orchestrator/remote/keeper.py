@@ -82,12 +82,15 @@ def claim_gpus(work: WorkFolder, job: str, uuids: list[str], share: bool) -> Non
 
 
 def keep(job: JobFolder, node: dict[str, Any], supervisor: int) -> None:
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
+    # From a Slurm job that has to end, or an administrator: the supervisor ends the ranks and writes the final record.
+    signal.signal(signal.SIGTERM, lambda signum, frame: os.kill(supervisor, signal.SIGTERM))
     memory_kills = out_of_memory_kills()
     pid, status = os.wait()
     while pid != supervisor:
         pid, status = os.wait()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     leftovers = kill_all(job, time.monotonic() + KILL_S)
     with contextlib.suppress(OSError):  # a full or failing disk: the ranks are ended all the same
         if job.root.is_dir() and not job.is_final():

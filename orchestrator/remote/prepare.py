@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import firewall
+from . import firewall, keeper_step
 from .agent import agent_state, lives
 from .answer import Refused, reply
 from .claim import claimed
@@ -34,6 +34,8 @@ from .outputs import mark
 from .workfolder import danger
 
 FREE_BYTES = 64 << 20
+_NOT_FOR_RANKS = ("ORCH_", "SLURM", "SRUN_", "PMI")
+"""Variables of a Slurm step describe that step: frameworks would take its single task for their ranks."""
 
 
 def main(request: dict[str, Any]) -> None:
@@ -187,30 +189,41 @@ def write_package(folder: Path) -> None:
 def start_supervisor(job: JobFolder) -> dict[str, Any]:
     """In a session of its own without our streams, to outlive this connection; returns its answer. Raises Refused."""
     read, write = os.pipe()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ORCH_")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_FOR_RANKS)}
+    argv = [sys.executable, "-S", "-m", "orch_remote.keeper", str(job.root)]
+    child = None
     with open(job.supervisor_log, "wb") as log:
-        child = subprocess.Popen(
-            [sys.executable, "-S", "-m", "orch_remote.keeper", str(job.root), str(write)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            cwd=job.bin,
-            env=environment,
-            pass_fds=[write],
-            start_new_session=True,
-        )
+        if keeper := keeper_step.place():
+            try:
+                keeper_step.start(keeper, [*argv, keeper_step.ANSWER], job.bin, environment, write, log.fileno())
+            except OSError as error:
+                raise Refused(f"its Slurm step did not start the supervisor ({error})", "run again") from error
+        else:
+            child = subprocess.Popen(
+                [*argv, str(write)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=job.bin,
+                env=environment,
+                pass_fds=[write],
+                start_new_session=True,
+            )
     os.close(write)
     ready, _, _ = select.select([read], [], [], READY_S)
     said = os.read(read, 4096) if ready else b""
     if not said:
-        child.kill()
+        if child:
+            child.kill()
         log_text = job.supervisor_log.read_text(errors="replace").strip().splitlines()
         raise Refused(f"the supervisor did not start ({log_text[-1] if log_text else 'no output'})", "run again")
     answer = dict(json.loads(said))
     if "error" in answer:
-        child.wait()
+        if child:
+            child.wait()
         raise Refused(answer["error"], answer["remedy"])
-    child.returncode = 0  # it stays: Popen must not warn that it still runs
+    if child:
+        child.returncode = 0  # it stays: Popen must not warn that it still runs
     return answer | {"firewall": firewall.kind()}
 
 

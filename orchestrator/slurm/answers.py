@@ -7,6 +7,7 @@ later in the line than the state.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -172,7 +173,8 @@ class SlurmJob:
     reason: str = ""
     start: str = ""
     exit_code: int | None = None
-    restarts: int = 0
+    left_s: float = math.inf
+    """The rest of its time limit, now or at its end."""
 
     @property
     def is_over(self) -> bool:
@@ -209,8 +211,17 @@ def read_job(text: str, job: str) -> SlurmJob:
         one_line(_or_empty(chosen.get("Reason", "")), 100),
         start if re.fullmatch(r"[0-9T:-]{19}", start) else "",
         (int(code[1]) or (128 + int(code[2]) if int(code[2]) else 0)) if code else None,
-        int(own[0]["Restarts"]) if re.fullmatch(r"\d{1,6}", own[0].get("Restarts", "")) else 0,
+        _seconds(own[0].get("TimeLimit", "")) - min(_seconds(own[0].get("RunTime", "")), 1e9),
     )
+
+
+def _seconds(text: str) -> float:
+    """`1-12:00:00`; infinite for UNLIMITED and the like."""
+    match = re.fullmatch(r"(?:(\d{1,5})-)?(\d{1,3}):(\d\d):(\d\d)", text)
+    if not match:
+        return math.inf
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def phase_of(state: str) -> Phase:

@@ -14,6 +14,7 @@ from orchestrator.transport.shell import join, typed
 STOP_S = 120
 """Before its time limit Slurm asks the job to end, so that hosts can write their final records."""
 LOG = "slurm.log"
+_SIGNAL = f"B:TERM@{STOP_S}"
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,9 @@ class Component:
 
 @dataclass(frozen=True)
 class BatchJob:
-    """activate, python: of the inventory. common: options of every component. controller: folder with orch's code."""
+    """activate, python: of the inventory. common, more: options of every component, unless it has its own. controller:
+    folder with orch's code.
+    """
 
     job: str
     components: Sequence[Component]
@@ -39,18 +42,12 @@ class BatchJob:
 
 
 def script_of(batch: BatchJob) -> str:
-    first = [
-        ("job-name", batch.job),
-        ("output", LOG),
-        ("open-mode", "append"),
-        ("requeue", ""),
-        ("signal", f"B:TERM@{STOP_S}"),
-        *((option.lstrip("-").partition("=")[0], option.partition("=")[2]) for option in batch.more),
-    ]
+    ours = [("job-name", batch.job), ("output", LOG), ("open-mode", "append"), ("requeue", ""), ("signal", _SIGNAL)]
+    more = [(option.lstrip("-").partition("=")[0], option.partition("=")[2]) for option in batch.more]
     parts = []
     for number, component in enumerate(batch.components):
-        options = [("nodes", str(component.hosts)), ("ntasks-per-node", "1"), *batch.common, *component.options]
-        chosen = dict([*(first if number == 0 else ()), *options])  # a type's partition replaces the job's
+        shape = [("nodes", str(component.hosts)), ("ntasks-per-node", "1")]
+        chosen = dict([*(ours if number == 0 else ()), *shape, *batch.common, *more, *component.options])
         parts.append("\n".join([f"# {component.name}", *(_directive(*option) for option in chosen.items())]))
     lines = [
         "#!/bin/bash",

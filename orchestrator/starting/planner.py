@@ -112,7 +112,7 @@ class Planner:
         placement = place(ready.nodes, ready.facts, ready.election, request)
         draft = Draft(
             cluster=cluster.name,
-            job=naming.job_id(request.spec.name or request.name, datetime.now(timezone.utc)),
+            job=request.job or naming.job_id(request.spec.name or request.name, datetime.now(timezone.utc)),
             created=now_utc(),
             code=code,
             request=request,

@@ -144,7 +144,7 @@ class Retries:
         cluster, asked = self._asked.cluster, self._asked.request
         before = attempt.earlier[-1]
         notes = [f"attempt {attempt.words}, after {before.job} failed: {before.why}"]
-        request = replace(asked, hosts=hosts, attempt=attempt)
+        request = replace(asked, hosts=hosts, attempt=attempt, job=None)
         if kept := self._newest(names):
             holder = self._clusters.ready(cluster, [*kept]).election.master  # of the hosts that have it
             cluster = cluster.model_copy(update={"master_pin": holder})

@@ -88,8 +88,12 @@ def _job_cells(job: JobRecord) -> tuple[Any, ...]:
         job.exp,
         job.attempt.words if job.attempt else "",
         job.note or "",
-        one_line(f"{failure.node}: {failure.reason}", 80) if failure else "",
+        one_line(f"{failure.node}: {failure.reason}", 80) if failure else _why_queued(job),
     )
+
+
+def _why_queued(job: JobRecord) -> str:
+    return job.slurm.words if job.slurm and job.state == "queued" else ""
 
 
 def lasted(job: JobRecord) -> str:

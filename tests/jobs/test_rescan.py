@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from orchestrator.controller import Controller
 from orchestrator.hosts import Cluster, Connections, Node
-from orchestrator.jobs import JobRecord, job_list
+from orchestrator.jobs import JobRecord, recalled_plans
 from orchestrator.paths import Home
 from orchestrator.planning import Attempt, LaunchPlan
 from orchestrator.store import Store
@@ -174,7 +174,7 @@ UNFIT = {
 
 @pytest.mark.parametrize(("plan", "why"), UNFIT.values(), ids=list(UNFIT))
 def test_a_plan_that_does_not_fit_is_left_out_and_the_reason_said(plan, why):
-    found = job_list.recall({"a": {JOB: {"plan": plan, "agent": {}}}}, HERE)
+    found = recalled_plans.recall({"a": {JOB: {"plan": plan, "agent": {}}}}, HERE)
     plans, left_out = found.plans, found.left_out
     assert plans == {}
     assert len(left_out) == 1
@@ -183,29 +183,29 @@ def test_a_plan_that_does_not_fit_is_left_out_and_the_reason_said(plan, why):
 
 def test_a_job_of_another_cluster_is_no_mistake_and_is_reported_once():
     remembered = {"plan": changed(cluster="theirs"), "agent": {}}
-    found = job_list.recall({"a": {JOB: remembered}, "b": {JOB: remembered}}, HERE)
+    found = recalled_plans.recall({"a": {JOB: remembered}, "b": {JOB: remembered}}, HERE)
     assert (found.plans, found.left_out, found.elsewhere) == ({}, [], {"theirs": [JOB]})
 
 
 def test_a_job_is_taken_from_the_next_host_where_one_talks_nonsense():
-    found = job_list.recall({"a": {JOB: {"plan": {}}}, "b": {JOB: {"plan": PLAN_JSON}}}, HERE)
+    found = recalled_plans.recall({"a": {JOB: {"plan": {}}}, "b": {JOB: {"plan": PLAN_JSON}}}, HERE)
     plans, left_out = found.plans, found.left_out
     assert (list(plans), len(left_out)) == ([JOB], 1)
 
 
 @pytest.mark.parametrize("job", ["../../etc/cron.d/x", "a/b", ".hidden", "", "x" * 200, "a\n"])
 def test_a_job_whose_name_is_no_folders_name_is_left_out(job):
-    assert job_list.recall({"a": {job: {"plan": changed(job=job)}}}, HERE).plans == {}
+    assert recalled_plans.recall({"a": {job: {"plan": changed(job=job)}}}, HERE).plans == {}
 
 
 def test_where_the_hosts_are_is_the_inventorys_word():
     claimed = node(1, workdir="/etc", python="/tmp/evil", activate="rm -rf /")
-    plan = job_list.adopt(claimed, HERE, node="a", job=JOB)
+    plan = recalled_plans.adopt(claimed, HERE, node="a", job=JOB)
     assert (plan.node("b").workdir, plan.node("b").python, plan.node("b").activate) == ("~/.orch", "python3", None)
 
 
 def test_texts_of_a_host_lose_their_control_characters():
-    plan = job_list.adopt(changed(exp="\x1b]0;owned\x07train\x1b[2J"), HERE, node="a", job=JOB)
+    plan = recalled_plans.adopt(changed(exp="\x1b]0;owned\x07train\x1b[2J"), HERE, node="a", job=JOB)
     assert plan.exp == "train"
 
 
@@ -235,10 +235,10 @@ def test_a_record_has_all_that_a_plan_says_of_its_job():
 @given(st.dictionaries(st.sampled_from([*PLAN_JSON]), HOSTILE, max_size=4), HOSTILE)
 def test_whatever_a_host_remembers_it_is_a_plan_that_fits_or_a_reason(twisted, agent):
     answers = {"a": {JOB: {"plan": changed(**twisted), "agent": agent}}}
-    found = job_list.recall(answers, HERE)
+    found = recalled_plans.recall(answers, HERE)
     plans, left_out = found.plans, found.left_out
     assert len(plans) + len(left_out) + len(found.elsewhere) == 1
     for plan in plans.values():
         assert {one.name for one in plan.nodes} <= set("abc")
         assert JobRecord.of(plan, "lost").id == JOB
-        job_list.agents_of(JOB, plan, answers)
+        recalled_plans.agents_of(JOB, plan, answers)

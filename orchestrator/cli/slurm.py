@@ -1,0 +1,184 @@
+"""`slurm-batch`: orch's controller for one job, in the batch step of a Slurm job."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from orchestrator.cli.common import open_controller
+from orchestrator.errors import OrchError, UsageError
+
+if TYPE_CHECKING:
+    from orchestrator.controller import Controller
+    from orchestrator.jobs.running import RunningJob
+    from orchestrator.planning.job_spec import JobSpec
+    from orchestrator.starting.retries import Asked
+    from orchestrator.starting.submission import Submitted
+
+KEEPERS_S = 120.0
+"""For Slurm to start a step on every host."""
+
+
+@click.command("slurm-batch", hidden=True)
+def slurm_batch() -> None:
+    """Run the job of this folder on the hosts of this Slurm job."""
+    from orchestrator.cli.run import RunMode, run_asked
+    from orchestrator.hosts.inventory_file import load_inventory
+    from orchestrator.record import require_record
+    from orchestrator.starting.submission import FILE, Submitted
+
+    folder = Path.cwd()
+    submitted = require_record(folder / FILE, Submitted, "submit it again")
+    with _keepers() as keepers, open_controller() as controller:
+        inventory = _write_inventory(folder, submitted, keepers)
+        with contextlib.suppress(FileExistsError), tarfile.open(folder / "code.tar") as tar:
+            (folder / "src").mkdir()
+            tar.extractall(folder / "src")  # noqa: S202 - packed by orch, in a folder of this user
+        (folder / "src").mkdir(exist_ok=True)
+        os.chdir(folder / "src")
+        up = controller.clusters.up(load_inventory(inventory))
+        for error in up.problems.values():
+            click.echo(f"{error}", err=True)
+        asked = _asked(controller, submitted, folder)
+        way = RunMode(detach=False, dry_run=False, notify=None, save=None, as_json=False)
+        run_asked(controller, asked, way, keepers.note)
+
+
+class Keepers:
+    """One step on each host, which owns what has to outlive a command: `remote/keeper_step.py`.
+
+    gpus: by component, of each host, as CUDA_VISIBLE_DEVICES. allocations: of each component.
+    """
+
+    def __init__(self, job: str, components: int) -> None:
+        several = components > 1
+        self.allocations = [f"{job}+{number}" if several else job for number in range(components)]
+        self.gpus: list[dict[str, str]] = [{} for _ in self.allocations]
+        self._steps = [self._start(number if several else None) for number in range(components)]
+
+    def _start(self, component: int | None) -> subprocess.Popen[str]:
+        part = [] if component is None else [f"--het-group={component}"]
+        line = [
+            "srun",
+            *part,
+            "--overlap",
+            "--ntasks-per-node=1",
+            "--mpi=none",
+            "--quiet",
+            "--kill-on-bad-exit=0",
+            "--no-kill",
+        ]
+        keeper = [sys.executable, "-m", "orchestrator.remote.keeper_step"]
+        return subprocess.Popen(
+            [*line, "--unbuffered", *keeper], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def await_all(self) -> None:
+        """Raises OrchError if a host's step does not start."""
+        lines: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        for number, process in enumerate(self._steps):
+            threading.Thread(target=_pass_on, args=(process, number, lines), daemon=True).start()
+        until_s = time.monotonic() + KEEPERS_S
+        expected = [_hosts_of(number, len(self._steps)) for number in range(len(self._steps))]
+        while [len(hosts) for hosts in self.gpus] != expected:
+            try:
+                number, line = lines.get(timeout=max(0.0, until_s - time.monotonic()))
+            except queue.Empty:
+                started = [name for hosts in self.gpus for name in hosts]
+                raise OrchError(
+                    f"Slurm started its steps on {', '.join(started) or 'no host'} only, in {KEEPERS_S:.0f} s",
+                    "look at this log for what srun prints",
+                ) from None
+            if not line:
+                raise OrchError("a step of Slurm ended before the job", "look at this log for what srun prints")
+            about = json.loads(line)
+            self.gpus[number][str(about["host"])] = str(about["gpus"])
+
+    def end(self) -> None:
+        """Asks each host's step to end what it has started, and itself. A signal for srun would kill them."""
+        for process in self._steps:
+            if process.stdin and not process.stdin.closed:
+                process.stdin.close()
+
+    def close(self) -> None:
+        self.end()
+        for process in self._steps:
+            process.wait()
+
+    def note(self, job: RunningJob) -> None:
+        """Reports this job to followers elsewhere."""
+        from orchestrator.jobs.slurm_queue import started_line
+        from orchestrator.starting.submission import STARTED
+
+        hosts = {name: each for names, each in zip(self.gpus, self.allocations, strict=True) for name in names}
+        own = {node.name: hosts[node.name] for node in job.plan.nodes}
+        with open(Path("..", STARTED), "a") as file:
+            file.write(started_line(job.id, job.plan.master, own))
+
+
+def _pass_on(process: subprocess.Popen[str], number: int, lines: queue.SimpleQueue[tuple[int, str]]) -> None:
+    assert process.stdout  # noqa: S101 - for the type checker: it is a pipe
+    for line in process.stdout:
+        lines.put((number, line))
+    lines.put((number, ""))
+
+
+def _hosts_of(component: int, components: int) -> int:
+    name = "SLURM_JOB_NUM_NODES" + (f"_HET_GROUP_{component}" if components > 1 else "")
+    return int(os.environ[name])
+
+
+@contextlib.contextmanager
+def _keepers() -> Iterator[Keepers]:
+    if "SLURM_JOB_ID" not in os.environ:
+        raise UsageError(
+            "slurm-batch is for Slurm's batch step", "`orch run` on a cluster with `engine: slurm` submits it"
+        )
+    keepers = Keepers(os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_HET_SIZE", "1")))
+    signal.signal(signal.SIGTERM, lambda number, frame: keepers.end())
+    try:
+        keepers.await_all()
+        yield keepers
+    finally:
+        keepers.close()
+
+
+def _write_inventory(folder: Path, submitted: Submitted, keepers: Keepers) -> Path:
+    from orchestrator.files import write_atomic
+    from orchestrator.paths import Home
+
+    path, home = folder / "inventory.yaml", Home.default()
+    write_atomic(path, json.dumps(submitted.inventory(keepers.gpus, keepers.allocations)))
+    home.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomic(home.owner, submitted.owner.model_dump_json(by_alias=True))
+    return path
+
+
+def _asked(controller: Controller, submitted: Submitted, folder: Path) -> Asked:
+    """The job again; after Slurm has queued it again, from its last checkpoint, as a job of its own."""
+    from dataclasses import replace
+
+    from orchestrator.starting.submission import CODE, resumed, with_submitted
+    from orchestrator.views import console
+
+    spec: JobSpec = submitted.spec
+    before = controller.store.jobs()
+    if before and (path := resumed(controller.store.plan(before[0].id))):
+        console.say(f"Slurm has started this job again: goes on from {path}")
+        spec = spec.updated(settings={**spec.settings, "resume": path})
+    asked = controller.read(spec)
+    asked = with_submitted(asked, submitted, (folder / CODE).read_bytes())
+    return asked if not before else replace(asked, job=replace(asked.job, request=replace(asked.job.request, job=None)))

@@ -1,0 +1,151 @@
+"""Commands on Slurm's login host, over one connection to it.
+
+    login = SlurmLogin(transport, "/scratch/me/orch")
+    login.job("12").words                       # PENDING (Resources), expected start 2026-11-28T21:00:00
+
+Slurm may have forgotten a job and may keep no accounts: then a job's phase is `unknown`, and its hosts' last records
+count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestrator.errors import ConnectError, HostError, UsageError
+from orchestrator.slurm.answers import Broken, DeclaredHost, SlurmJob, phase_of, read_hosts, read_job, unknown
+from orchestrator.transport import CommandResult, Transport, shell
+from orchestrator.units import one_line
+
+ASK_S, SEND_S = 30.0, 300.0
+PROGRAMS = ("sbatch", "srun", "scontrol", "squeue", "scancel")
+NEEDED = ("click", "jinja2", "pathspec", "pydantic", "rich", "yaml")
+"""Modules of orch's controller; connections by SSH need more."""
+_PACKAGES = {"yaml": "pyyaml"}
+_FOLDER = 'case $1 in "~/"*) cd "$HOME/${1#??}";; *) cd "$1";; esac && '
+
+
+@dataclass(frozen=True)
+class LoginFacts:
+    """accounts: whether sacct lists ended jobs. missing: commands of Slurm and Python modules."""
+
+    accounts: bool
+    missing: tuple[str, ...]
+
+
+class SlurmLogin:
+    """folder: the shared work folder. All methods raise HostError."""
+
+    def __init__(self, transport: Transport, folder: str) -> None:
+        self._transport, self._folder = transport, folder
+
+    def facts(self, python: str, activate: str | None) -> LoginFacts:
+        """Also makes the work folder. Raises HostError with the shell's last line if that fails."""
+        names = " ".join(PROGRAMS)
+        imports = f"import importlib.util as u; print('modules', *[n for n in {NEEDED!r} if u.find_spec(n) is None])"
+        script = (
+            f"for p in {names}; do command -v $p >/dev/null || echo missing $p; done; "
+            "sacct -nX -S now >/dev/null 2>&1 && echo accounts; umask 077; "
+            'case $1 in "~/"*) d=$HOME/${1#??};; *) d=$1;; esac; mkdir -p "$d" && '
+            '{ [ -n "$(ls -A "$d")" ] || touch "$d/.orch-work"; } || exit 9; '
+            f"{activate or ':'}; exec {shell.typed([python])} -c {shell.join([imports])}"
+        )
+        asked = self._sh(script, self._folder)
+        if asked.exit_code:
+            raise HostError(
+                self._transport.node, f"the login host: {_last(asked)}", "check `login:`, `workdir:` and `python:`"
+            )
+        words = [line.split() for line in asked.stdout.decode(errors="replace").splitlines() if line.strip()]
+        by_name: dict[str, list[str]] = {}
+        for name, *rest in words:
+            by_name.setdefault(name, []).extend(rest)
+        modules = [_PACKAGES.get(name, name) for name in by_name.get("modules", ()) if name in NEEDED]
+        return LoginFacts(
+            "accounts" in by_name,
+            (*(name for name in by_name.get("missing", ()) if name in PROGRAMS), *modules),
+        )
+
+    def hosts(self) -> tuple[list[DeclaredHost], list[str]]:
+        """See `answers.read_hosts`."""
+        asked = self._done(["scontrol", "show", "nodes", "-o"])
+        return read_hosts(asked.stdout.decode(errors="replace"))
+
+    def expanded(self, hosts: str) -> list[str]:
+        """`a[16,2000],v100` as names: only Slurm itself reads its lists of hosts."""
+        return self._done(["scontrol", "show", "hostnames", hosts]).stdout.decode(errors="replace").split()
+
+    def job(self, job: str) -> SlurmJob:
+        asked = self._sh(
+            'if out=$(scontrol show job -o "$1" 2>&1); then echo "$out"; else case $out in *"Invalid job id"*) '
+            'sacct -nXPj "$1" -o State,ExitCode 2>/dev/null | head -1;; *) echo "$out" >&2; exit 9;; esac; fi',
+            job,
+        )
+        if asked.exit_code == 9:
+            raise ConnectError(
+                self._transport.node, f"Slurm does not answer ({_last(asked)})", "the job goes on; try again"
+            )
+        text = asked.stdout.decode(errors="replace")
+        try:
+            return read_job(text, job)
+        except Broken:
+            state = text.partition("|")[0].strip()
+            return SlurmJob(job, one_line(state, 40), phase_of(state)) if "|" in text else unknown(job)
+
+    def submit(self, name: str, files: bytes, *, at: str) -> str:
+        """Slurm's number of the job. name: a new folder below `submitted`. files: a tar with `job.sh`, unpacked there;
+        at: of another tar's folder that has to be there. Raises UsageError with sbatch's own words.
+        """
+        script = 'umask 077; mkdir -p submitted && mkdir "submitted/$2" && cd "submitted/$2" && tar -xf - && '
+        script += f"cd {shell.join([at])} && cd - >/dev/null && sbatch --parsable job.sh"
+        asked = self._sh(_FOLDER + script, self._folder, name, stdin=files, timeout_s=SEND_S)
+        job = asked.stdout.decode(errors="replace").strip().rpartition("\n")[2].partition(";")[0]
+        if asked.exit_code or not job.isdecimal():
+            words = _last(asked).removeprefix("sbatch: error: ")
+            raise UsageError(
+                f"Slurm refuses this job: {words}", "change --nodes, or `engine:` and `slurm:` in the inventory"
+            )
+        return job
+
+    def unpack(self, name: str, files: bytes) -> None:
+        """files: a tar, unpacked into a folder of this name, unless it is there."""
+        script = 'umask 077; [ -d "$2" ] || { mkdir ".$2.$$" && tar -xf - -C ".$2.$$" && mv -T ".$2.$$" "$2"; }'
+        asked = self._sh(_FOLDER + script, self._folder, name, stdin=files, timeout_s=SEND_S)
+        if asked.exit_code:
+            raise HostError(self._transport.node, f"the work folder {self._folder}: {_last(asked)}", "check `workdir:`")
+
+    def has(self, name: str) -> bool:
+        return self._sh(_FOLDER + '[ -d "$2" ]', self._folder, name).exit_code == 0
+
+    def started(self, name: str) -> str:
+        """The lines that the batch step has written about its jobs; "" before the first."""
+        asked = self._sh(_FOLDER + 'cat "submitted/$2/started" 2>/dev/null', self._folder, name)
+        return asked.stdout.decode(errors="replace")
+
+    def last_error(self, name: str) -> str:
+        """The batch step's last error, else its last line; "" without any."""
+        asked = self._sh(_FOLDER + 'tail -n 20 "submitted/$2/slurm.log" 2>/dev/null', self._folder, name)
+        lines = [one_line(line, 300) for line in asked.stdout.decode(errors="replace").splitlines() if line.strip()]
+        return next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "")
+
+    def cancel(self, job: str) -> None:
+        self._done(["scancel", job])
+
+    def remove(self, names: Sequence[str]) -> None:
+        """These submissions; after the last one also orch's code and the folder, unless it holds anything else."""
+        script = 'd=$PWD; shift; for n; do rm -rf "submitted/$n"; done; rmdir submitted && rm -rf controller-*; '
+        script += 'rmdir nodes; [ "$(ls -A)" = .orch-work ] && rm .orch-work; cd / && rmdir "$d"'
+        self._sh(_FOLDER + script, self._folder, *names)
+
+    def _done(self, argv: Sequence[str]) -> CommandResult:
+        asked = self._transport.run(shell.join(argv), timeout_s=ASK_S)
+        if asked.exit_code:
+            raise HostError(self._transport.node, f"{argv[0]} failed: {_last(asked)}", "try it on the login host")
+        return asked
+
+    def _sh(self, script: str, *args: str, stdin: bytes = b"", timeout_s: float = ASK_S) -> CommandResult:
+        return self._transport.run(shell.join(["sh", "-c", script, "sh", *args]), stdin=stdin, timeout_s=timeout_s)
+
+
+def _last(asked: CommandResult) -> str:
+    lines = (asked.stderr or asked.stdout).decode(errors="replace").strip().splitlines()
+    return one_line(lines[-1] if lines else f"exit {asked.exit_code}", 300)

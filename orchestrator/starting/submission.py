@@ -1,0 +1,323 @@
+"""A job for Slurm: here it is made and submitted, in the batch step it is read again.
+
+    submission = submissions.prepared(asked)        # submission.script: the text for sbatch
+    job = submissions.started(record, shown)        # waits in Slurm's queue, until the job runs
+
+The batch step has no home of ours: it gets the specification of the job, the code that is shipped, and the nodes as
+they are written in the inventory, with their secrets, in a folder that only its user can read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+import tarfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+import orchestrator
+from orchestrator.clusters import now_utc
+from orchestrator.errors import HostError, OrchError, UsageError
+from orchestrator.hosts.cluster import Cluster
+from orchestrator.hosts.connections import Connections
+from orchestrator.hosts.inventory import Inventory, Node, nearest
+from orchestrator.hosts.inventory_file import load_inventory
+from orchestrator.jobs.job_list import JobList
+from orchestrator.jobs.job_store import FINAL_STATES, JobRecord, SlurmLoan
+from orchestrator.jobs.retry_policy import keepers_of, kept_by, newest
+from orchestrator.jobs.running import RunningJob
+from orchestrator.jobs.slurm_queue import LOOK_S, SlurmQueue
+from orchestrator.owner import read_owner
+from orchestrator.planning import naming
+from orchestrator.planning.bundle import trainer_folder
+from orchestrator.planning.job_forms import with_paths
+from orchestrator.planning.job_spec import JobSpec
+from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
+from orchestrator.planning.launchers import read_program
+from orchestrator.planning.request import AUTO, RunRequest
+from orchestrator.record import SCHEMA, Owner, Record
+from orchestrator.slurm.batch_script import BatchJob, Component, script_of
+from orchestrator.starting.retries import Asked
+from orchestrator.store import Store
+from orchestrator.transport.ask import ConnectedHost
+from orchestrator.transport.shell import LocalTransport
+
+FILE, CODE, SOURCE, STARTED = "submitted.json", "code.tar", "src", "started"
+NODES = "nodes"
+"""In the work folder: each host's own, by its name."""
+_COUNTED = re.compile(r"(\d{1,4})x(.+)")
+
+
+class Submitted(Record):
+    """The content of `submitted.json`. types: nodes of the inventory, as written, a component each."""
+
+    schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
+    job: str
+    cluster: str
+    owner: Owner
+    spec: JobSpec
+    env: dict[str, str] = Field(repr=False)
+    code: CodeFolder
+    workdir: str
+    defaults: dict[str, Any] = Field(repr=False)
+    types: tuple[dict[str, Any], ...] = Field(repr=False)
+
+    def inventory(self, components: Sequence[Mapping[str, str]], allocations: Sequence[str]) -> dict[str, Any]:
+        """The inventory of the hosts that Slurm has lent. components: by host its GPUs, as CUDA_VISIBLE_DEVICES."""
+        nodes = [
+            _host(keys, name, gpus, f"{self.workdir}/{NODES}/{name}", allocation)
+            for keys, hosts, allocation in zip(self.types, components, allocations, strict=True)
+            for name, gpus in hosts.items()
+        ]
+        defaults = {key: value for key, value in self.defaults.items() if key not in _LOGIN}
+        return {"cluster": self.cluster, **({"defaults": defaults} if defaults else {}), "nodes": nodes}
+
+
+_LOGIN = ("user", "port", "key_file", "host_key", "proxy_jump", "connect_timeout")
+"""Keys for the way to the login host."""
+
+
+def _host(keys: Mapping[str, Any], name: str, gpus: str, workdir: str, allocation: str) -> dict[str, Any]:
+    """Slurm's choice of GPUs is a fence: others on that host belong to other jobs."""
+    kept = {key: value for key, value in keys.items() if key not in (*_LOGIN, "slurm", "most")}
+    fence = {"env": {**kept.get("env", {}), "CUDA_VISIBLE_DEVICES": gpus}} if gpus else {"device": "cpu"}
+    place = {"name": name, "host": name, "transport": "slurm", "workdir": workdir, "allocation": allocation}
+    return {**kept, **fence, **place}
+
+
+@dataclass(frozen=True)
+class Submission:
+    job: str
+    script: str
+    files: bytes
+    controller: str
+    record: JobRecord
+
+
+class Submissions:
+    """say: prints a line."""
+
+    def __init__(self, store: Store, connections: Connections, jobs: JobList, say: Callable[[str], None]) -> None:
+        self._store, self._connections, self._jobs, self._say = store, connections, jobs, say
+        self._queue = SlurmQueue(store, connections)
+
+    def prepared(self, asked: Asked) -> Submission:
+        """Asks no host. Raises OrchError."""
+        cluster, request = asked.cluster, asked.job.request
+        inventory = load_inventory(Path(cluster.file))
+        if inventory.engine is None:
+            raise UsageError(f"{cluster.file} has no `engine: slurm` any more", f"`orch up {cluster.file}`")
+        _refuse_unfit(request.spec)
+        counts = wanted_types(inventory, request.spec.nodes)
+        job = naming.job_id(request.spec.name or request.name, datetime.now(timezone.utc))
+        chosen = [node for node in inventory.nodes if node.name in counts]
+        digest, _ = _controller()
+        engine, more = inventory.engine, [*inventory.engine.options, *(["--no-kill"] if request.spec.retries else [])]
+        common = [(key, getattr(engine, key)) for key in ("partition", "account", "qos", "time")]
+        script = script_of(
+            BatchJob(
+                job,
+                [Component(node.name, counts[node.name], _options(node)) for node in chosen],
+                tuple((key, value) for key, value in common if value),
+                more,
+                chosen[0].python,
+                chosen[0].activate,
+                f"../../controller-{digest}",
+            )
+        )
+        submitted = Submitted(
+            schema=1,
+            job=job,
+            cluster=cluster.name,
+            owner=read_owner(self._store.home),
+            spec=travelling(request),
+            env=dict(request.env),
+            code=asked.job.code,
+            workdir=engine.workdir,
+            defaults=inventory.defaults,
+            types=tuple(next(keys for keys in inventory.entries if keys["name"] == node.name) for node in chosen),
+        )
+        files = {
+            "job.sh": script.encode(),
+            FILE: submitted.model_dump_json(by_alias=True).encode(),
+            CODE: asked.job.blob,
+        }
+        profiles = self._store.home.profiles
+        files |= {f"home/profiles/{path.name}": path.read_bytes() for path in profiles.glob("*.json")}
+        names = tuple(name if count == 1 else f"{count}x{name}" for name, count in counts.items())
+        record = JobRecord(
+            schema=1,
+            id=job,
+            state="queued",
+            exp=request.name,
+            cluster=cluster.name,
+            nodes=names,
+            started=now_utc(),
+            name=request.spec.name,
+            note=request.spec.note,
+        )
+        return Submission(job, script, _tar(files), f"controller-{digest}", record)
+
+    def submit(self, asked: Asked) -> JobRecord:
+        """Hands it to Slurm. Raises UsageError with sbatch's own words."""
+        made = self.prepared(asked)
+        login = self._queue.login(asked.cluster)
+        if not login.has(made.controller):
+            login.unpack(made.controller, _controller()[1])
+        number = login.submit(made.job, made.files, at=f"../../{made.controller}")
+        record = made.record.model_copy(update={"slurm": SlurmLoan(job=number, folder=made.job)})
+        self._store.save_job(record)
+        self._say(f"{made.job}: Slurm's job {number}, on {', '.join(record.nodes)}")
+        return record
+
+    def started(self, record: JobRecord, shown: Callable[[str], None]) -> RunningJob:
+        """Waits until Slurm has started it. shown: called with Slurm's reason and expected start. Raises OrchError if
+        Slurm ends it before.
+        """
+        said = ""
+        while True:
+            record = self._queue.refreshed(record)
+            if not record.was_queued:
+                return self._jobs.find(record.id)
+            assert record.slurm  # noqa: S101 - `was_queued`
+            if record.slurm.is_over:
+                why = record.first_failure.reason if record.first_failure else "nothing of it has run"
+                raise OrchError(
+                    f"{record.id} has ended ({record.state}): {why}", f"its log: submitted/{record.slurm.folder}"
+                )
+            if record.slurm.words != said:
+                said = record.slurm.words
+                shown(said)
+            time.sleep(LOOK_S)
+
+    def end_all(self, cluster: Cluster) -> None:
+        """Takes this cluster's jobs out of Slurm. Raises HostError."""
+        for record in self._store.jobs():
+            if record.cluster == cluster.name and record.slurm and not record.slurm.is_over:
+                self._queue.cancel(record)
+
+    def remove_all(self, cluster: Cluster) -> None:
+        """Submissions of this home, from the shared work folder. Raises HostError."""
+        own = [job.slurm.folder for job in self._store.jobs() if job.cluster == cluster.name and job.slurm]
+        self._queue.login(cluster).remove(own)
+
+    def after(self, job: RunningJob) -> RunningJob | None:
+        """The next job of the same Slurm job: a retry, or a resume after Slurm has queued it again."""
+        said = ""
+        while job.record.state in FINAL_STATES and job.record.state not in ("succeeded", "cancelled"):
+            record = self._queue.refreshed(job.record)
+            if (newest := self._queue.newest(record)).id != job.id:
+                return self._jobs.find(newest.id)
+            assert record.slurm  # noqa: S101 - all jobs of such a cluster have one
+            if record.slurm.is_over:
+                return None
+            if record.slurm.words != said:
+                said = record.slurm.words
+                self._say(f"{job.id} has ended; Slurm's job {record.slurm.job}: {said}")
+            time.sleep(LOOK_S)
+        return None
+
+
+def _refuse_unfit(spec: JobSpec) -> None:
+    for name, why in (
+        ("hosts", "--nodes 2xTYPE asks for hosts of a type"),
+        ("waits", "every job waits in Slurm's queue"),
+        ("share", "Slurm decides who shares a GPU"),
+        ("keep", "name the folder by its path: all hosts see the same disk"),
+    ):
+        if getattr(spec, name):
+            option = {"waits": "wait"}.get(name, name)
+            raise UsageError(f"--{option} does not work on Slurm", why)
+
+
+def wanted_types(inventory: Inventory, listed: Sequence[str]) -> dict[str, int]:
+    """listed: `v100`, `2xa16`; () means of each type as many as `most`. Raises UsageError."""
+    types = {node.name: node for node in inventory.nodes}
+    found: dict[str, int] = {}
+    for word in listed or [f"{node.most or 1}x{name}" for name, node in types.items()]:
+        match = None if word in types else _COUNTED.fullmatch(word)
+        name, count = (match[2], int(match[1])) if match else (word, 1)
+        if name not in types or count < 1:
+            raise UsageError(f"--nodes {word}: {inventory.file} has no such type of host", nearest(name, list(types)))
+        found[name] = found.get(name, 0) + count
+    return {name: found[name] for name in types if name in found}
+
+
+def _options(node: Node) -> tuple[tuple[str, str], ...]:
+    given = node.slurm.model_dump(exclude_none=True) if node.slurm else {}
+    if "gres" not in given and node.gpus:
+        given["gres"] = f"gpu:{node.gpus}"
+    return tuple(given.items())
+
+
+def travelling(request: RunRequest) -> JobSpec:
+    """The specification for another machine: paths below the shipped folder, settings as decided here, no variables."""
+    spec = request.spec
+    settings = {**request.chosen, **({"strategy": AUTO} if request.best_way else {})}
+    changed: dict[str, Any] = {name: [] for name in ("nodes", "env_files") if spec.given(name)}
+    changed |= {"env": {}} if spec.given("env") else {}
+    changed |= {name: None for name in ("resume", "cluster") if spec.given(name)}
+    if settings:
+        changed["settings"] = settings
+    if request.kind == "experiment" and not spec.exp:
+        changed["exp"] = request.name
+    if spec.script:
+        root = (Path(spec.folder) if spec.folder else Path(read_program(spec.command).name).parent).resolve()
+        spec = with_paths(spec, None, lambda name: os.path.relpath(os.path.realpath(name), root))
+    return spec.updated(**changed, **({"folder": None} if spec.folder else {}))
+
+
+@cache
+def _controller() -> tuple[str, bytes]:
+    """The code of orch itself, which the batch step runs: its digest, and a tar."""
+    packages = [Path(orchestrator.__file__).parent, trainer_folder()]
+    files = {
+        f"{package.name}/{path.relative_to(package).as_posix()}": path.read_bytes()
+        for package in packages
+        for path in sorted(package.rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    tar = _tar(files)
+    return hashlib.sha256(tar).hexdigest()[:16], tar
+
+
+def _tar(files: Mapping[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size, info.mode = len(content), 0o600
+            tar.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+# ---- in the batch step -------------------------------------------------------------------------------------------
+
+
+def with_submitted(asked: Asked, submitted: Submitted, blob: bytes) -> Asked:
+    """The job with the code, variables and id that it was submitted with. asked: of the same specification."""
+    request = replace(asked.job.request, env=submitted.env, job=submitted.job)
+    return replace(asked, job=replace(asked.job, request=request, code=submitted.code, blob=blob))
+
+
+def resumed(plan: LaunchPlan) -> str | None:
+    """The newest checkpoint of this job, on the disk that all hosts share; None without any."""
+    if plan.training is None:
+        return None
+    found = []
+    for name in keepers_of(plan):
+        node = plan.node(name)
+        with suppress(HostError):
+            found.append(kept_by(plan, ConnectedHost(LocalTransport(name), node.python, None, node.workdir)))
+    best = newest([kept for kept in found if kept])
+    return best.path if best else plan.recorded.resume

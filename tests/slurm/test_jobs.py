@@ -1,0 +1,197 @@
+"""Jobs of a person at home on a real Slurm cluster: submitted, followed, ended."""
+
+import json
+import time
+
+from tests.slurm.conftest import A16, A2000, V100
+
+SCRIPT = """import os, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+who = f"rank {os.environ['RANK']} on {os.uname().nodename} GPU {os.environ.get('CUDA_VISIBLE_DEVICES')}"
+print(who, [name for name in os.environ if name.startswith("SLURM")], flush=True)
+for step in range(int(sys.argv[1])):
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print("step", step, int(total), flush=True)
+    if sys.argv[2:] == [os.environ["RANK"]] and step == 5:
+        raise SystemExit(f"rank {os.environ['RANK']} gives up")
+    time.sleep(0.1)
+"""
+
+
+def test_unequal_hosts_of_two_partitions_are_one_job(person):
+    """S4: each rank sees only the GPUs that Slurm gave, and no variable of a Slurm step."""
+    assert "declared by Slurm: idle" in person.up(V100, A16)
+    (person.folder / "train.py").write_text(SCRIPT)
+    text = person("run", "--dry-run", "train.py", "3")
+    assert text.count("#SBATCH hetjob") == 1
+    assert "#SBATCH --partition=urgent" in text
+    out = person("run", "train.py", "3")
+    for line in ("rank 0 on a16 GPU 0,1 []", "rank 1 on a16 GPU 0,1 []", "rank 2 on v100 GPU 0 []", "step 2 3"):
+        assert line in out
+    (job,) = person.jobs()
+    assert (job["state"], job["exit_code"], sorted(job["nodes"])) == ("succeeded", 0, ["a16", "v100"])
+    person("collect")
+    person("down", "--yes")
+    assert not (person.lab.work / person.folder.name).exists()
+
+
+def test_a_rank_that_fails_is_named_and_no_process_is_left(person):
+    """S6."""
+    person.up(V100, A2000)
+    (person.folder / "train.py").write_text(SCRIPT)
+    out = person("run", "train.py", "100", "1", code=1)
+    assert "rank 1 gives up" in out
+    (job,) = person.jobs()
+    assert (job["state"], job["first_failure"]["rank"]) == ("failed", 1)
+    assert "FAILED" in person.lab.exec("scontrol", "show", "job", "-o", "1") + person.lab.exec(
+        "scontrol", "show", "job", "-o"
+    )
+    assert [line for node in ("v100", "a2000") for line in person.lab.processes(node)] == []
+
+
+def test_a_job_that_waits_is_listed_with_slurms_reason_and_taken_out(person):
+    person.up({**V100, "most": 1})
+    (person.folder / "train.py").write_text(SCRIPT)
+    held = person.lab.exec("sbatch", "--parsable", "--chdir=/tmp", "--gres=gpu:v100:1", "--wrap=sleep 300").strip()
+    person.until(lambda: person.slurm_state(held) == "RUNNING")
+    job = person("run", "--detach", "train.py", "9").splitlines()[0]
+    person.until(lambda: "(Resources)" in person("jobs"))
+    assert f"{job} waits in Slurm's queue: job" in person("logs", job, code=2)
+    assert "cancelled" in person("cancel", "--job", job)
+    assert person.state() == "cancelled"
+    assert person.lab.exec("squeue", "-h", "-o", "%A").split() == [held]
+
+
+def test_a_job_outlives_the_controller_at_home(person):
+    """S5: killed while it waits, and while it runs."""
+    person.up(V100)
+    (person.folder / "train.py").write_text(SCRIPT)
+    home = person.begun("run", "train.py", "60")
+    person.until(lambda: bool(person.lab.exec("squeue", "-h").strip()))
+    home.kill()
+    home.communicate()
+    person.until(lambda: person.printed("step 3 "))
+    assert person.state() == "running"
+    follows = person.begun("logs", "-f", "latest")
+    person.until(lambda: person.printed("step 9 "))
+    follows.kill()
+    follows.communicate()
+    assert "v100" in person("ssh", "v100", "--", "hostname")
+    person.until(lambda: person.state() == "succeeded")
+    person("collect")
+    log = next((person.folder / "runs").glob("*/nodes/v100/rank-0/stdout.log")).read_text()
+    assert log.count("step ") == 60
+
+
+def test_what_is_cancelled_has_ended_everywhere(person):
+    """S7: by orch, and by Slurm's own scancel."""
+    person.up(V100, A2000)
+    (person.folder / "train.py").write_text(SCRIPT)
+    for number, end in enumerate(
+        (lambda: person("cancel", "--yes"), lambda: person.lab.exec("scancel", person.slurm_job()))
+    ):
+        person("run", "--detach", "train.py", "3000")
+        person.until(lambda: person.state() == "running")
+        end()
+        person.until(lambda: not person.lab.exec("squeue", "-h").strip(), 60)
+        assert [job["state"] for job in person.jobs()] == ["cancelled"] * (number + 1)
+        assert [line for node in ("v100", "a2000") for line in person.lab.processes(node)] == []
+        records = (person.lab.work / person.folder.name / "nodes").glob("*/jobs/*/agent.json")
+        assert all("ended" in json.loads(path.read_text()) for path in records)
+
+
+def test_slurms_time_limit_ends_a_job_with_its_reason(person):
+    """S7."""
+    person.up(V100, time="3")
+    (person.folder / "train.py").write_text(SCRIPT)
+    began_s = time.monotonic()
+    out = person("run", "train.py", "3000", code=1)
+    assert time.monotonic() - began_s < 170  # asked to end two minutes before
+    (job,) = person.jobs()
+    assert (job["state"], job["first_failure"]["kind"]) == ("failed", "time"), out
+    assert "time limit" in out
+
+
+def test_a_job_that_is_pre_empted_goes_on_from_its_checkpoint_to_the_same_bit(person):
+    """S8."""
+    person.up(V100, A2000)
+    line = ["run", "--exp", "mnist_lenet", "--set", "data=synthetic", "--set", "steps=400", "--set", "eval_every=0"]
+    line += ["--set", "checkpoint_every=50"]
+    person(*line)
+    undisturbed = _losses(person, person.jobs()[0]["id"])
+    follows = person.begun(*line)
+    person.until(lambda: any(_checkpoints(person, job["id"]) for job in person.jobs() if job["state"] == "running"))
+    taken = person.slurm_job()
+    urgent = person.lab.exec(
+        "sbatch",
+        "--parsable",
+        "--chdir=/tmp",
+        "--partition=urgent",
+        "--nodelist=v100",
+        "--gres=gpu:v100:1",
+        "--wrap=sleep 5",
+    ).strip()
+    person.until(lambda: person.slurm_state(urgent) in ("RUNNING", "COMPLETING", "COMPLETED"))
+    person.until(lambda: person.slurm_state(taken) == "PENDING")
+    person.lab.exec("scontrol", "update", f"JobId={taken}", "StartTime=now")
+    out = follows.communicate(timeout=200)[0]
+    assert follows.returncode == 0, out
+    second, first, _ = person.jobs()
+    assert (first["state"], second["state"]) == ("failed", "succeeded"), out
+    assert first["first_failure"]["kind"] == "slurm"
+    resumed = _losses(person, second["id"])
+    assert 0 < min(resumed) <= 400
+    assert resumed.items() <= undisturbed.items()
+    assert max(resumed) == max(undisturbed)
+
+
+def _checkpoints(person, job):
+    return [*(person.lab.work / person.folder.name / "nodes").glob(f"*/jobs/{job}/checkpoints/step-*.pt")]
+
+
+def _losses(person, job):
+    """By step, of rank 0."""
+    (path,) = (person.lab.work / person.folder.name / "nodes").glob(f"*/jobs/{job}/rank-0/metrics.jsonl")
+    steps = [json.loads(line) for line in path.read_text().splitlines()]
+    return {step["step"]: step["loss"] for step in steps if step.get("event") == "step"}
+
+
+def test_a_host_that_loses_power_is_named_and_the_job_goes_on_without_it(person):
+    """S9: within the same Slurm job, from the last checkpoint."""
+    person.up({"name": "any", "ranks": 1, "slurm": {"nodelist": "v100,a2000"}})
+    line = ["run", "--nodes", "2xany", "--retries", "1", "--retry-wait", "1s", "--exp", "mnist_lenet"]
+    line += ["--set", "data=synthetic", "--set", "steps=3000", "--set", "eval_every=0", "--set", "checkpoint_every=50"]
+    follows = person.begun(*line)
+    person.until(lambda: any(_checkpoints(person, job["id"]) for job in person.jobs() if job["state"] == "running"))
+    try:
+        person.lab.crash("v100")  # the batch step runs on the first host of the alphabet
+        out = follows.communicate(timeout=250)[0]
+    finally:
+        person.lab.reboot("v100")
+    again, before = person.jobs()
+    assert (before["state"], before["first_failure"]["node"]) == ("failed", "v100"), out
+    assert (again["state"], again["nodes"]) == ("succeeded", ["a2000"]), out
+    (log,) = (person.lab.work / person.folder.name / "submitted").glob("*/slurm.log")
+    assert "goes on after update" in log.read_text()
+
+
+def test_two_people_on_one_host_see_only_their_own(person, tmp_path_factory):
+    """S10: each has one of its two GPUs at the same time."""
+    from tests.slurm.conftest import Person
+
+    half = {"name": "a16", "gpu": "A16", "gpus": 1, "ranks": 1, "slurm": {"gres": "gpu:a16:1"}}
+    people = [person, Person(person.lab, tmp_path_factory.mktemp("other"))]
+    for each in people:
+        each.up(half)
+        (each.folder / "train.py").write_text(SCRIPT)
+    runs = [each.begun("run", "train.py", "150") for each in people]
+    for each in people:
+        each.until(lambda each=each: each.printed("step 2 "))
+    mine, theirs = ([job["id"] for job in each.jobs()] for each in people)
+    assert len(mine) == len(theirs) == 1
+    assert mine != theirs
+    outs = [run.communicate(timeout=200)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], outs
+    assert {out.partition("GPU ")[2][0] for out in outs} == {"0", "1"}
