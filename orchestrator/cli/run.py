@@ -100,9 +100,9 @@ def run(
 
 
 def _start(ctx: click.Context, spec: JobSpec, way: RunMode) -> None:
-    _refuse_detached(spec, way)
     with open_controller() as controller:
         asked = controller.read(spec)
+        _refuse_detached(way, retries=bool(spec.retries) and not asked.cluster.engine)
         if way.save:
             _save(controller, spec, way.save)
             asked = controller.read(spec)  # the file may lie in the folder that is shipped
@@ -117,8 +117,8 @@ def _start(ctx: click.Context, spec: JobSpec, way: RunMode) -> None:
         return run_asked(controller, asked, way)
 
 
-def _refuse_detached(spec: JobSpec, way: RunMode) -> None:
-    for option in ("--notify",) * bool(way.notify) + ("--retries",) * bool(spec.retries):
+def _refuse_detached(way: RunMode, *, retries: bool) -> None:
+    for option in ("--notify",) * bool(way.notify) + ("--retries",) * retries:
         if way.detach:
             raise UsageError(
                 f"{option} works only while `orch run` follows the job",

@@ -10,6 +10,7 @@ The end of its standard input means the same: the batch step has ended.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -67,6 +68,8 @@ def main() -> None:
             _serve(server, woken, children)
         finally:
             path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # another job's socket is in it
+                path.parent.rmdir()
 
 
 def _own_folder(folder: Path) -> None:

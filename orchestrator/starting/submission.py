@@ -117,7 +117,7 @@ class Submissions:
         inventory = load_inventory(Path(cluster.file))
         if inventory.engine is None:
             raise UsageError(f"{cluster.file} has no `engine: slurm` any more", f"`orch up {cluster.file}`")
-        _refuse_unfit(request.spec)
+        _refuse_unfit(request)
         counts = wanted_types(inventory, request.spec.nodes)
         job = naming.job_id(request.spec.name or request.name, datetime.now(timezone.utc))
         chosen = [node for node in inventory.nodes if node.name in counts]
@@ -228,14 +228,19 @@ class Submissions:
         return None
 
 
-def _refuse_unfit(spec: JobSpec) -> None:
+def _refuse_unfit(request: RunRequest) -> None:
+    if request.resumes:
+        raise UsageError(
+            f"the script of {request.resumes} saved its own checkpoints, which orch does not carry over on Slurm",
+            "give the script their path: all hosts see the same disk",
+        )
     for name, why in (
         ("hosts", "--nodes 2xTYPE asks for hosts of a type"),
         ("waits", "every job waits in Slurm's queue"),
         ("share", "Slurm decides who shares a GPU"),
         ("keep", "name the folder by its path: all hosts see the same disk"),
     ):
-        if getattr(spec, name):
+        if getattr(request.spec, name):
             option = {"waits": "wait"}.get(name, name)
             raise UsageError(f"--{option} does not work on Slurm", why)
 
