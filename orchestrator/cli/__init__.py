@@ -17,7 +17,6 @@ from orchestrator.cli.jobs import cancel, jobs, logs, top, why
 from orchestrator.cli.plan import plan, profile, sweep
 from orchestrator.cli.results import collect, compare, pull, report
 from orchestrator.cli.run import run
-from orchestrator.cli.slurm import slurm_batch
 from orchestrator.cli.ssh import execute, forward, ssh, ssh_config
 from orchestrator.cli.ui import ui
 
@@ -69,4 +68,3 @@ SECTIONS = {
 
 for title, members in SECTIONS.items():
     main.add_section(title, members)
-main.add_command(slurm_batch)

@@ -5,20 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
-import tarfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from orchestrator.cli.common import open_controller
+from orchestrator.cli.common import Orch, open_controller
 from orchestrator.errors import OrchError, UsageError
 
 if TYPE_CHECKING:
@@ -32,7 +29,7 @@ KEEPERS_S = 120.0
 """For Slurm to start a step on every host."""
 
 
-@click.command("slurm-batch", hidden=True)
+@click.command("slurm-batch")
 def slurm_batch() -> None:
     """Run the job of this folder on the hosts of this Slurm job."""
     from orchestrator.cli.run import RunMode, run_asked
@@ -44,10 +41,6 @@ def slurm_batch() -> None:
     submitted = require_record(folder / FILE, Submitted, "submit it again")
     with _keepers() as keepers, open_controller() as controller:
         inventory = _write_inventory(folder, submitted, keepers)
-        with contextlib.suppress(FileExistsError), tarfile.open(folder / "code.tar") as tar:
-            (folder / "src").mkdir()
-            tar.extractall(folder / "src")  # noqa: S202 - packed by orch, in a folder of this user
-        (folder / "src").mkdir(exist_ok=True)
         os.chdir(folder / "src")
         up = controller.clusters.up(load_inventory(inventory))
         for error in up.problems.values():
@@ -70,42 +63,31 @@ class Keepers:
         self._steps = [self._start(number if several else None) for number in range(components)]
 
     def _start(self, component: int | None) -> subprocess.Popen[str]:
-        part = [] if component is None else [f"--het-group={component}"]
-        line = [
-            "srun",
-            *part,
-            "--overlap",
-            "--ntasks-per-node=1",
-            "--mpi=none",
-            "--quiet",
-            "--kill-on-bad-exit=0",
-            "--no-kill",
-        ]
+        line = ["srun", "--overlap", "--ntasks-per-node=1", "--mpi=none", "--quiet", "--unbuffered"]
+        line += ["--kill-on-bad-exit=0", "--no-kill"]  # the other hosts' steps outlive a host that fails
+        line += [] if component is None else [f"--het-group={component}"]
         keeper = [sys.executable, "-m", "orchestrator.remote.keeper_step"]
-        return subprocess.Popen(
-            [*line, "--unbuffered", *keeper], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        return subprocess.Popen([*line, *keeper], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def await_all(self) -> None:
         """Raises OrchError if a host's step does not start."""
-        lines: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-        for number, process in enumerate(self._steps):
-            threading.Thread(target=_pass_on, args=(process, number, lines), daemon=True).start()
-        until_s = time.monotonic() + KEEPERS_S
-        expected = [_hosts_of(number, len(self._steps)) for number in range(len(self._steps))]
-        while [len(hosts) for hosts in self.gpus] != expected:
-            try:
-                number, line = lines.get(timeout=max(0.0, until_s - time.monotonic()))
-            except queue.Empty:
-                started = [name for hosts in self.gpus for name in hosts]
-                raise OrchError(
-                    f"Slurm started its steps on {', '.join(started) or 'no host'} only, in {KEEPERS_S:.0f} s",
-                    "look at this log for what srun prints",
-                ) from None
-            if not line:
-                raise OrchError("a step of Slurm ended before the job", "look at this log for what srun prints")
-            about = json.loads(line)
-            self.gpus[number][str(about["host"])] = str(about["gpus"])
+        late = threading.Timer(KEEPERS_S, self._give_up)
+        late.start()
+        try:
+            for number, process in enumerate(self._steps):
+                assert process.stdout  # noqa: S101 - for the type checker: it is a pipe
+                for _ in range(_hosts_of(number, len(self._steps))):
+                    about = json.loads(process.stdout.readline() or "null")
+                    if about is None:
+                        words = f"Slurm did not start a step on every host within {KEEPERS_S:.0f} s"
+                        raise OrchError(words, "srun's own words are above in this log")
+                    self.gpus[number][str(about["host"])] = str(about["gpus"])
+        finally:
+            late.cancel()
+
+    def _give_up(self) -> None:
+        for process in self._steps:
+            process.kill()
 
     def end(self) -> None:
         """Asks each host's step to end what it has started, and itself. A signal for srun would kill them."""
@@ -127,13 +109,6 @@ class Keepers:
         own = {node.name: hosts[node.name] for node in job.plan.nodes}
         with open(Path("..", STARTED), "a") as file:
             file.write(started_line(job.id, job.plan.master, own))
-
-
-def _pass_on(process: subprocess.Popen[str], number: int, lines: queue.SimpleQueue[tuple[int, str]]) -> None:
-    assert process.stdout  # noqa: S101 - for the type checker: it is a pipe
-    for line in process.stdout:
-        lines.put((number, line))
-    lines.put((number, ""))
 
 
 def _hosts_of(component: int, components: int) -> int:
@@ -182,3 +157,9 @@ def _asked(controller: Controller, submitted: Submitted, folder: Path) -> Asked:
     asked = controller.read(spec)
     asked = with_submitted(asked, submitted, (folder / CODE).read_bytes())
     return asked if not before else replace(asked, job=replace(asked.job, request=replace(asked.job.request, job=None)))
+
+
+if __name__ == "__main__":
+    main = Orch()
+    main.add_command(slurm_batch)
+    main(["slurm-batch"])

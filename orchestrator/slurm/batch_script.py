@@ -56,7 +56,7 @@ def script_of(batch: BatchJob) -> str:
         "umask 077",
         *([batch.activate] if batch.activate else ()),
         f'export ORCH_HOME="$PWD/home" PYTHONPATH="$PWD/{batch.controller}" COLUMNS=150',
-        f"exec {typed([batch.python])} -u -m orchestrator.cli slurm-batch",
+        f"exec {typed([batch.python])} -u -m orchestrator.cli.slurm",
     ]
     return "\n".join(lines) + "\n"
 

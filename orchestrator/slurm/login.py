@@ -92,12 +92,12 @@ class SlurmLogin:
             return SlurmJob(job, one_line(state, 40), phase_of(state)) if "|" in text else unknown(job)
 
     def submit(self, name: str, files: bytes, *, at: str) -> str:
-        """Slurm's number of the job. name: a new folder below `submitted`. files: a tar with `job.sh`, unpacked there;
-        at: of another tar's folder that has to be there. Raises UsageError with sbatch's own words.
+        """Slurm's number of the job. name: a new folder below `submitted`. files: a tar with `job.sh` and `code.tar`,
+        unpacked there. at: a folder that has to be there, from that one. Raises UsageError with sbatch's own words.
         """
         script = 'umask 077; mkdir -p submitted && mkdir "submitted/$2" && cd "submitted/$2" && tar -xf - && '
-        script += f"cd {shell.join([at])} && cd - >/dev/null && sbatch --parsable job.sh"
-        asked = self._sh(_FOLDER + script, self._folder, name, stdin=files, timeout_s=SEND_S)
+        script += 'mkdir src && tar -xf code.tar -C src && ls -d "$3" >/dev/null && sbatch --parsable job.sh'
+        asked = self._sh(_FOLDER + script, self._folder, name, at, stdin=files, timeout_s=SEND_S)
         job = asked.stdout.decode(errors="replace").strip().rpartition("\n")[2].partition(";")[0]
         if asked.exit_code or not job.isdecimal():
             words = _last(asked).removeprefix("sbatch: error: ")

@@ -154,5 +154,5 @@ def test_the_text_that_sbatch_gets():
         "umask 077",
         ". ~/venv/bin/activate",
         'export ORCH_HOME="$PWD/home" PYTHONPATH="$PWD/../../c-1" COLUMNS=150',
-        "exec ~/venv/bin/python -u -m orchestrator.cli slurm-batch",
+        "exec ~/venv/bin/python -u -m orchestrator.cli.slurm",
     ]
