@@ -483,7 +483,7 @@ class QueuedError(UsageError):
         assert record.slurm  # noqa: S101 - the caller's
         self.record = record
         has_ended = record.state in ENDED
-        waits = f"waits in Slurm's queue: job {record.slurm.job}, {record.slurm.words}"
+        waits = f"waits in Slurm's queue: job {record.slurm.job}, {record.slurm.words or 'its batch step is starting'}"
         why = record.first_failure.reason if record.first_failure else "nothing of it has run"
         super().__init__(
             f"{record.id} {f'has ended ({record.state}): {why}' if has_ended else waits}",

@@ -115,7 +115,9 @@ class SlurmQueue:
 def _now(record: JobRecord, found: SlurmJob, login: str, why: str) -> JobRecord:
     """why: the batch step's last error, if it has started no job."""
     assert record.slurm  # noqa: S101 - the caller's
-    loan = record.slurm.model_copy(update={"is_over": found.is_over, "words": "" if found.is_over else found.words})
+    loan = record.slurm.model_copy(
+        update={"is_over": found.is_over, "words": found.words if found.phase in ("queued", "held") else ""}
+    )
     record = record.model_copy(update={"slurm": loan})
     if not (record.was_queued and found.is_over) or record.state in ENDED:
         return record

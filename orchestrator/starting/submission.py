@@ -195,8 +195,8 @@ class Submissions:
                 raise OrchError(
                     f"{record.id} has ended ({record.state}): {why}", f"its log: submitted/{record.slurm.folder}"
                 )
-            if record.slurm.words != said:
-                said = record.slurm.words
+            if (words := record.slurm.words or "its batch step is starting") != said:
+                said = words
                 shown(said)
             time.sleep(LOOK_S)
 
@@ -221,7 +221,7 @@ class Submissions:
             assert record.slurm  # noqa: S101 - all jobs of such a cluster have one
             if record.slurm.is_over:
                 return None
-            if record.slurm.words != said:
+            if record.slurm.words and record.slurm.words != said:
                 said = record.slurm.words
                 self._say(f"{job.id} has ended; Slurm's job {record.slurm.job}: {said}")
             time.sleep(LOOK_S)
