@@ -94,7 +94,7 @@ def _refuse_two(*values: Path | str | None) -> None:
 
 def _from_slurm(login: str, cluster: str, target: str, accept: bool) -> tuple[str, list[str], str]:
     from orchestrator.hosts import grammar
-    from orchestrator.hosts.forms.slurm import inventory_text
+    from orchestrator.hosts.forms.slurm import slurm_inventory
     from orchestrator.hosts.inventory import Node
     from orchestrator.slurm.login import SlurmLogin
 
@@ -106,7 +106,7 @@ def _from_slurm(login: str, cluster: str, target: str, accept: bool) -> tuple[st
         if isinstance(host, HostError):
             raise host
         hosts, broken = SlurmLogin(host.transport, host.workdir).hosts()
-    text, left_out = inventory_text(login, cluster, target, hosts)
+    text, left_out = slurm_inventory(login, cluster, target, hosts)
     said = [*left_out, *(f"skipped a line of `scontrol show nodes`: {line}" for line in broken)]
     return text, said, f"{counted(text.count(chr(10) + '  - '), 'type')} of host"
 

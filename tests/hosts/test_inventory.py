@@ -21,7 +21,7 @@ INVENTORIES = sorted((ROOT / "inventory").glob("*.yaml"))
 TWINS = [path for path in INVENTORIES if path.stem.startswith("lab_") and path.stem != "lab_pair"]
 SLOWER = Slowdown(at_step=10, factor=2)
 KEYS = """name host port user key_file python activate workdir gpu gpus ranks device bandwidth address interface id
-    image note master env prepare host_key proxy_jump connect_timeout transport paced"""
+    image note master env prepare host_key proxy_jump connect_timeout transport paced slurm most allocation"""
 
 
 @pytest.fixture
@@ -588,6 +588,9 @@ def test_the_schema_describes_every_key() -> None:
         "id",
         "address",
         "master",
+        "slurm",
+        "most",
+        "allocation",
     }
     assert all(key.get("description") for key in node["properties"].values())
     assert not any(definition.get("additionalProperties", True) for definition in definitions.values())

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import InventoryError, UsageError
-from orchestrator.hosts.forms.slurm import hosts_of, inventory_text
+from orchestrator.hosts.forms.slurm import hosts_of, slurm_inventory
 from orchestrator.hosts.inventory_file import load_inventory
 from orchestrator.jobs.job_store import FirstFailure, JobRecord
 from orchestrator.jobs.state import ended_by
@@ -34,7 +34,7 @@ def inventory(tmp_path: Path, text: str):
 
 def test_an_inventory_of_what_slurm_declares(tmp_path):
     """S2: untyped GPUs, two kinds in a host, hosts that are down."""
-    text, left_out = inventory_text("me@login.hpc", "hpc", "hpc.yaml", DECLARED)
+    text, left_out = slurm_inventory("me@login.hpc", "hpc", "hpc.yaml", DECLARED)
     types = {node.name: node.slurm for node in inventory(tmp_path, text).nodes}
     assert {name: kind.gres for name, kind in types.items()} == {
         "v100": "gpu:v100:1",
@@ -51,7 +51,7 @@ def test_an_inventory_of_what_slurm_declares(tmp_path):
 
 def test_without_a_gpu_there_is_no_inventory():
     with pytest.raises(UsageError, match="declares no host with a single kind of GPU"):
-        inventory_text("login", "hpc", "hpc.yaml", DECLARED[-1:])
+        slurm_inventory("login", "hpc", "hpc.yaml", DECLARED[-1:])
 
 
 def test_every_type_has_its_hosts_with_a_work_folder_each(tmp_path):

@@ -21,7 +21,7 @@ _FEATURES = re.compile(r"[\w.-]+(&[\w.-]+)*")
 """Constraints that are judged here; Slurm judges all others."""
 
 
-def inventory_text(login: str, cluster: str, target: str, hosts: Sequence[DeclaredHost]) -> tuple[str, list[str]]:
+def slurm_inventory(login: str, cluster: str, target: str, hosts: Sequence[DeclaredHost]) -> tuple[str, list[str]]:
     """target: for messages. Also returns the hosts that are left out, with the reason. Raises UsageError without any
     GPU.
     """
