@@ -33,6 +33,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 packages:
+	@[ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || deploy/slurm_lab.sh install  # starts no service of Slurm
 	@missing=""; for p in $(DEBIAN); do dpkg -s $$p >/dev/null 2>&1 || missing="$$missing $$p"; done; \
 	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo "installing Debian packages:$$missing"; \
