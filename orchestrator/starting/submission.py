@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, PlainSerializer
 
 import orchestrator
 from orchestrator.clusters import now_utc
@@ -65,7 +65,7 @@ class Submitted(Record):
     job: str
     cluster: str
     owner: Owner
-    spec: JobSpec
+    spec: Annotated[JobSpec, PlainSerializer(lambda spec: spec.model_dump(exclude_unset=True, by_alias=True))]
     env: dict[str, str] = Field(repr=False)
     code: CodeFolder
     workdir: str
