@@ -82,14 +82,15 @@ class Clusters:
     def __init__(self, store: Store, connections: Connections) -> None:
         self.store, self.connections = store, connections
 
-    def up(self, inventory: Inventory) -> Up:
+    def up(self, inventory: Inventory, *, torch_memory: str = "") -> Up:
         """Connects to every host, probes and elects; remembers failing hosts, too. If all hosts fail, a known cluster
-        with usable hosts stays, so that its jobs stay reachable.
+        with usable hosts stays, so that its jobs stay reachable. torch_memory: a folder on every host for facts about
+        its torch, which takes seconds to import.
         """
         if inventory.engine:
             return self._up_slurm(inventory)
         cluster, forgotten = self._of_file(inventory)
-        look = self._look_at(cluster, cluster.nodes)
+        look = self._look_at(cluster, cluster.nodes, torch_memory)
         if not _usable(look.facts, look.problems) and (kept := self._usable_before(inventory.cluster)):
             up = self._up(self._with_look(cluster, look), look)
             stays = f"no host can be used, so cluster {kept.name} stays as `orch up {kept.file}` left it"
@@ -226,12 +227,12 @@ class Clusters:
 
         return values(self.connections.each(asked, look, deadline_s=GPUS_S)) if asked else {}
 
-    def _look_at(self, cluster: Cluster, nodes: Sequence[Node]) -> Look:
+    def _look_at(self, cluster: Cluster, nodes: Sequence[Node], torch_memory: str = "") -> Look:
         peers = {node.name: _peers(node, cluster.nodes) for node in nodes}
         by_name = {node.name: node for node in nodes}
 
         def see(host: ConnectedHost) -> Host:
-            facts, health = look(host, peers[host.node], torch=True, timeout_s=PROBE_S)
+            facts, health = look(host, peers[host.node], torch=True, timeout_s=PROBE_S, memory=torch_memory)
             link = host.transport
             return Host(by_name[host.node], facts, health, login_s=link.login_s, logins_tried=link.logins_tried)
 

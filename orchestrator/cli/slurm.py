@@ -42,7 +42,7 @@ def slurm_batch() -> None:
     with _keepers() as keepers, open_controller() as controller:
         inventory = _write_inventory(folder, submitted, keepers)
         os.chdir(folder / "src")
-        up = controller.clusters.up(load_inventory(inventory))
+        up = controller.clusters.up(load_inventory(inventory), torch_memory=_torch_memory())
         for error in up.problems.values():
             click.echo(f"{error}", err=True)
         asked = _asked(controller, submitted, folder)
@@ -129,6 +129,13 @@ def _keepers() -> Iterator[Keepers]:
         yield keepers
     finally:
         keepers.close()
+
+
+def _torch_memory() -> str:
+    """A folder beside this code, on the disk that all hosts share: the next job's hosts need not import torch again."""
+    folder = Path(__file__).resolve().parents[2] / "torch"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return str(folder)
 
 
 def _write_inventory(folder: Path, submitted: Submitted, keepers: Keepers) -> Path:

@@ -34,11 +34,14 @@ def probe(host: ConnectedHost, peers: Sequence[str], *, torch: bool, timeout_s: 
     return _asked(host, peers, torch, timeout_s)[0]
 
 
-def look(host: ConnectedHost, peers: Sequence[str], *, torch: bool, timeout_s: float) -> tuple[NodeFacts, Health]:
-    """Retries with SLOW_TORCH_S if torch does not load in time."""
-    facts, answer = _asked(host, peers, torch, timeout_s)
+def look(
+    host: ConnectedHost, peers: Sequence[str], *, torch: bool, timeout_s: float, memory: str = ""
+) -> tuple[NodeFacts, Health]:
+    """Retries with SLOW_TORCH_S if torch does not load in time. memory: a folder there that keeps facts about torch."""
+    file = f"{memory}/{host.node}.json" if memory else ""
+    facts, answer = _asked(host, peers, torch, timeout_s, memory=file)
     if facts.torch_is_slow:
-        facts, answer = _asked(host, peers, torch, SLOW_TORCH_S + SPARE_S, SLOW_TORCH_S)
+        facts, answer = _asked(host, peers, torch, SLOW_TORCH_S + SPARE_S, SLOW_TORCH_S, memory=file)
     return facts, read_health(host.node, answer)
 
 
@@ -98,10 +101,16 @@ def limit_of(timeout_s: float, longest_s: float | None = None) -> float:
 
 
 def _asked(
-    host: ConnectedHost, peers: Sequence[str], torch: bool, timeout_s: float, longest_s: float | None = None
+    host: ConnectedHost,
+    peers: Sequence[str],
+    torch: bool,
+    timeout_s: float,
+    longest_s: float | None = None,
+    memory: str = "",
 ) -> tuple[NodeFacts, Mapping[str, Any]]:
     limit_s = limit_of(timeout_s, longest_s)
     request = {"workdir": host.workdir, "peers": list(peers[:MAX_PEERS]), "torch": torch, "limit_s": limit_s}
+    request |= {"torch_memory": memory} if memory else {}
     sent_at = time.time()
     answer = ask(host, "probe", request, timeout_s=timeout_s)
     return read_facts(host.node, answer, sent_at, time.time()), answer

@@ -1,7 +1,8 @@
 """Gathers facts about a host in one request, named as in `NodeFacts` and `Health` (`orchestrator/hosts/`).
 
 Request: {"workdir", "peers": [addresses or names], "torch": bool, "limit_s"}; with "computes", torch also computes on
-each GPU. The answer, which the controller checks (`orchestrator/hosts/probe.py`):
+each GPU. "torch_memory": a file that keeps the facts about torch, used until something that they depend on has changed.
+The answer, which the controller checks (`orchestrator/hosts/probe.py`):
 
     {"clock": {"began", "ended"}, "facts": {...}, "health": {...}}
 
@@ -128,8 +129,9 @@ def named_devices(sources: dict[str, str], ways: dict[str, dict[str, Any]]) -> d
 
 def command_lines(request: dict[str, Any], peers: list[str], limit_s: float) -> dict[str, list[str]]:
     # Name -> argument list. torch comes first: it takes longest.
-    computes = [COMPUTES] if request.get("computes") else []
-    lines = {"torch": [sys.executable, "-c", TORCH, *computes]} if request["torch"] else {}
+    memory = str(request.get("torch_memory", ""))
+    more = [COMPUTES] if request.get("computes") else [MEMORY, memory] if memory else []
+    lines = {"torch": [sys.executable, "-c", TORCH, *more]} if request["torch"] else {}
     python = [sys.executable, "-S", "-c"]  # without site-packages, Python starts in half the time
     names = [peer for peer in peers if not is_numeric(peer)]
     names_s = 0.8 * min(COMMAND_S, limit_s)  # prints partial results before it is killed
@@ -206,11 +208,12 @@ print(json.dumps(dict(found)), flush=True)
 os._exit(0)
 """
 
-COMPUTES = "computes"
+COMPUTES, MEMORY = "computes", "memory"
 # Prints facts about this torch; parts that this build or version lacks are null. With the argument COMPUTES each GPU
-# multiplies a matrix: {index: error, or null}.
+# multiplies a matrix: {index: error, or null}. With MEMORY and a file, facts in it spare the import, which takes longer
+# than everything else.
 TORCH = """
-import ctypes, importlib.metadata, json, os, subprocess, sys, threading, types, warnings
+import ctypes, importlib.metadata, importlib.util, json, os, subprocess, sys, threading, types, warnings
 os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi counts them
 class Compiler(types.ModuleType):
     # Replaces torch's, which torchvision imports without need here, and which takes longer than everything else.
@@ -233,12 +236,31 @@ def attempt(ask):
         return ask()
     except Exception:
         return None
+def text(path):
+    with open(path) as file:
+        return file.read()
+def conditions():
+    # All that the facts depend on. A package that comes or goes changes the time of the folder of packages.
+    packages = os.path.dirname(os.path.dirname(importlib.util.find_spec("torch").origin))
+    names = ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "PYTHONPATH")
+    boot, driver = text("/proc/sys/kernel/random/boot_id"), attempt(lambda: text("/proc/driver/nvidia/version"))
+    here = [sys.executable, packages, os.stat(packages).st_mtime_ns, boot, driver, verbs()]
+    return [*here, *map(os.environ.get, names)]
+def verbs():
+    # Without this library NCCL uses no InfiniBand device, whatever the kernel lists.
+    return bool(attempt(lambda: ctypes.CDLL("libibverbs.so.1")))
+memory = sys.argv[2] if sys.argv[1:2] == ["memory"] else ""
+def remembered():
+    then, facts = json.loads(text(memory))
+    return facts if then == conditions() else None
+if memory and (known := attempt(remembered)):
+    print("\\n" + json.dumps(known), flush=True)
+    os._exit(0)
 import torch
 import torch.distributed as dist
 facts = {"version": str(torch.__version__), "cuda": torch.version.cuda}
 facts["nccl"] = attempt(lambda: ".".join(str(part) for part in torch.cuda.nccl.version()))
-# Without this library NCCL uses no InfiniBand device, whatever the kernel lists.
-facts["verbs"] = bool(attempt(lambda: ctypes.CDLL("libibverbs.so.1")))
+facts["verbs"] = verbs()
 facts["cudnn"] = attempt(lambda: str(torch.backends.cudnn.version() or "")) or None
 # get_arch_list() is empty without a GPU; the flags of the build are always there.
 facts["arch_list"] = attempt(lambda: (torch._C._cuda_getArchFlags() or "").split())
@@ -272,6 +294,12 @@ else:
     lines = (done.stderr if done.returncode else done.stdout).strip().splitlines() or ["exit code %d" % done.returncode]
     facts["torchvision_error" if done.returncode else "torchvision"] = lines[-1]
 print("\\n" + json.dumps(facts), flush=True)
+def remember():
+    with open(memory + ".new", "w") as file:
+        json.dump([conditions(), facts], file)
+    os.replace(memory + ".new", memory)
+if memory and not facts["cuda_error"]:
+    attempt(remember)
 os._exit(0)  # to take torch down takes as long as a quarter of its start
 """
 

@@ -100,6 +100,27 @@ def test_a_package_that_a_strategy_needs_is_looked_up_and_never_imported(tmp_pat
     assert probe_all({"here": host(python=str(python))}, torch=True, timeout_s=90)["here"].torch.horovod == "0.28.1"
 
 
+def test_facts_about_torch_are_kept_until_its_packages_change(tmp_path):
+    python = Path(quick_python(tmp_path / "quick"))
+    (packages,) = python.parents[1].glob("lib/python*/site-packages")
+    kept = tmp_path / "here.json"
+
+    def version():
+        here = host(python=str(python))
+        return probing.look(here, (), torch=True, timeout_s=90, memory=str(tmp_path))[0].torch.version
+
+    first = version()
+    assert kept.exists()
+    with (packages / "torch" / "__init__.py").open("a") as file:
+        file.write("\n__version__ = '9.8.7'\n")
+    assert version() == first
+    (packages / "another").mkdir()
+    assert version() == "9.8.7"
+    kept.write_text("{}")
+    assert version() == "9.8.7"
+    assert json.loads(kept.read_text())[1]["version"] == "9.8.7"
+
+
 def test_an_environment_without_torch_says_so_in_one_line(monkeypatch):
     monkeypatch.setattr(probe, "TORCH", "import no_such_torch")
     facts = gathered(torch=True)
