@@ -2,8 +2,15 @@
 
 import json
 import time
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
 
 from tests.slurm.conftest import A16, A2000, V100
+from tests.support.trainer_ranks import real_mnist
+
+LOGS = ("stdout.log", "stderr.log", "metrics.jsonl")
 
 SCRIPT = """import os, sys, time
 import torch, torch.distributed as dist
@@ -179,9 +186,9 @@ def test_a_host_that_loses_power_is_named_and_the_job_goes_on_without_it(person)
 
 def test_two_people_on_one_host_see_only_their_own(person, tmp_path_factory):
     """S10: each has one of its two GPUs at the same time."""
+    half = {"name": "a16", "gpu": "A16", "gpus": 1, "ranks": 1, "slurm": {"gres": "gpu:a16:1"}}
     from tests.slurm.conftest import Person
 
-    half = {"name": "a16", "gpu": "A16", "gpus": 1, "ranks": 1, "slurm": {"gres": "gpu:a16:1"}}
     people = [person, Person(person.lab, tmp_path_factory.mktemp("other"))]
     for each in people:
         each.up(half)
@@ -195,3 +202,30 @@ def test_two_people_on_one_host_see_only_their_own(person, tmp_path_factory):
     outs = [run.communicate(timeout=200)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0], outs
     assert {out.partition("GPU ")[2][0] for out in outs} == {"0", "1"}
+
+
+@pytest.mark.skipif(real_mnist() is None, reason="no MNIST; set ORCH_TEST_MNIST to the folder that holds MNIST/raw")
+def test_an_epoch_of_mnist_trains_every_sample_once_on_unequal_hosts(person):
+    """S3: the master is the better host, not Slurm's first; home reaches the login host only."""
+    person.up(A2000, V100)
+    for own in sorted((real_mnist() or Path()).glob("MNIST/raw/*-ubyte")):
+        copy = person.lab.work / "data/MNIST/raw" / own.name
+        person.lab.exec("mkdir", "-p", str(copy.parent))
+        person.lab.exec("cp", str(own), str(copy))
+    line = ["run", "--exp", "mnist_lenet", "--set", "epochs=1", "--set", "batch=64"]
+    person(*line, "--set", f"data_dir={person.lab.work}/data")
+    (job,) = person.jobs()
+    assert (job["state"], sorted(job["nodes"])) == ("succeeded", ["a2000", "v100"])
+    person("collect")
+    (run,) = (person.folder / "runs").iterdir()
+    assert json.loads((run / "plan.json").read_text())["master"] == "v100"
+    assert "BatchHost=a2000" in person.lab.exec("scontrol", "show", "job", "-o")
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["samples_total"], summary["restarts"]) == (60_000, 0)
+    assert summary["accuracy"] > 0.9
+    there = person.lab.work / person.folder.name / "nodes"
+    logs = [log for name in LOGS for log in there.glob(f"*/jobs/{job['id']}/rank-*/{name}") if log.stat().st_size]
+    assert [log.name for log in logs].count("metrics.jsonl") == 2
+    for log in logs:
+        pulled = run / "nodes" / log.relative_to(there).parts[0] / log.parent.name / log.name
+        assert sha256(pulled.read_bytes()).digest() == sha256(log.read_bytes()).digest()
