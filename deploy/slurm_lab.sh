@@ -15,8 +15,9 @@
 #   slurm_lab.sh reboot NODE         crash, start again, and wait until it is idle
 #   slurm_lab.sh down                end everything (safe to repeat)
 #
-# This machine reaches the login host alone, at $NET.1: ssh -i $LAB/ssh/id -o UserKnownHostsFile=$LAB/ssh/known_hosts
-# All hosts share $LAB/work, a folder of the lab's user.
+# This machine reaches the login host alone, at $NET.1: ssh -i $LAB/ssh/id.$LAB_USER
+# -o UserKnownHostsFile=$LAB/ssh/known_hosts. All hosts share $LAB/work/$LAB_USER, a folder of the lab's user. `up` with
+# another LAB_USER adds a user, with a key and a folder of its own.
 #
 # NODES: a word a node, name:GPU type:GPUs:CPUs:link rate ("-" in place of type or rate: none).
 # CGROUP=1 (the default where cgroup v1's freezer can be mounted): steps are tracked by cgroup, as on nearly every real
@@ -65,7 +66,9 @@ configure() {
     chown slurm: "$LAB"/{state,log,pid}
     chown munge: "$LAB/munge"
     id "$LAB_USER" >/dev/null 2>&1 || useradd --create-home --shell /bin/bash "$LAB_USER"
-    [ -d "$LAB/work" ] || command install -d -m 700 -o "$LAB_USER" -g "$LAB_USER" "$LAB/work"
+    mkdir -p "$LAB/work"
+    # Open to others, so that tests see how orch protects its own folders.
+    command install -d -m 755 -o "$LAB_USER" -g "$LAB_USER" "$LAB/work/$LAB_USER"
     slurm_conf >"$LAB/etc/slurm/slurm.conf"
     gres_conf >"$LAB/etc/slurm/gres.conf"
     # v2 would need systemd. Without this file slurmd 22.05 looks for a mounted /sys/fs/cgroup, which `ip netns exec`
@@ -75,15 +78,15 @@ configure() {
     keys
 }
 
-keys() {    # the login host's own, and one that logs in there
+keys() {    # the login host's own, and the user's, which logs in there
     local name
-    for name in host_key id; do
+    for name in host_key "id.$LAB_USER"; do
         [ -s "$LAB/ssh/$name" ] || ssh-keygen -q -t ed25519 -N '' -C "$name" -f "$LAB/ssh/$name"
     done
     echo "$NET.1 $(cut -d' ' -f1,2 "$LAB/ssh/host_key.pub")" >"$LAB/ssh/known_hosts"
-    cp "$LAB/ssh/id.pub" "$LAB/ssh/authorized_keys"
-    chmod 644 "$LAB/ssh/authorized_keys"
-    printf '%s\n' "ListenAddress $NET.1" "HostKey $LAB/ssh/host_key" "AuthorizedKeysFile $LAB/ssh/authorized_keys" \
+    cp "$LAB/ssh/id.$LAB_USER.pub" "$LAB/ssh/keys.$LAB_USER"
+    chmod 644 "$LAB/ssh/keys.$LAB_USER"
+    printf '%s\n' "ListenAddress $NET.1" "HostKey $LAB/ssh/host_key" "AuthorizedKeysFile $LAB/ssh/keys.%u" \
         "PidFile none" "UsePAM yes" "UseDNS no" "PasswordAuthentication no" "MaxStartups 100" >"$LAB/ssh/sshd_config"
 }
 

@@ -1,13 +1,15 @@
 """Jobs of a person at home on a real Slurm cluster: submitted, followed, ended."""
 
 import json
+import pwd
+import re
 import time
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.conftest import A16, A2000, V100
+from tests.slurm.conftest import A16, A2000, V100, Person
 from tests.support.trainer_ranks import real_mnist
 
 LOGS = ("stdout.log", "stderr.log", "metrics.jsonl")
@@ -187,8 +189,6 @@ def test_a_host_that_loses_power_is_named_and_the_job_goes_on_without_it(person)
 def test_two_people_on_one_host_see_only_their_own(person, tmp_path_factory):
     """S10: each has one of its two GPUs at the same time."""
     half = {"name": "a16", "gpu": "A16", "gpus": 1, "ranks": 1, "slurm": {"gres": "gpu:a16:1"}}
-    from tests.slurm.conftest import Person
-
     people = [person, Person(person.lab, tmp_path_factory.mktemp("other"))]
     for each in people:
         each.up(half)
@@ -229,3 +229,45 @@ def test_an_epoch_of_mnist_trains_every_sample_once_on_unequal_hosts(person):
     for log in logs:
         pulled = run / "nodes" / log.relative_to(there).parts[0] / log.parent.name / log.name
         assert sha256(pulled.read_bytes()).digest() == sha256(log.read_bytes()).digest()
+
+
+def test_two_unix_users_cannot_read_each_others_jobs(person, tmp_path_factory):
+    """S10: at the same time on one host, each with its own key, GPU, port and token."""
+    if person.lab.user == "root":
+        pytest.skip("root reads everything")
+    other = Person(person.lab.of(f"{person.lab.user}2"), tmp_path_factory.mktemp("other"))
+    people = [person, other]
+    for each in people:
+        each.up({"name": "a16", "gpu": "A16", "gpus": 1, "ranks": 1, "slurm": {"gres": "gpu:a16:1"}})
+        (each.folder / "train.py").write_text(SCRIPT)
+    runs = [each.begun("run", "train.py", "150") for each in people]
+    for each in people:
+        each.until(lambda each=each: each.printed("step 2 "))
+    parts = [json.loads(_own(each, "nodes/a16/jobs/*/node.json").read_text()) for each in people]
+    for key in ("token", "owner"):
+        assert parts[0][key] != parts[1][key]
+    lines = person.lab.on("a16", "ps", "-e", "-o", "args=")
+    assert not any(part["token"] in lines for part in parts)
+    assert len(set(re.findall(r"--master-port (\d+)", lines))) == 2
+    for one, two in (people, people[::-1]):
+        theirs = [
+            _own(two, name) for name in ("submitted", "nodes", "submitted/*/job.sh", "nodes/a16/jobs/*/node.json")
+        ]
+        uid = pwd.getpwnam(two.lab.user).pw_uid
+        for path in (*theirs, f"/tmp/orch-{uid}"):
+            assert not _reads(one, path), path
+            assert _reads(two, path), path
+    outs = [run.communicate(timeout=200)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], outs
+    assert {out.partition("GPU ")[2][0] for out in outs} == {"0", "1"}
+
+
+def _own(person, name):
+    (path,) = (person.lab.work / person.folder.name).glob(name)
+    return path
+
+
+def _reads(person, path):
+    user = ["setpriv", f"--reuid={person.lab.user}", f"--regid={person.lab.user}", "--clear-groups"]
+    show = 'if [ -d "$0" ]; then ls "$0"; else cat "$0"; fi >/dev/null 2>&1 && echo yes || echo no'
+    return person.lab.on("a16", *user, "sh", "-c", show, str(path)).strip() == "yes"

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class SlurmLab:
     @property
     def work(self) -> Path:
         """The user's, on a disk that all hosts share."""
-        return self.folder / "work"
+        return self.folder / "work" / self.user
 
     @property
     def login(self) -> str:
@@ -49,7 +49,13 @@ class SlurmLab:
     def keys(self) -> dict[str, str]:
         """For `defaults` of an inventory."""
         host_key = (self.folder / "ssh/known_hosts").read_text().partition(" ")[2].strip()
-        return {"key_file": str(self.folder / "ssh/id"), "host_key": host_key, "python": self.python}
+        return {"key_file": str(self.folder / f"ssh/id.{self.user}"), "host_key": host_key, "python": self.python}
+
+    def of(self, user: str) -> SlurmLab:
+        """The same cluster for another Unix user, who is made if missing."""
+        other = replace(self, user=user, environment={**self.environment, "LAB_USER": user})
+        other._program("up")
+        return other
 
     def exec(self, *argv: str, **options: Any) -> str:
         """Its standard output. Raises CalledProcessError."""
