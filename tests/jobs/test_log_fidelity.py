@@ -106,7 +106,7 @@ def test_every_byte_comes_once_and_in_order_over_links_cut_at_random(counted, at
 
 
 def follow(job, hosts, reconnect):
-    store = SimpleNamespace(change_job=lambda name, change: change(job.record()))
+    store = SimpleNamespace(job_record=lambda name: job.record(), change_job=lambda name, change: change(job.record()))
     return RunningJob(job.plan, store, SimpleNamespace(reopen=reconnect), hosts).follow()
 
 
