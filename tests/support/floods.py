@@ -36,7 +36,7 @@ from orchestrator.transport.shell import LocalTransport
 plan = LaunchPlan.model_validate_json(sys.stdin.read())
 record = JobRecord(schema=1, id=plan.job, state="running", exp="x", cluster="c", nodes=("a",))
 hosts = {n.name: ConnectedHost(LocalTransport(n.name), n.python, None, n.workdir) for n in plan.nodes}
-store = SimpleNamespace(change_job=lambda name, change: change(record))
+store = SimpleNamespace(job_record=lambda name: record, change_job=lambda name, change: change(record))
 following.print_events(RunningJob(plan, store, SimpleNamespace(reopen=None), hosts).follow())
 peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))  # ru_maxrss is the parent's, too
 print(int(peak.split()[1]) // 1024, file=sys.stderr)
