@@ -1,4 +1,4 @@
-"""What scontrol prints, read by pure functions; and the text that sbatch gets."""
+"""Pure functions that read what scontrol prints, and the text for sbatch."""
 
 import pytest
 from hypothesis import given

@@ -28,7 +28,7 @@ PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 @dataclass(frozen=True)
 class SlurmLab:
-    """python: one that its user can start."""
+    """python: has to be readable for its user."""
 
     folder: Path
     network: str
@@ -52,7 +52,7 @@ class SlurmLab:
         return {"key_file": str(self.folder / f"ssh/id.{self.user}"), "host_key": host_key, "python": self.python}
 
     def of(self, user: str) -> SlurmLab:
-        """The same cluster for another Unix user, who is made if missing."""
+        """Another Unix user on the same cluster; creates the user if necessary."""
         other = replace(self, user=user, environment={**self.environment, "LAB_USER": user})
         other._program("up")
         return other

@@ -78,7 +78,7 @@ def alone(gradient: torch.Tensor, memory: torch.Tensor, q: torch.Tensor) -> tupl
 
 
 def test_matrices_that_share_calls_and_buffers_are_compressed_as_if_alone() -> None:
-    """Of equal shapes, and of unequal ones with as many rows, with channels last, and beside vectors."""
+    """Equal shapes, other shapes with the same number of rows, channels last, and vectors."""
     shapes = ((9, 12), (7, 11), (5,), (9, 2, 3, 3), (9, 12), (9, 2, 3, 3), (7, 30), (2, 3))
     generator = torch.Generator().manual_seed(3)
     power_sgd = PowerSgd([torch.empty(shape, dtype=torch.float64) for shape in shapes], rank=2)
