@@ -132,7 +132,7 @@ def _keepers() -> Iterator[Keepers]:
 
 
 def _torch_memory() -> str:
-    """A folder next to this code, on the disk that all hosts share: the next job's hosts need not import torch again."""
+    """A folder next to this code, on the disk all hosts share: the next job's hosts need not import torch again."""
     folder = Path(__file__).resolve().parents[2] / "torch"
     folder.mkdir(mode=0o700, exist_ok=True)
     return str(folder)
