@@ -14,7 +14,7 @@ from orchestrator.cli.doctor import doctor
 from orchestrator.cli.hosts import clusters, data, node, setup, use
 from orchestrator.cli.init import init
 from orchestrator.cli.jobs import cancel, jobs, logs, top, why
-from orchestrator.cli.plan import plan, profile, sweep
+from orchestrator.cli.plan import plan, profile, study
 from orchestrator.cli.results import collect, compare, pull, report
 from orchestrator.cli.run import run
 from orchestrator.cli.ssh import execute, forward, ssh, ssh_config
@@ -61,7 +61,7 @@ SECTIONS = {
     ),
     "Jobs": (run, jobs, top, ui, logs, why, cancel),
     "Results": (collect, pull, report, compare),
-    "Speed, measured and predicted": (profile, plan, sweep),
+    "Speed, measured and predicted": (profile, plan, study),
     "Cleaning up": (reap, down),
 }
 """Commands in the order of their use."""

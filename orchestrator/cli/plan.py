@@ -1,4 +1,4 @@
-"""Commands about speed: `plan`, `profile`, `sweep`."""
+"""Commands about speed: `plan`, `profile`, `study`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from orchestrator.studies import study_names
 
 if TYPE_CHECKING:
     from orchestrator.jobs.running import RunningJob
-    from orchestrator.measuring.sweep import Follow
+    from orchestrator.measuring.study_run import Follow
     from orchestrator.planning.job_spec import JobSpec
     from orchestrator.planning.profiles import Profile
     from orchestrator.studies.study import StudyRow
@@ -218,24 +218,24 @@ def _judge(line: str, measured: Sequence[Profile]) -> None:
         raise OrchError(f"not kept: {'; '.join(why)}", RETRY.format(profile=line))
 
 
-# `sweep`.
+# `study`.
 
-_HELP = f"""Run the rows of a reference study that this cluster can run.
+_HELP = f"""Run the rows of a published study that this cluster can run.
 
 The studies are {", ".join(study_names())}. Rows that are done are not run again, even after a Ctrl-C; rows of other
 clusters stay in the same table. The table shows medians, and names rows whose ranges overlap as within noise. Each run
 of a row has another seed.
 
 \b
-orch sweep bottlenecks --set data_dir=/data
-orch sweep mixed_clusters --cluster a16-v100 --repeats 5
-orch sweep mnist_methods --set epochs=1 --repeats 3
-orch sweep input --set epochs=1 --json | jq '.rows[].measured.figures'
+orch study bottlenecks --set data_dir=/data
+orch study mixed_clusters --cluster a16-v100 --repeats 5
+orch study mnist_methods --set epochs=1 --repeats 3
+orch study input --set epochs=1 --json | jq '.rows[].measured.figures'
 """
 
 
 @click.command(help=_HELP)
-@click.argument("study", shell_complete=studies)
+@click.argument("name", metavar="STUDY", shell_complete=studies)
 @settings_option("A setting for all rows, before their own; repeatable.")
 @click.option("--rows", metavar="A,B", help="Run only these rows (--json lists their names).")
 @click.option(
@@ -248,8 +248,8 @@ orch sweep input --set epochs=1 --json | jq '.rows[].measured.figures'
 @out_option
 @cluster_option
 @json_option
-def sweep(
-    study: str,
+def study(
+    name: str,
     settings: tuple[str, ...],
     rows: str | None,
     repeats: int | None,
@@ -258,29 +258,29 @@ def sweep(
     cluster: str | None,
     as_json: bool,
 ) -> None:
-    from orchestrator.measuring.sweep import Sweep
+    from orchestrator.measuring.study_run import StudyRun
     from orchestrator.planning.request import parse_pairs
     from orchestrator.studies.study import load_study
     from orchestrator.views import console, documents, study_table
 
-    if study not in study_names():
-        raise UsageError(f"{study!r} is not a study", f"choose one of {', '.join(study_names())}")
-    published = load_study(study)
+    if name not in study_names():
+        raise UsageError(f"{name!r} is not a study", f"choose one of {', '.join(study_names())}")
+    published = load_study(name)
     only = names_of(rows)
     known = [row.name for row in published.rows]
-    for name in only:
-        if name not in known:
-            raise UsageError(f"{study} has no row {name!r}", f"its rows: {', '.join(known)}")
+    for row in only:
+        if row not in known:
+            raise UsageError(f"{name} has no row {row!r}", f"its rows: {', '.join(known)}")
     overrides = parse_pairs(settings, "--set KEY=VALUE")
     with open_controller() as controller:
-        one = Sweep(study, published, controller, controller.store.own_cluster(cluster), out, overrides)
-        outcomes = one.run(_sweep_follower(), only=only, again=again, repeats=repeats)
+        one = StudyRun(name, published, controller, controller.store.own_cluster(cluster), out, overrides)
+        outcomes = one.run(_study_follower(), only=only, again=again, repeats=repeats)
     if as_json:
-        return console.print_json(documents.sweep_json(study, published, outcomes))
+        return console.print_json(documents.study_json(name, published, outcomes))
     return study_table.print_study(published, outcomes)
 
 
-def _sweep_follower() -> Follow:
+def _study_follower() -> Follow:
     from orchestrator.views import console, dry_run, following
 
     printed = set[str]()

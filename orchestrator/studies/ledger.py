@@ -93,7 +93,7 @@ def _spread(values: Sequence[float | None]) -> Spread | None:
 
 
 class Ledger(Record):
-    """`<out>/sweep-<study>.json`."""
+    """`<out>/study-<study>.json`."""
 
     schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
     rows: dict[str, Done] = Field(default_factory=dict)

@@ -360,7 +360,7 @@ def profile_json(exp: str, batch: int, known: Sequence[RankProfile]) -> dict[str
     return {"schema": 1, "exp": exp, "batch": batch, "ranks": ranks}
 
 
-def sweep_json(name: str, study: Study, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def study_json(name: str, study: Study, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     from orchestrator.studies.ledger import within_noise
 
     rows = [

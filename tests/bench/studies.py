@@ -34,7 +34,7 @@ def main() -> None:
         for study in wanted:
             clusters = [twin(name) for name in CLUSTERS] if study == "mixed_clusters" else [PAIR]
             for cluster in clusters:
-                table = sweep(cluster, study, None if study == "mixed_clusters" else data, Path(folder))
+                table = run_study(cluster, study, None if study == "mixed_clusters" else data, Path(folder))
             print(f"\n{table}", flush=True)
 
 
@@ -48,14 +48,14 @@ def twin(name: str) -> dict[str, Any]:
     return {"cluster": inventory["cluster"], "defaults": DEFAULTS, "nodes": nodes}
 
 
-def sweep(cluster: dict[str, Any], study: str, data: Path | None, folder: Path) -> str:
+def run_study(cluster: dict[str, Any], study: str, data: Path | None, folder: Path) -> str:
     """Runs what this cluster can, and gives the table with all rows so far. data: brought to its hosts before."""
     with lab(yaml.safe_dump(cluster)) as hosts:
         person = Person(hosts, folder / "home", folder)
         person.types("up", str(hosts.inventory))
         if data:
             person.types("data", "push", str(data))
-        done = person.types("sweep", study, "--out", str(folder / "runs"), timeout_s=3000)
+        done = person.types("study", study, "--out", str(folder / "runs"), timeout_s=3000)
         return done.stdout
 
 

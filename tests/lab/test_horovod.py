@@ -85,6 +85,6 @@ def test_every_connection_is_made_at_the_training_address(person):
 
 def test_the_study_runs_its_row_where_up_has_found_the_package(person):
     words = ("--rows", "horovod", "--repeats", "1", "--set", "steps=5", "--set", "batch=4", "--set", "warmup_steps=1")
-    person.types("sweep", "ways_to_start", *words, "--out", str(person.folder / "sweep"), timeout_s=500)
-    (row,) = json.loads(next((person.folder / "sweep").glob("sweep-*.json")).read_text())["rows"].values()
+    person.types("study", "ways_to_start", *words, "--out", str(person.folder / "study"), timeout_s=500)
+    (row,) = json.loads(next((person.folder / "study").glob("study-*.json")).read_text())["rows"].values()
     assert row["runs"][0]["figures"]["samples_per_s"] > 0

@@ -59,15 +59,15 @@ def wait_until(condition: Callable[[], bool], limit_s: float = 120) -> None:
 
 
 def test_srun_starts_the_ranks_next_to_torchruns_row(person: OnANode) -> None:
-    table = person.types(f"sweep ways_to_start --rows torchrun,slurm --set steps=2 {SETTINGS}")
+    table = person.types(f"study ways_to_start --rows torchrun,slurm --set steps=2 {SETTINGS}")
     measured = dict(re.findall(r"^(torchrun|Slurm) +([0-9.]+) ", table, re.MULTILINE))
     assert measured.keys() == {"torchrun", "Slurm"}, table
     assert person.tasks() == [] and person.lab.exec("squeue", "--noheader") == ""
 
 
 def test_tasks_end_with_their_job_even_if_orch_is_killed_on_the_host(person: OnANode) -> None:
-    line = f"sweep ways_to_start --rows slurm --again --set steps=500 {SETTINGS}"
-    sweep = subprocess.Popen(person.command(line), env=person.lab.environment, stderr=subprocess.PIPE)
+    line = f"study ways_to_start --rows slurm --again --set steps=500 {SETTINGS}"
+    study = subprocess.Popen(person.command(line), env=person.lab.environment, stderr=subprocess.PIPE)
     try:
         metrics = f"{person.lab.work}/w/jobs/*/rank-1/metrics.jsonl"
         wait_until(lambda: "500" in person.lab.on("a16", "sh", "-c", f"grep -hs '\"start\"' {metrics} || true"))
@@ -75,5 +75,5 @@ def test_tasks_end_with_their_job_even_if_orch_is_killed_on_the_host(person: OnA
         person.lab.on("a16", "sh", "-c", "kill -KILL $(pgrep -f '[o]rch_remote.keeper')")
         wait_until(lambda: not person.tasks() and person.lab.exec("squeue", "--noheader") == "")
     finally:
-        sweep.terminate()
-        sweep.communicate(timeout=60)
+        study.terminate()
+        study.communicate(timeout=60)

@@ -100,7 +100,7 @@ def test_a_speed_up_compares_with_one_rank_of_the_same_back_end_on_the_same_clus
     elsewhere = outcome(MNIST, "gloo-4", 5.0, cluster="another")
     nccl = outcome(MNIST, "nccl-2", 5.0)
     assert [speed_up(MNIST, [*rows, one], one) for one in (elsewhere, nccl, outcome(MNIST, "gloo-8"))] == [None] * 3
-    measured = documents.sweep_json("mnist_backends", MNIST, rows)["rows"][1]["measured"]
+    measured = documents.study_json("mnist_backends", MNIST, rows)["rows"][1]["measured"]
     assert (measured["figures"]["speed_up"], measured["least"]["total_s"]) == (2.0, 5.0)
 
 

@@ -45,7 +45,7 @@ def orch() -> Callable[[list[str]], Any]:
         "jobs.collect",
         "views.report",
         "results.analyse",
-        "measuring.sweep",
+        "measuring.study_run",
         "transport.ssh",
         "transport.shell",
         "transport.sources",

@@ -149,12 +149,12 @@ def test_a_study_keeps_its_rows_names_first_figure_and_the_published_one(screen,
     study = load_study(study)
     done = Done(cluster="lab", runs=[RowRun(job="j", figures=dict.fromkeys(FIGURES, 123.4), valid=True)] * 2)
     outcomes = [Outcome(row, done) for row in study.rows]
-    header, *rows = [line.split("  ") for line in screen(80, lambda: sweep_table(study, outcomes))]
+    header, *rows = [line.split("  ") for line in screen(80, lambda: study_table(study, outcomes))]
     first = FIGURES[study.figures[0]].title
     assert all(name in "  ".join(header) for name in (*study.columns, first, study.published[0]))
     assert len(rows) == len(study.rows) and all(any("123" in cell for cell in row) for row in rows)
 
 
-def sweep_table(study, outcomes):
+def study_table(study, outcomes):
     rows = [cells(study, outcomes, outcome) for outcome in outcomes]
     tables.print_table(titles(study), rows, right_from=len(study.columns), drop=dispensable(study))

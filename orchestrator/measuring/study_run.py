@@ -1,7 +1,7 @@
-"""Runs a study's rows and stores each result, so that an interrupted sweep resumes.
+"""Runs a study's rows and stores each result, so that an interrupted study resumes.
 
-    sweep = Sweep(name, load_study(name), controller, cluster, out, overrides={})
-    for outcome in sweep.run(follow, only=["3090x2-ddp"], repeats=3):
+    study_run = StudyRun(name, load_study(name), controller, cluster, out, overrides={})
+    for outcome in study_run.run(follow, only=["3090x2-ddp"], repeats=3):
         outcome.row.name, outcome.done.spread("samples_per_s"), outcome.why_not
 
 Rows are repeated in rounds, so that a drifting speed affects all of them. A row is recorded before its job starts.
@@ -51,7 +51,7 @@ def _having(facts: Mapping[str, NodeFacts]) -> dict[Need, list[str]]:
     }
 
 
-class Sweep:
+class StudyRun:
     """overrides: of the rows' settings; results with other overrides do not count."""
 
     def __init__(
@@ -65,7 +65,8 @@ class Sweep:
     ) -> None:
         self.study = study
         self.controller, self.cluster, self.out, self.overrides = controller, cluster, out, dict(overrides)
-        self.file = out / f"sweep-{name}.json"
+        self.file = out / f"study-{name}.json"
+        self._older_file = out / f"sweep-{name}.json"
 
     def run(
         self, follow: Follow, *, only: Sequence[str] = (), again: bool = False, repeats: int | None = None
@@ -75,6 +76,8 @@ class Sweep:
         """
         own_folder(self.out)
         with locked(self.out / f".{self.file.name}.lock"):
+            if self._older_file.exists() and not self.file.exists():
+                self._older_file.rename(self.file)
             nodes, rows = self._nodes(), self.study.rows
             asked = {row.name for row in rows if not only or row.name in only}
             done = {row.name: None if again and row.name in asked else self._kept(row) for row in rows}
@@ -146,7 +149,7 @@ class Sweep:
         return job
 
     def _find_again(self, row: StudyRow, before: Done | None, follow: Follow) -> RunningJob | None:
-        """The ended job that an interrupted sweep left; None to run the row again. Raises OrchError if the job runs and
+        """The ended job that an interrupted run left; None to run the row again. Raises OrchError if the job runs and
         cannot be followed.
         """
         if before is None or before.begun is None or before.cluster != self.cluster.name:
@@ -180,5 +183,5 @@ class Sweep:
             return Ledger(schema=SCHEMA)
         except (OSError, ValidationError) as error:
             raise UsageError(
-                f"{self.file}: not a table of `orch sweep` ({type(error).__name__})", "move it away"
+                f"{self.file}: not a table of `orch study` ({type(error).__name__})", "move it away"
             ) from error

@@ -1,4 +1,4 @@
-"""A sweep goes on where it was left, and repeats rows in rounds."""
+"""A study goes on where it was left, and repeats rows in rounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from orchestrator.controller import Controller
 from orchestrator.errors import HostError, HostsError, OrchError, UsageError
 from orchestrator.hosts import Connections
-from orchestrator.measuring import Sweep
+from orchestrator.measuring import StudyRun
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from orchestrator.studies import Study, StudyRow, ledger
@@ -59,25 +59,25 @@ def quick_home(tmp_path_factory):
 
 @pytest.fixture
 def bench(tmp_path, quick_home):
-    """A study of three short rows, and sweeps of it on two local nodes on which nothing can be trained."""
-    with sweeps(tmp_path, Home(shutil.copytree(quick_home.root, tmp_path / "home"))) as made:
+    """A study of three short rows, and runs of it on two local nodes on which nothing can be trained."""
+    with study_runs(tmp_path, Home(shutil.copytree(quick_home.root, tmp_path / "home"))) as made:
         yield made
 
 
 @pytest.fixture
 def real_bench(tmp_path):
     """The same, on nodes that train."""
-    with sweeps(tmp_path, come_up(tmp_path, quick_python(tmp_path / "quick", trains=True))) as made:
+    with study_runs(tmp_path, come_up(tmp_path, quick_python(tmp_path / "quick", trains=True))) as made:
         yield made
 
 
 @contextlib.contextmanager
-def sweeps(tmp_path, home):
+def study_runs(tmp_path, home):
     with Connections(home) as connections:
         controller = Controller(Store(home), connections)
 
         def made(study=STUDY, **overrides):
-            return Sweep("short", study, controller, controller.store.cluster("t"), tmp_path / "out", overrides)
+            return StudyRun("short", study, controller, controller.store.cluster("t"), tmp_path / "out", overrides)
 
         yield made
 
@@ -96,7 +96,7 @@ class Watch:
             pass
 
 
-def test_a_sweep_that_was_left_takes_up_its_own_job_again_and_runs_no_row_twice(real_bench):
+def test_a_study_that_was_left_takes_up_its_own_job_again_and_runs_no_row_twice(real_bench):
     bench = real_bench
     first = bench()
     leaving = Watch(first.controller, leave="pair")
@@ -117,7 +117,7 @@ def test_a_sweep_that_was_left_takes_up_its_own_job_again_and_runs_no_row_twice(
     kept = bench().run(idle, repeats=1)
     assert idle.seen == []
     assert [outcome.done for outcome in kept] == [outcome.done for outcome in outcomes]
-    document = documents.sweep_json("short", STUDY, kept)
+    document = documents.study_json("short", STUDY, kept)
     assert json.loads(json.dumps(document)) == document
     assert [row["why_not"] is None for row in document["rows"]] == [True, False, True]
 
@@ -129,7 +129,7 @@ def test_a_row_whose_ranks_the_trainer_spawns_has_the_figures_of_all_of_them(tmp
     row = StudyRow(name="spawn", cells=("two",), settings=settings, ranks=2, starter="spawn", published=("1.0",))
     figures = ("samples_per_s", "epoch_s", "accuracy")
     study = STUDY.model_copy(update={"figures": figures, "settings": {}, "rows": (row,), "shows_learning": True})
-    with sweeps(tmp_path, home) as made:
+    with study_runs(tmp_path, home) as made:
         one = made(study)
         (outcome,) = one.run(Watch(one.controller), repeats=2)
         seeds = [one.controller.store.plan(run.job).settings["seed"] for run in outcome.done.runs]
@@ -161,7 +161,7 @@ def test_a_table_of_somebody_elses_is_not_written_over(bench, tmp_path):
     one = bench()
     one.out.mkdir()
     one.file.write_text("[]")
-    with pytest.raises(UsageError, match="not a table of `orch sweep`"):
+    with pytest.raises(UsageError, match="not a table of `orch study`"):
         one.run(Watch(one.controller))
     assert one.file.read_text() == "[]"
 
@@ -174,9 +174,9 @@ class Jobs:
 
     def __init__(self, monkeypatch, speeds, *, total_s=5.0):
         self.speeds, self.total_s, self.rows = {name: list(of) for name, of in speeds.items()}, total_s, []
-        monkeypatch.setattr(Sweep, "_start", lambda one, row, nodes, runs, follow: self.start(row))
-        monkeypatch.setattr(Sweep, "_find_again", lambda *_: None)
-        monkeypatch.setattr(Sweep, "_run_of", lambda one, job, summary: self.run(job))
+        monkeypatch.setattr(StudyRun, "_start", lambda one, row, nodes, runs, follow: self.start(row))
+        monkeypatch.setattr(StudyRun, "_find_again", lambda *_: None)
+        monkeypatch.setattr(StudyRun, "_run_of", lambda one, job, summary: self.run(job))
 
     def start(self, row):
         self.rows.append(row.name)
@@ -188,7 +188,7 @@ class Jobs:
         return ledger.RowRun(job=name, figures=figures, total_s=self.total_s)
 
 
-def sweep_of(bench):
+def study_run_of(bench):
     one = bench()
     collected = SimpleNamespace(errors={}, summary=None)
     one.controller = SimpleNamespace(collect=lambda job, out: collected)
@@ -201,7 +201,7 @@ SPEEDS = {"pair": (50.0, 60.0, 52.0), "alone": (40.0, 41.0, 45.0)}
 
 def test_short_rows_are_run_three_times_in_rounds_and_long_ones_once(bench, monkeypatch):
     jobs = Jobs(monkeypatch, SPEEDS)
-    outcomes = sweep_of(bench).run(None)
+    outcomes = study_run_of(bench).run(None)
     assert jobs.rows == ["pair", "alone"] * 3
     assert outcomes[0].done.spread("samples_per_s") == ledger.Spread(50, 52, 60)
     assert study_table.cells(STUDY, outcomes, outcomes[0]) == (
@@ -211,42 +211,42 @@ def test_short_rows_are_run_three_times_in_rounds_and_long_ones_once(bench, monk
         "1.0",
     )
     Jobs(monkeypatch, {})
-    assert [outcome.done for outcome in sweep_of(bench).run(None)] == [outcome.done for outcome in outcomes]
+    assert [outcome.done for outcome in study_run_of(bench).run(None)] == [outcome.done for outcome in outcomes]
 
     long = Jobs(monkeypatch, SPEEDS, total_s=90)
-    (once, *_) = sweep_of(bench).run(None, again=True)
+    (once, *_) = study_run_of(bench).run(None, again=True)
     assert long.rows == ["pair", "alone"]
     assert study_table.cells(STUDY, [once], once) == ("two", "50.0", "1.00", "1.0")
     more = Jobs(monkeypatch, SPEEDS)
-    sweep_of(bench).run(None, repeats=2, only=["alone"])
+    study_run_of(bench).run(None, repeats=2, only=["alone"])
     assert more.rows == ["alone"]
 
 
 def test_figures_of_other_settings_do_not_count_as_done(bench, monkeypatch):
     Jobs(monkeypatch, SPEEDS)
-    sweep_of(bench).run(None, repeats=1)
+    study_run_of(bench).run(None, repeats=1)
     jobs = Jobs(monkeypatch, SPEEDS)
-    (only, *_) = sweep_of(lambda: bench(lr="0.01")).run(None, only=["pair"], repeats=1)
+    (only, *_) = study_run_of(lambda: bench(lr="0.01")).run(None, only=["pair"], repeats=1)
     assert jobs.rows == ["pair"]
     assert only.done.overrides == {"lr": "0.01"}
 
 
-def test_a_row_whose_job_fails_ends_the_sweep_with_its_name_and_is_run_again_the_next_time(bench, monkeypatch):
+def test_a_row_whose_job_fails_ends_the_study_with_its_name_and_is_run_again_the_next_time(bench, monkeypatch):
     """On these nodes the trainer does not find its torch."""
     study = STUDY.model_copy(update={"rows": ROWS[2:]})
     first = bench(study)
     with pytest.raises(OrchError, match=r"^alone: mnist_lenet-\S+ did not succeed"):
         first.run(Watch(first.controller))
     jobs = Jobs(monkeypatch, SPEEDS)
-    (outcome,) = sweep_of(lambda: bench(study)).run(None, repeats=1)
+    (outcome,) = study_run_of(lambda: bench(study)).run(None, repeats=1)
     assert (jobs.rows, len(outcome.done.runs)) == (["alone"], 1)
 
 
 def test_a_row_of_another_cluster_gets_no_run_of_this_one(bench, monkeypatch):
     Jobs(monkeypatch, SPEEDS)
-    (there, *_) = sweep_of(bench).run(None, repeats=1)
+    (there, *_) = study_run_of(bench).run(None, repeats=1)
     here = Jobs(monkeypatch, SPEEDS)
-    one = sweep_of(bench)
+    one = study_run_of(bench)
     one.cluster = SimpleNamespace(name="another", facts={})
     assert one.run(None, repeats=3)[0].done == there.done
     assert here.rows == []
@@ -262,11 +262,11 @@ def test_rows_whose_ranges_overlap_are_within_noise():
     (group,) = ledger.within_noise(STUDY, [*rows, outcome("once", 9.5), outcome("f", 11, None)])
     assert [row.name for row in group] == ["a", "c", "d"]
     assert ledger.within_noise(STUDY, rows[:2]) == []
-    assert documents.sweep_json("short", STUDY, rows)["within_noise"] == [["a", "c", "d"]]
+    assert documents.study_json("short", STUDY, rows)["within_noise"] == [["a", "c", "d"]]
 
 
 def test_a_table_of_one_run_a_row_is_read_as_it_was(bench, monkeypatch):
-    one = sweep_of(bench)
+    one = study_run_of(bench)
     one.out.mkdir()
     kept = {"cluster": "t", "hosts": "2 x CPU", "overrides": {}, "figures": {"samples_per_s": 7.0}, "valid": True}
     rows = {"pair": {**kept, "job": "j", "complete": True}, "alone": {**kept, "job": "k", "complete": False}}
