@@ -161,6 +161,7 @@ def node_request(plan: LaunchPlan, node: NodePlan, token: str) -> dict[str, Any]
         "code": plan.code.sha256,
         "torchrun": node.torchrun,
         "command": node.command,
+        "is_program": plan.kind == "program",
         "starts_ranks": node.starts_ranks,
         "env": node.env,
         "shares": node.shares,

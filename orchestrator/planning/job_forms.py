@@ -29,7 +29,7 @@ from orchestrator.hosts.inventory import mistake_of, nearest
 from orchestrator.hosts.yamlfile import REFUSED, Document, read_yaml, resolve_scalar
 from orchestrator.planning.job_spec import FILE, FILE_KEYS, JobSpec, key_of, mistakes, words
 from orchestrator.planning.launch_plan import LOCAL_RANK, HostChoice, LaunchPlan
-from orchestrator.planning.launchers import read_program
+from orchestrator.planning.launchers import is_bare, read_program
 from orchestrator.planning.request import AUTO
 from orchestrator.planning.variables import RESERVED, names_secret, shows_secret
 from trainer.shared.config import EXPERIMENTS, fields_of, parse_settings
@@ -38,7 +38,7 @@ from trainer.shared.setting_fields import SettingsError
 from trainer.shared.settings import AnySettings
 
 _HEAD = "# A job of orch "
-_VERBATIM: Final = ("settings", "env", "args")
+VERBATIM: Final = ("settings", "env", "args")
 """Values below these keys stay text: 1, 1.10, false."""
 
 
@@ -47,7 +47,11 @@ _VERBATIM: Final = ("settings", "env", "args")
 
 def read_job(path: Path) -> JobSpec:
     """Raises InventoryError with all mistakes, by line."""
-    document = read_yaml(path, verbatim=_VERBATIM)
+    return job_in(read_yaml(path, verbatim=VERBATIM), path)
+
+
+def job_in(document: Document, path: Path) -> JobSpec:
+    """Raises InventoryError with all mistakes, by line."""
     found = list(document.mistakes)
     spec = _checked(document, found)
     found += _mistakes_together(spec, document)
@@ -131,7 +135,7 @@ def _from_here(spec: JobSpec, folder: Path) -> JobSpec:
             return name
         return os.path.normpath(os.path.join(os.path.realpath(folder), name))
 
-    shipped = spec.folder if spec.folder or not spec.module else "."
+    shipped = spec.folder if spec.folder or not _ships_current(spec, path) else "."
     return with_paths(spec, shipped, path)
 
 
@@ -143,8 +147,18 @@ def _from_file(spec: JobSpec, folder: Path) -> JobSpec:
         parent, last = os.path.split(name)
         return os.path.relpath(os.path.join(os.path.realpath(parent or "."), last), os.path.realpath(folder))
 
-    shipped = spec.folder if spec.folder or not spec.module or _is_here(folder) else "."
+    shipped = spec.folder if spec.folder or not _ships_current(spec, path) or _is_here(folder) else "."
     return with_paths(spec, shipped, path)
+
+
+def _ships_current(spec: JobSpec, path: Callable[[str], str]) -> bool:
+    return spec.module is not None or (spec.script is not None and _is_hosts(spec.command, path))
+
+
+def _is_hosts(command: tuple[str, ...], path: Callable[[str], str]) -> bool:
+    program = read_program(command)
+    names = (program.name, path(program.name)) if is_bare(program.name) and not program.is_module else ()
+    return program.is_hosts or (bool(names) and not any(map(os.path.isfile, names)))
 
 
 def with_paths(spec: JobSpec, shipped: str | None, path: Callable[[str], str]) -> JobSpec:
@@ -164,7 +178,7 @@ def _is_here(folder: Path) -> bool:
 def _with_path(command: tuple[str, ...], path: Callable[[str], str]) -> tuple[str, ...]:
     """Changes the script's path; words before it, like torchrun, stay."""
     program = read_program(command)
-    if program.is_module:
+    if program.is_module or _is_hosts(command, path):
         return command
     at = len(command) - len(program.arguments) - 1
     return (*command[:at], path(command[at]), *command[at + 1 :])
@@ -191,7 +205,7 @@ def write_job(path: Path, spec: JobSpec) -> bool:
 def job_text(spec: JobSpec) -> str:
     """Raises UsageError for a word that is not text."""
     values = {key: _written(value) for key, value in spec.model_dump(exclude_defaults=True, by_alias=True).items()}
-    for key in _VERBATIM:
+    for key in VERBATIM:
         if key in values:
             values[key] = _verbatim(values[key])
     lines = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 20)
@@ -311,7 +325,7 @@ def _program(plan: LaunchPlan) -> dict[str, Any]:
     words = [word for word in plan.nodes[0].command if word != LOCAL_RANK]
     flags = list(takewhile(lambda word: word.startswith("-") and word != "-m", words))
     words = words[len(flags) :] or [plan.exp]
-    if plan.kind != "module":
+    if plan.kind == "script" or words[0].startswith("./"):
         words[0] = str(Path(plan.code.source, words[0]))
     first, *rest = ["python", *flags, *words] if flags else words
     is_module = first == "-m" and bool(rest)

@@ -172,7 +172,7 @@ class JobSpec(Written):
         complete="experiments",
     )
     script: Named | None = None
-    """A Python script, or a command before it, like torchrun; `args` has the rest of that line."""
+    """A script or program, or a command before it, like torchrun; `args` has the rest of that line."""
     module: Named | None = None
     args: Annotated[list[str], Listed] = Field(default_factory=list)
     """Arguments of the script or module."""

@@ -217,6 +217,13 @@ def _asked_of(value: object) -> JobSpec:
         return JobSpec()
 
 
+RecordedSpec = Annotated[
+    JobSpec,
+    BeforeValidator(_asked_of),
+    PlainSerializer(lambda spec: spec.model_dump(exclude_unset=True, by_alias=True)),
+]
+
+
 class LaunchPlan(Record):
     schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
     job: str
@@ -224,14 +231,10 @@ class LaunchPlan(Record):
     """The user's, prefix of the id."""
     note: str | None = None
     exp: str
-    kind: Literal["experiment", "script", "module"]
+    kind: Literal["experiment", "script", "module", "program"]
     cluster: str
     owner: Owner | None = None
-    asked: Annotated[
-        JobSpec,
-        BeforeValidator(_asked_of),
-        PlainSerializer(lambda spec: spec.model_dump(exclude_unset=True, by_alias=True)),
-    ] = Field(default_factory=JobSpec)
+    asked: RecordedSpec = Field(default_factory=JobSpec)
     """As requested by the user, without values of variables."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """All of an experiment's; a script's given and decided ones. Read them by `typed_settings`."""
@@ -313,7 +316,7 @@ class LaunchPlan(Record):
         }
         filled = [_filled(word, known) for word in node.torchrun]
         command = [word.format(LOCAL_RANK=0) if word == LOCAL_RANK else word for word in node.command]
-        return (node.python, *filled), (node.python, *command)
+        return (node.python, *filled), (tuple(command) if self.kind == "program" else (node.python, *command))
 
     def masked(self) -> LaunchPlan:
         """Without possible secrets: the only form that is printed or stored."""

@@ -1,9 +1,10 @@
-"""Interprets the command after `orch run`, such as `torchrun --nproc-per-node 2 train.py`, as a Python program. Pure.
+"""Interprets the command after `orch run`, such as `torchrun --nproc-per-node 2 train.py`. Pure.
 
     read_program(("torchrun", "--nnodes", "2", "train.py", "--lr", "0.1"))
     # Program(name="train.py", arguments=("--lr", "0.1"), notes=("left out: torchrun --nnodes 2; ...",))
 
-orch replaces the launcher, so the launcher's words are left out and reported.
+orch replaces the launcher, so the launcher's words are left out and reported. A program of the hosts, like `bash
+run.sh`, keeps all its words.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from orchestrator.errors import UsageError
 @dataclass(frozen=True)
 class Program:
     name: str
-    """Path of a script from here, or name of a module."""
+    """Path of a script from here, or name of a module or of a program of the hosts."""
     arguments: tuple[str, ...] = ()
     is_module: bool = False
+    is_hosts: bool = False
+    """Each host's own program of this name runs, in the shipped folder."""
     flags: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     """Words that were left out, and why."""
@@ -78,12 +81,12 @@ _ACCELERATE = _Launcher(
 _TRUE = frozenset({"ACCELERATE_USE_CPU", "ACCELERATE_DEBUG_MODE"})
 _MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 """Launchers for `python -m`."""
-_SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "fish"})
-_PROGRAMS = _set(
-    "deepspeed colossalai mpirun mpiexec horovodrun srun sbatch ray uv uvx poetry pipenv pdm rye hatch conda mamba"
-    " micromamba nohup sudo env time nice numactl taskset timeout exec ssh docker node Rscript julia"
+_STARTERS = _set("deepspeed colossalai mpirun mpiexec horovodrun srun sbatch ray nohup sudo ssh docker podman exec")
+"""Programs typed before a script whose processes orch can neither place nor end."""
+_HOSTS_OWN = _set(
+    "sh bash dash zsh ksh fish env time nice numactl taskset timeout uv uvx poetry pipenv pdm rye hatch conda mamba"
+    " micromamba make node Rscript julia perl ruby java"
 )
-"""Programs typed before a script that orch cannot replace."""
 _PYTHON = re.compile(r"python(\d+(\.\d+)?t?)?|pypy3?")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _PYTHON_FLAGS = re.compile(r"-[bBdEIOPqsSuvx]+")
@@ -106,13 +109,14 @@ def read_program(words: Sequence[str], *, is_module: bool = False) -> Program:
         raise UsageError(
             f"{key}=... sets a variable, and orch runs no shell", f"orch run --env {key}=... {_tail(rest)}"
         )
-    if name in _SHELLS or name in _PROGRAMS:
-        raise UsageError(f"{name} is a program, and orch starts Python scripts", _type_instead(rest))
-    return Program(first, tuple(rest))
+    if name in _STARTERS:
+        raise UsageError(f"{name} starts processes that orch could not place or end", _type_instead(rest))
+    return Program(first, tuple(rest), is_hosts=name in _HOSTS_OWN)
 
 
-def not_python(name: str, what: str) -> UsageError:
-    return UsageError(f"{name} is {what}, and orch starts Python scripts", _type_instead((name,)))
+def is_bare(name: str) -> bool:
+    """Without a folder and a suffix, like `nvidia-smi`: unless a file has this name, it is a program of the hosts."""
+    return "/" not in name and not PurePath(name).suffix
 
 
 def _module(name: str, arguments: Sequence[str]) -> Program:
@@ -196,10 +200,9 @@ def _type_instead(words: Sequence[str]) -> str:
     for index, word in enumerate(words):
         if word.endswith(".py"):
             return f"orch run {_tail(words[index:])}"
-    shells = [word for word in words if word.endswith((".sh", ".bash"))]
-    if shells:
-        return f"name the Python script that {shells[0]} starts: orch run -- train.py ARGS"
-    return "name the Python script: orch run -- train.py ARGS"
+    if programs := [index for index, word in enumerate(words) if word.endswith((".sh", ".bash"))]:
+        return f"orch run {_tail(words[programs[0] :])}"
+    return "name the script or program: orch run -- train.py ARGS"
 
 
 def _tail(words: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -13,9 +13,9 @@ from orchestrator.errors import UsageError
 from orchestrator.planning.bundle import names_in, pack_folder, trainer_folder
 from orchestrator.planning.job_spec import HostRange, JobSpec
 from orchestrator.planning.launch_plan import LOCAL_RANK, Attempt, CodeFolder
-from orchestrator.planning.launchers import Program, not_python, read_program
+from orchestrator.planning.launchers import Program, is_bare, read_program
 from orchestrator.planning.variables import names_secret, read_variables, shows_secret
-from trainer.shared.config import parse_settings
+from trainer.shared.config import EXPERIMENTS, parse_settings
 from trainer.shared.experiments import SCRIPT
 from trainer.shared.setting_fields import SettingsError
 from trainer.shared.settings import AnySettings, Settings
@@ -44,11 +44,11 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class RunRequest:
-    kind: Literal["experiment", "script", "module"]
+    kind: Literal["experiment", "script", "module", "program"]
     name: str
-    """Experiment, script or module."""
+    """Experiment, script, module or program."""
     command: tuple[str, ...]
-    """Interpreter arguments, without settings; equal on all hosts."""
+    """Interpreter arguments, without settings, or the whole command of a program; equal on all hosts."""
     spec: JobSpec = field(default_factory=JobSpec, repr=False)
     settings: AnySettings | None = None
     """None for a script that neither imports the trainer nor has --set."""
@@ -108,9 +108,14 @@ class ParsedJob:
     blob: bytes
 
 
-def parse_job(spec: JobSpec, kept: Mapping[str, Any] = _NOTHING) -> ParsedJob:
-    """kept: an earlier job's settings, overridden by the spec's. Raises UsageError."""
-    job = _read_program(spec, kept)
+Pack = Callable[..., tuple[CodeFolder, bytes]]
+
+
+def parse_job(spec: JobSpec, kept: Mapping[str, Any] = _NOTHING, pack: Pack = pack_folder) -> ParsedJob:
+    """kept: an earlier job's settings, overridden by the spec's. pack: remembers a folder for many jobs. Raises
+    UsageError.
+    """
+    job = _read_program(spec, kept, pack)
     request = replace(
         job.request, spec=spec, hosts=spec.host_range, attempt=_first_attempt(spec),
         env=read_variables(spec.env, spec.env_files, os.environ),
@@ -118,13 +123,16 @@ def parse_job(spec: JobSpec, kept: Mapping[str, Any] = _NOTHING) -> ParsedJob:
     return replace(job, request=request)
 
 
-def _read_program(spec: JobSpec, kept: Mapping[str, Any]) -> ParsedJob:
+def _read_program(spec: JobSpec, kept: Mapping[str, Any], pack: Pack) -> ParsedJob:
     if spec.exp:
-        return ParsedJob(request_of(spec.exp, spec.settings, kept), *pack_folder(trainer_folder(), prefix="trainer/"))
+        return ParsedJob(request_of(spec.exp, spec.settings, kept), *pack(trainer_folder(), prefix="trainer/"))
     _refuse_secrets(spec.command[1:] if spec.module else spec.command)
     program = read_program(spec.command, is_module=spec.module is not None)
+    if program.is_hosts or (is_bare(program.name) and not program.is_module and not Path(program.name).is_file()):
+        return _hosts_program(program, spec, pack)
     arguments = ((LOCAL_RANK,) if spec.pass_local_rank else ()) + program.arguments
-    return _module(program, arguments, spec) if program.is_module else _script(program, arguments, spec)
+    read = _module if program.is_module else _script
+    return read(program, arguments, spec, pack)
 
 
 def _first_attempt(spec: JobSpec) -> Attempt | None:
@@ -186,10 +194,10 @@ def request_of(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] = _NO
     return RunRequest("experiment", exp, command, settings=settings, chosen=chosen, best_way=best_way)
 
 
-def _module(program: Program, arguments: tuple[str, ...], spec: JobSpec) -> ParsedJob:
+def _module(program: Program, arguments: tuple[str, ...], spec: JobSpec, pack: Pack) -> ParsedJob:
     command = (*program.flags, "-m", program.name, *arguments)
     request = RunRequest("module", program.name, command, batch=spec.batch, notes=program.notes)
-    code, blob = pack_folder(Path(spec.folder or "."), trainer_at="")
+    code, blob = pack(Path(spec.folder or "."), trainer_at="")
     return ParsedJob(_with_settings(request, spec, blob), code, blob)
 
 
@@ -224,38 +232,62 @@ def _parsed(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] = _NOTHI
         raise UsageError(str(error), "`python -m trainer --help` lists every setting") from error
 
 
-def _script(program: Program, arguments: tuple[str, ...], spec: JobSpec) -> ParsedJob:
+def _hosts_program(program: Program, spec: JobSpec, pack: Pack) -> ParsedJob:
+    if program.name in EXPERIMENTS:
+        raise UsageError(f"{program.name} is an experiment, not a program", f"orch run --exp {program.name}")
+    _refuse_local_rank(program.name, spec)
+    words, name = (program.name, *program.arguments), Path(program.name).name
+    notes = () if program.is_hosts else (f"{program.name} is no file here: each host starts its own",)
+    request = RunRequest("program", name, words, batch=spec.batch, notes=notes)
+    code, blob = pack(Path(spec.folder or "."), trainer_at="")
+    return ParsedJob(_with_settings(request, spec, blob), code, blob)
+
+
+def _refuse_local_rank(name: str, spec: JobSpec) -> None:
+    if spec.pass_local_rank:
+        raise UsageError(f"{name} is no Python script", "leave --pass-local-rank out; LOCAL_RANK has the number")
+
+
+def _script(program: Program, arguments: tuple[str, ...], spec: JobSpec, pack: Pack) -> ParsedJob:
     script = Path(program.name)
     if not script.is_file():
         raise UsageError(f"{script}: no such script", "give its path as seen from here")
-    _refuse_other_languages(script)
+    if (before := _program_of(script)) is not None:
+        _refuse_local_rank(str(script), spec)
     root = (Path(spec.folder) if spec.folder else script.parent).resolve()
     if not script.resolve().is_relative_to(root):
         raise UsageError(f"{script} is not inside {root}", "choose a --folder that holds the script")
     inside = script.resolve().relative_to(root).as_posix()
     beside = "".join(f"{part}/" for part in Path(inside).parent.parts)
-    code, blob = pack_folder(root, trainer_at=beside)
+    code, blob = pack(root, trainer_at=beside)
     if inside not in names_in(blob):
         raise UsageError(
             f"{script} itself would stay here: .gitignore or .orchignore leaves it out, or it looks like a secret",
             f"take it out of there, or add a line `!{inside}` to {root / '.orchignore'}",
         )
-    name = f"./{inside}" if inside.startswith("-") else inside  # else Python would take it for an option
-    command = (*program.flags, name, *arguments)
-    request = RunRequest("script", script.name, command, batch=spec.batch, notes=program.notes)
+    if before is None:
+        name = f"./{inside}" if inside.startswith("-") else inside  # else Python would take it for an option
+        request = RunRequest("script", script.name, (*program.flags, name, *arguments), notes=program.notes)
+    else:
+        request = RunRequest("program", script.name, (*before, f"./{inside}", *arguments), notes=program.notes)
+    request = replace(request, batch=spec.batch)
     return ParsedJob(_with_settings(request, spec, blob), code, blob)
 
 
-def _refuse_other_languages(script: Path) -> None:
-    """Python would fail in their first line. Raises UsageError."""
+def _program_of(script: Path) -> tuple[str, ...] | None:
+    """The words that start a file that is not Python, before its name; None for Python. Raises UsageError."""
     with open(script, "rb") as file:
         begins = file.read(256)
     if script.suffix == ".py":
-        return
+        return None
     words = begins[2:].partition(b"\n")[0].decode(errors="replace").split() if begins.startswith(b"#!") else []
-    if words and not any("python" in word or "pypy" in word for word in words):
-        raise not_python(str(script), f"a script for `{' '.join(words)}`")
-    if not words and script.suffix in (".sh", ".bash"):
-        raise not_python(str(script), "a shell script")
-    if b"\0" in begins:
-        raise not_python(str(script), "a compiled program")
+    if any("python" in word or "pypy" in word for word in words):
+        return None
+    is_executable = os.access(script, os.X_OK)
+    if words:
+        return () if is_executable else tuple(words)
+    if script.suffix in (".sh", ".bash"):
+        return (script.suffix[1:],)
+    if b"\0" in begins and not is_executable:
+        raise UsageError(f"{script} is a compiled program that may not be executed", f"chmod +x {script}")
+    return () if b"\0" in begins else None

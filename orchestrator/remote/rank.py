@@ -28,7 +28,7 @@ from .meeting import Meeting
 from .output_writer import OutputWriter
 from .print_times import PrintTimes
 from .processes import adopt_orphans, catches, descendants, die_with_parent, end_all, pulse, signal_name
-from .script_start import PACKAGE, STACKS, WATCH
+from .script_start import ANY, PACKAGE, STACKS, WATCH
 
 PARENT_DIED = signal.SIGUSR1
 FORWARDED = (signal.SIGINT, signal.SIGTERM)
@@ -92,7 +92,12 @@ def _start(
     ours = {"ORCH_METRICS": str(folder / "metrics.jsonl"), "ORCH_CHECKPOINTS": str(job.checkpoints)}
     environment = {**os.environ, **ours}
     measured = environment.pop(WATCH, "") == "on"
-    environment |= watched(job, environment, steps=measured, stacks=job.stacks(ranks[0]))
+    is_program = bool(node.get("is_program"))
+    environment |= watched(
+        job, environment, steps=measured, stacks=job.stacks(ranks[0]), watch=ANY if is_program else ""
+    )
+    if is_program:  # `python` in a shell script is the one that the inventory names
+        environment["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), environment.get("PATH", os.defpath)])
     if node["shares"]:
         environment["ORCH_SHARE"] = str(node["shares"][int(os.environ["LOCAL_RANK"])])
         environment["ORCH_BATCH"] = str(node["settings"]["batch"])
@@ -111,7 +116,7 @@ def _start(
             os._exit(1)
 
     child = subprocess.Popen(
-        [sys.executable, *command],
+        command if is_program else [sys.executable, *command],
         stdin=subprocess.DEVNULL,
         stdout=writers[0].entry,
         stderr=writers[1].entry,
@@ -248,10 +253,10 @@ def _report(job: JobFolder, ranks: list[int], event: dict[str, Any]) -> None:
 
 
 def watched(
-    job: JobFolder, environment: Mapping[str, str], *, steps: bool = True, stacks: Path | None = None
+    job: JobFolder, environment: Mapping[str, str], *, watch: str = "", steps: bool = True, stacks: Path | None = None
 ) -> dict[str, str]:
     """Variables that make Python run `script_start` first, from a folder of its own. For a child of this process. {} if
-    a full disk has no room for the folder.
+    a full disk has no room for the folder. watch: ANY, or "" for a child of this process.
     """
     folder = job.bin / "start"
     try:
@@ -263,7 +268,7 @@ def watched(
     paths = filter(None, (str(folder), environment.get("PYTHONPATH")))
     found = {"PYTHONPATH": os.pathsep.join(paths)}
     if steps:
-        found[WATCH] = str(os.getpid())
+        found[WATCH] = watch or str(os.getpid())
     if stacks:
         found[STACKS] = f"{os.getpid()}:{stacks}"
     return found

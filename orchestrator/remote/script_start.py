@@ -1,7 +1,8 @@
 """Runs before a rank's script, as `sitecustomize`: enables stack dumps on request (`stacks`), and measures steps.
 
 Python imports it from a folder that `rank` puts into PYTHONPATH. It removes that folder for the script and its
-children, then imports the host's own `sitecustomize`. Without torch nothing else is loaded.
+children, then imports the host's own `sitecustomize`. Without torch nothing else is loaded. In a program that is not
+Python itself, any Python that it starts is measured; the folder stays in the environment until torch is imported.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 PACKAGE = "orch_remote"
 WATCH = "ORCH_STEP_METRICS"  # pid of the process that starts the script, so that only its child is measured
+ANY = "any"  # in its place for a program: any Python that imports torch
 STACKS = "ORCH_STACKS"  # that pid and the file for stacks: `4711:/.../rank-0/stacks`
 FIRST_HANDLE = 100  # lowest descriptor for the file, so that the script's own numbers do not change
 
@@ -32,6 +34,7 @@ class OnTorch:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
+        forget()
         found = (finder.find_spec(name, path, target) for finder in sys.meta_path)
         spec = next((spec for spec in found if spec), None)
         loader: Any = spec and spec.loader
@@ -120,20 +123,30 @@ def open_stacks(path: str) -> int:
 # ---- before the script ----------------------------------------------------------------------------------------------
 
 
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
 def leave_no_trace() -> tuple[bool, str]:
     """Whether to measure this process's steps, and the file for its stacks or ""."""
-    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if path != HERE]
+    parent, watch = str(os.getppid()), os.environ.get(WATCH, "")
+    who, _, file = os.environ.get(STACKS, "").partition(":")
+    if watch != ANY:
+        forget()
+    return watch in (ANY, parent), file if who == parent else ""
+
+
+def forget() -> None:
+    """Removes what our variables mean to the children of this process."""
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if here in paths:
-        paths.remove(here)
+    if HERE in paths:
+        paths.remove(HERE)
     if paths:
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     else:
         os.environ.pop("PYTHONPATH", None)
-    sys.path[:] = [path for path in sys.path if path != here]
-    parent = str(os.getppid())
-    who, _, file = os.environ.pop(STACKS, "").partition(":")
-    return os.environ.pop(WATCH, "") == parent, file if who == parent else ""
+    for name in (WATCH, STACKS):
+        os.environ.pop(name, None)
 
 
 if __name__ == "sitecustomize":

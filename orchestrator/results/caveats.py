@@ -51,7 +51,7 @@ def not_finite(job: JobRecord | None) -> Iterable[str]:
 
 def missing(plan: LaunchPlan, events: Events, figures: Figures) -> Iterable[str]:
     """Ranks without metrics or steps."""
-    if plan.kind == "script" and len(events.absent) == plan.world_size:
+    if plan.kind in ("script", "program") and len(events.absent) == plan.world_size:
         yield (
             "No rank has metrics: no step of an optimiser of torch was seen, nor records in the file that ORCH_METRICS "
             "names, so neither speed nor batch is known."

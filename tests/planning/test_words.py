@@ -72,20 +72,23 @@ def test_a_word_like_an_option_of_orch_is_named(line, named, runs):
 
 
 @pytest.mark.parametrize(
-    ("name", "begins", "said"),
+    ("name", "begins", "command"),
     [
-        ("run.sh", "echo hello", "run.sh is a shell script, and orch starts Python scripts"),
-        ("run", "#!/usr/bin/env -S bash -e\n", "run is a script for `/usr/bin/env -S bash -e`"),
-        ("run", "\x7fELF\0\0", "run is a compiled program"),
-        ("run", "#!/usr/bin/env python3\nprint(1)", ""),
-        ("run.py", "#!/usr/bin/env -S uv run --script\n", ""),
+        ("run.sh", "echo hello", ["sh", "./run.sh", "1"]),
+        ("run", "#!/usr/bin/env -S bash -e\n", ["/usr/bin/env", "-S", "bash", "-e", "./run", "1"]),
+        ("run", "\x7fELF\0\0", None),
+        ("run", "#!/usr/bin/env python3\nprint(1)", ["run", "1"]),
+        ("run.py", "#!/usr/bin/env -S uv run --script\n", ["run.py", "1"]),
     ],
 )
-def test_a_script_of_another_language_is_refused_before_any_host_is_asked(name, begins, said, runs, tmp_path):
+def test_a_file_of_another_language_is_started_as_its_first_line_says(name, begins, command, runs, tmp_path):
     (tmp_path / name).write_text(begins)
-    command, err = runs(f"./{name} 1", code=2 if said else 0)
-    assert said in err
-    assert command == ([] if said else [name, "1"])
+    found, err = runs(f"./{name} 1", code=0 if command else 2)
+    assert found == (command or []) and (command or "compiled program that may not be executed" in err)
+    (tmp_path / name).chmod(0o755)
+    found, _ = runs(f"./{name} 1")
+    is_python = command is not None and command[0] == name
+    assert found == (command if is_python or name == "run.sh" else [f"./{name}", "1"])
 
 
 def test_a_home_folder_that_the_shell_here_filled_in_is_named(runs, tmp_path, monkeypatch):
