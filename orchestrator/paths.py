@@ -58,6 +58,10 @@ class Home:
         return self.root / "jobs"
 
     @property
+    def sweeps(self) -> Path:
+        return self.root / "sweeps"
+
+    @property
     def last_number(self) -> Path:
         return self.root / "last-number"
 

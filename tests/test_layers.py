@@ -21,6 +21,7 @@ ORDER = [
     "results",
     "forecast",
     "studies",
+    "sweeps",
     "doctor",
     "views",
     "exports",
@@ -66,6 +67,7 @@ SPEAKS |= {
         "host_tables",
         "following",
         "study_table",
+        "sweep_table",
         "console",
     )
 }

@@ -18,6 +18,7 @@ from orchestrator.cli.plan import plan, profile, study
 from orchestrator.cli.results import collect, compare, pull, report
 from orchestrator.cli.run import run
 from orchestrator.cli.ssh import execute, forward, ssh, ssh_config
+from orchestrator.cli.sweep import sweep
 from orchestrator.cli.ui import ui
 
 
@@ -59,7 +60,7 @@ SECTIONS = {
         forward,
         ssh_config,
     ),
-    "Jobs": (run, jobs, top, ui, logs, why, cancel),
+    "Jobs": (run, sweep, jobs, top, ui, logs, why, cancel),
     "Results": (collect, pull, report, compare),
     "Speed, measured and predicted": (profile, plan, study),
     "Cleaning up": (reap, down),

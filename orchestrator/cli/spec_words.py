@@ -67,7 +67,7 @@ class ScriptCommand(click.Command):
 class RunCommand(ScriptCommand):
     """Options may follow a job file; words after `--` are for its script."""
 
-    fields = None
+    fields: ClassVar[Sequence[str] | None] = None
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         typed = list(args)
@@ -150,15 +150,17 @@ def _option(name: str) -> click.Option:
     return click.Option((spelled(name), name), **more)
 
 
-def spec_of(ctx: click.Context, options: Mapping[str, Any]) -> JobSpec:
-    """options: by click's names. Raises UsageError with all mistakes."""
+def spec_of(ctx: click.Context, options: Mapping[str, Any], file: JobSpec | None = None) -> JobSpec:
+    """options: by click's names. file: the job of a file that the command names, if it was read already. Raises
+    UsageError with all mistakes.
+    """
     from orchestrator.planning.job_spec import LINE, checked, refuse
     from orchestrator.planning.variables import refuse_secret_words
 
     refuse_secret_words(options.get("env", ()))
     values, command = _given(ctx, options), tuple(options["command"])
     if command and is_job_file(command[0]) and not options["is_module"]:
-        spec = _laid_over(Path(command[0]), values, command[1:])
+        spec = _laid_over(Path(command[0]), values, command[1:], file)
         refuse(spec, LINE)
         return spec
     if options["is_module"] and not command:
@@ -176,13 +178,13 @@ def _given(ctx: click.Context, options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name, source in sources.items() if source not in (None, ParameterSource.DEFAULT)}
 
 
-def _laid_over(path: Path, values: Mapping[str, Any], added: Sequence[str]) -> JobSpec:
+def _laid_over(path: Path, values: Mapping[str, Any], added: Sequence[str], file: JobSpec | None) -> JobSpec:
     """The file's job, overridden by options of the line. Raises UsageError."""
     from orchestrator.planning.job_forms import read_job
     from orchestrator.planning.job_spec import LINE, validated
     from orchestrator.planning.variables import read_variables
 
-    file, line = read_job(path), validated(values, LINE)
+    file, line = file or read_job(path), validated(values, LINE)
     if added and not file.command:
         raise UsageError(f"{path} starts no script that could be given {added[0]}", "--set changes its settings")
     replaced = {*line.env, *read_variables({}, line.env_files, os.environ)}

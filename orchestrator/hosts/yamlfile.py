@@ -130,7 +130,7 @@ class _Composer:
     def __init__(self, file: str, text: str, verbatim: Collection[str]) -> None:
         self.file = file
         self.text = text
-        self.verbatim = verbatim
+        self.verbatim = frozenset[str | int](verbatim)
         self.lines: dict[KeyPath, int] = {}
         self.mistakes: dict[Mistake, None] = {}  # an ordered set: a line may repeat a mistake many times
         self.values = 0
@@ -236,7 +236,10 @@ class _Composer:
         if not self._is_text(event):
             return REFUSED
         text: str = event.value
-        as_written = event.style or (path[-2:-1] and path[-2] in self.verbatim and text not in _NULL)
+        above = (
+            path[-3:-1] if path and isinstance(path[-1], int) else path[-2:-1]
+        )  # of an item, also its list's mapping
+        as_written = event.style or (not self.verbatim.isdisjoint(above) and text not in _NULL)
         return text if as_written else resolve_scalar(text)
 
     def _is_text(self, event: yaml.ScalarEvent) -> bool:

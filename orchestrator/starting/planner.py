@@ -84,11 +84,15 @@ class Planner:
 
     def worth(self, cluster: Cluster, request: RunRequest, code: CodeFolder, there: Sequence[str]) -> Worth:
         """By speed if known, else by memory."""
-        worth = None
+        worth = self.speeds(cluster, request, code, there)
+        return worth or by_memory(self._clusters.ready(cluster, there).election.candidates)
+
+    def speeds(self, cluster: Cluster, request: RunRequest, code: CodeFolder, there: Sequence[str]) -> Worth | None:
+        """Samples/s of each host by itself; None if a speed is unknown."""
         with suppress(UsageError, UnlikeError):  # the chosen hosts may not cause this error
             draft, profiles, _ = self._drawn(cluster, request, code, there)
-            worth = by_speed(build_plan(draft), profiles)
-        return worth or by_memory(self._clusters.ready(cluster, there).election.candidates)
+            return by_speed(build_plan(draft), profiles)
+        return None
 
     def _plan_on(
         self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str]

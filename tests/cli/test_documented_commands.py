@@ -28,7 +28,7 @@ nodes:
   - {name: a2000, host: localhost, port: 1001, workdir: WORK/one, bandwidth: 2.5Gbps, paced: {samples_per_s: 333}}
   - {name: v100, host: localhost, port: 1002, workdir: WORK/two, bandwidth: 2.5Gbps, paced: {samples_per_s: 833}}
 """
-ONLY_READ = {"doctor", "profile", "sweep", "setup", "data", "trust", "down", "reap", "use"}
+ONLY_READ = {"doctor", "profile", "study", "sweep", "setup", "data", "trust", "down", "reap", "use"}
 ONLY_READ |= {"forward", "cancel", "pull", "logs", "why", "collect", "report", "compare", "top", "ui"}
 """They measure for long, change hosts, or need a job that has run."""
 

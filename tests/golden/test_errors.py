@@ -84,7 +84,8 @@ jobs --adopt
 top none
 profile --exp nothing
 study nothing
-sweep missing.yaml
+sweep mnist_backends
+sweep train.py
 data push missing
 exec --
 exec --nodes h100 -- ls
