@@ -26,8 +26,8 @@ from orchestrator.controller import Controller, opened
 from orchestrator.errors import HostsError, UsageError
 from orchestrator.hosts.inventory_file import load_inventory
 from orchestrator.hosts.occupied import allow, not_allowed
-from orchestrator.jobs.job_queue import Rival
 from orchestrator.jobs.job_store import JobRecord
+from orchestrator.jobs.queue_place import Rival
 from orchestrator.jobs.running import RunningJob
 from orchestrator.paths import Home, RunFolder
 from orchestrator.planning.job_spec import PYTHON, checked

@@ -194,6 +194,8 @@ class Controller:
         cluster, request, code = asked.cluster, asked.request, asked.job.code
         if request.hosts is None or request.spec.waits:
             shown(plan := self.choice.plan(cluster, request, code, asked.only))
+            if request.spec.waits and request.detached:  # on its hosts
+                return self.launch(plan, asked.job.blob)
             if request.spec.waits:
                 return self.launch_in_turn(plan, asked.job.blob, request.spec.wait_limit_s)
             return self._launch_before_rivals(plan, asked.job.blob)
@@ -218,6 +220,7 @@ class Controller:
         run it. shown: lines already printed for this start.
         """
         from orchestrator.clusters import now_utc
+        from orchestrator.doctor.start import needed_bytes
         from orchestrator.jobs.job_store import JobRecord
         from orchestrator.jobs.launch import launch
 
@@ -241,7 +244,9 @@ class Controller:
             def prepared(answers: Mapping[str, Prepared]) -> None:
                 self.checks.check_prepared(plan, job.hosts, answers, shown)
 
-            launch(plan, job.hosts, blob, undone, prepared, lambda: self.handovers.deliver(plan, handover))
+            waiting = plan.nodes if plan.detached and plan.asked.waits else ()
+            needed = {node.name: needed_bytes(plan, node) for node in waiting}
+            launch(plan, job.hosts, blob, undone, prepared, lambda: self.handovers.deliver(plan, handover), needed)
             start.over()
         return job
 

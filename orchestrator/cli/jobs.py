@@ -77,6 +77,8 @@ def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str |
         waiting = controller.queue.waiting(found.records, cluster)
     queued = {rival.job for rivals in waiting.runs.values() for rival in rivals}
     records = [job for job in found.records if job.state != "cancelled" or job.id not in queued]  # retried
+    if not as_json:  # a job that waits on its hosts is a row of the queue
+        records = [job for job in records if job.state != "queued" or job.id not in queued]
     if as_json:
         from orchestrator.views import documents
 

@@ -45,12 +45,14 @@ class RunMode:
 
 
 @click.command(cls=RunCommand)
-@click.option("--detach", is_flag=True, help="Return as soon as the job runs.")
+@click.option("--detach", is_flag=True, help="Return as soon as its hosts have it: they queue, retry and notify.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and start nothing.")
 @click.option(
     "--notify",
-    metavar="CMD",
-    help="Run this command here when the job has ended; it finds ORCH_JOB, ORCH_STATE, ORCH_EXIT_CODE and ORCH_RUN.",
+    metavar="CMD|URL",
+    envvar="ORCH_NOTIFY",
+    help="When the job has ended, run this command (with --detach on the master, else here), or post to this webhook "
+    "from the master. A command finds ORCH_JOB, ORCH_STATE and ORCH_EXIT_CODE.",
 )
 @click.option(
     "--save",
@@ -86,6 +88,7 @@ def run(
     orch run --nodes v100 train.py --lr 0.1   your own script; ships its folder
     orch run -m mypackage.train --lr 0.1      the same for a module
     orch run --wait train.py                  starts when the GPUs are free
+    orch run --wait --detach train.py         the same, with your laptop closed
     orch run --env HF_TOKEN --env-file .env train.py
     orch run --name wide-net --note "rate of the paper" train.py --lr 0.1
     orch run --notify 'mail -s "$ORCH_JOB $ORCH_STATE" me </dev/null' train.py
@@ -102,13 +105,14 @@ def run(
 def _start(ctx: click.Context, spec: JobSpec, way: RunMode) -> None:
     with open_controller() as controller:
         asked = controller.read(spec)
-        _refuse_detached(way, retries=bool(spec.retries) and not asked.cluster.engine)
+        _refuse_apart(way, spec, on_slurm=bool(asked.cluster.engine))
         if way.save:
             _save(controller, spec, way.save)
             asked = controller.read(spec)  # the file may lie in the folder that is shipped
         request = asked.request
         strays = tuple(went_to_script(ctx, request.name, request.command)) if spec.command else ()
-        request = replace(request, notes=(*strays, *request.notes))
+        notify_there = way.notify if way.detach or is_webhook(way.notify) else None
+        request = replace(request, notes=(*strays, *request.notes), detached=way.detach, notify=notify_there)
         asked = replace(asked, job=replace(asked.job, request=request))
         if asked.cluster.engine:
             return _run_on_slurm(controller, asked, way)
@@ -117,13 +121,18 @@ def _start(ctx: click.Context, spec: JobSpec, way: RunMode) -> None:
         return run_asked(controller, asked, way)
 
 
-def _refuse_detached(way: RunMode, *, retries: bool) -> None:
-    for option in ("--notify",) * bool(way.notify) + ("--retries",) * retries:
-        if way.detach:
-            raise UsageError(
-                f"{option} works only while `orch run` follows the job",
-                "leave --detach out; `nohup orch run ... &` outlives this terminal",
-            )
+def _refuse_apart(way: RunMode, spec: JobSpec, *, on_slurm: bool) -> None:
+    follows, remedy = "works only while `orch run` follows the job", "leave --detach out"
+    if way.detach and on_slurm and way.notify:
+        raise UsageError(f"--notify {follows}", remedy)
+    if way.detach and not on_slurm and spec.rejoin:
+        raise UsageError(f"--rejoin {follows}: a host that was down needs a new start", remedy)
+    if not way.detach and spec.retries and is_webhook(way.notify):
+        raise UsageError("--notify URL reports each attempt's end", "with --detach it reports the end of the last one")
+
+
+def is_webhook(notify: str | None) -> bool:
+    return bool(notify) and str(notify).lower().startswith(("http://", "https://"))
 
 
 def _print_refusal(error: OrchError, findings: Sequence[Finding]) -> None:
@@ -205,7 +214,7 @@ def _follow_to_end(
     """after: waits for the next attempt, if there is one."""
     if not way.detach:
         job = _follow_all(job, after, way)
-        if way.notify:
+        if way.notify and not is_webhook(way.notify):
             notify(way.notify, job.record)
     _finish(job, controller.checks.findings if way.as_json else None, detached=way.detach)
 
@@ -282,6 +291,8 @@ def _finish(job: RunningJob, findings: Sequence[Finding] | None, *, detached: bo
     if findings is not None:
         console.print_json({**documents.job_json(record), "findings": documents.findings_json(findings)})
     if detached:
+        if job.plan.asked.waits:
+            console.say("its hosts start it when its GPUs are free; `orch jobs` shows its place in the queue")
         if findings is None:
             click.echo(job.id)
         return
@@ -291,7 +302,7 @@ def _finish(job: RunningJob, findings: Sequence[Finding] | None, *, detached: bo
     console.say(f"next: orch collect --job {job.id}")
 
 
-# `--notify CMD`: runs the user's shell command on this machine after the job has ended.
+# `--notify CMD` without --detach: runs the user's shell command on this machine after the job has ended.
 #
 # It gets no variables of the job's ranks, which may be secrets. Its failure is only a warning.
 

@@ -57,7 +57,8 @@ class StartChecks:
         refused = []
         for name, found in for_each(on_gpus, see, deadline_s=GPUS_S).items():
             refusal = self._judge(plan, on_gpus[name], found, printed)
-            refused += [refusal] if refusal else []
+            waits = plan.detached and plan.asked.waits and isinstance(refusal, occupied.OccupiedError)  # for its end
+            refused += [refusal] if refusal and not waits else []
         if refused:
             raise RefusedError(refused)
 

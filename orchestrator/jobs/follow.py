@@ -58,6 +58,7 @@ class Follow:
         self._probe = StallProbe(ask) if ask and until_end else None
         self._last_standstill = Standstill()
         self._is_silent, self._has_progress = until_end, False
+        self._waited_for: str | None = None
         self._progress_due_s, self._bars_due_s = 0.0, time.monotonic() + BARS_S
 
     def events(self, items: Iterable[tuple[str, Frame | HostError]]) -> Iterator[Event]:
@@ -101,6 +102,9 @@ class Follow:
         record = self._remember(self.liveness.found(now_s))
         if self._probe:
             self._probe.tell(record)
+        if record.waits_for != self._waited_for and self._until_end and record.waits_for:
+            yield Notice(f"{record.id} waits: {record.waits_for}")
+        self._waited_for = record.waits_for
         if self._until_end and not (self._probe and self._probe.is_at_work):
             yield from self._stall_events(record)
         if record.state not in FINAL_STATES:

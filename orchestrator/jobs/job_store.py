@@ -334,6 +334,10 @@ class FirstFailure(Record):
     """Its log only blames others: ranks that died, or a broken connection."""
     log_line: Words | None = None
     """From the rank's error log."""
+    whose: Literal["hosts", "script", "person"] | None = None
+    """The cause, as its host judges (`remote/attempts.py`); None: unknown."""
+    loses_host: bool = False
+    """Another attempt would leave this host out."""
 
 
 class NotFinite(Record):
@@ -454,6 +458,8 @@ class JobRecord(Record):
     joined: bool | None = None
     """Whether any two ranks met. None: unknown, or a single rank."""
     slurm: SlurmLoan | None = None
+    waits_for: Words | None = None
+    """A queued job: its place, and who is ahead. Between two attempts: when the next begins."""
 
     @property
     def was_queued(self) -> bool:

@@ -42,12 +42,14 @@ def launch(
     undone: Callable[[], None] = lambda: None,
     prepared: Callable[[Mapping[str, Prepared]], None] = lambda answers: None,
     deliver: Callable[[], Mapping[str, list[list[Any]]]] = dict,
+    needed_bytes: Mapping[str, int] | None = None,
 ) -> None:
     """Raises RefusedError with every host's refusal, HostsError if a host was lost during `go`. undone: called before
     an error if every host confirmed that nothing is left. prepared: receives the answers to `prepare`. deliver: copies
-    files of an earlier job to the hosts, and returns their places (`remote/handover.py`).
+    files of an earlier job to the hosts, and returns their places (`remote/handover.py`). needed_bytes: by node, on
+    each of its GPUs, for a job that waits there.
     """
-    start = _Start(plan, hosts, blob)
+    start = _Start(plan, hosts, blob, needed_bytes or {})
     try:
         start.deliver(deliver)
         answers = start.prepare()
@@ -60,8 +62,10 @@ def launch(
 
 
 class _Start:
-    def __init__(self, plan: LaunchPlan, hosts: Mapping[str, ConnectedHost], blob: bytes) -> None:
-        self._plan, self._hosts, self._blob = plan, hosts, blob
+    def __init__(
+        self, plan: LaunchPlan, hosts: Mapping[str, ConnectedHost], blob: bytes, needed_bytes: Mapping[str, int]
+    ) -> None:
+        self._plan, self._hosts, self._blob, self._needed_bytes = plan, hosts, blob, needed_bytes
         self._token = secrets.token_hex(32)
         self._kept = plan.masked().model_dump(mode="json", by_alias=True)
         self._carried: Mapping[str, list[list[Any]]] = {}
@@ -89,7 +93,7 @@ class _Start:
         request = {
             "action": "prepare",
             "workdir": node.workdir,
-            "node": node_request(self._plan, node, self._token),
+            "node": node_request(self._plan, node, self._token, self._needed_bytes.get(name, 0)),
             "plan": self._kept,  # also on every host, for a controller that lost its own copy
             "blob_bytes": len(code),
         }
@@ -141,8 +145,10 @@ def peer_place(node: NodePlan, answer: Mapping[str, Any]) -> list[Any]:
     return [node.address, port, node.interface or "INTERFACE", one_line(answer.get("firewall"), 20)]
 
 
-def node_request(plan: LaunchPlan, node: NodePlan, token: str) -> dict[str, Any]:
-    """The content of node.json. token: hex, a secret of this job's supervisors."""
+def node_request(plan: LaunchPlan, node: NodePlan, token: str, needed_bytes: int = 0) -> dict[str, Any]:
+    """The content of node.json. token: hex, a secret of this job's supervisors. needed_bytes: on each GPU."""
+    asked, attempt = plan.asked, plan.attempt
+    waits, retries = plan.detached and asked.waits, attempt if plan.detached else None
     return {
         "schema": 1,
         "job": plan.job,
@@ -171,7 +177,14 @@ def node_request(plan: LaunchPlan, node: NodePlan, token: str) -> dict[str, Any]
         "grace_s": plan.grace_s,
         "time_limit_s": plan.time_limit_s,
         "prepare": node.prepare,
-        "after": [one.job for one in plan.attempt.earlier] if plan.attempt else [],
+        "after": [one.job for one in attempt.earlier] if attempt else [],
+        "queue": {"priority": asked.priority, "limit_s": asked.wait_limit_s, "needed_bytes": needed_bytes}
+        if waits
+        else None,
+        "retries": {"most": retries.most, "any_cause": retries.any_cause, "wait_s": retries.wait_s}
+        if retries
+        else None,
+        "notify": plan.notify,
     }
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from orchestrator.errors import UsageError
-from orchestrator.jobs.job_store import FirstFailure, JobRecord
+from orchestrator.jobs.job_store import JobRecord
 from orchestrator.jobs.launch import ask_host
 from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.launch_plan import LaunchPlan
@@ -20,26 +20,6 @@ from orchestrator.units import one_line
 from trainer.shared.config import EXPERIMENTS
 
 Whose = Literal["hosts", "script", "person"]
-
-# No script causes these.
-_OF_HOSTS = {"lost", "network", "supervisor", "port"}
-# A removed folder or a time limit.
-_OF_PERSONS = {"folder", "time"}
-# After these the host is left out.
-_LOSES_HOST = {"lost", "network", "supervisor"}
-# Sent by the kernel (out of memory), a shutdown or a person, not by the process itself.
-_FROM_OUTSIDE = {"SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGPWR"}
-# A shell's exit code after SIGKILL.
-_KILLED = 128 + 9
-_GPU_GONE = re.compile(
-    r"fallen off the bus|GPU is lost|ECC error|ECC_UNCORRECTABLE|busy or unavailable|no CUDA-capable device|"
-    r"CUDA_ERROR_(NO_DEVICE|DEVICE_UNAVAILABLE)|device handle for GPU",
-    re.IGNORECASE,
-)
-_WORKER_KILLED = re.compile(r"worker \(pid \S+\) is killed by signal: Killed")
-# A rank waited in vain for another, which usually is busy with something else: the fault of the script.
-_MISSED = re.compile(r"watchdog|collective operation|wait timeout|timed out waiting", re.IGNORECASE)
-_NOT_STARTED = re.compile(r"(rank \d+|torchrun|the `prepare` command) did not start: ")
 
 
 @dataclass(frozen=True)
@@ -60,23 +40,7 @@ def judge(record: JobRecord) -> Judged | None:
     why = f"{failure.node}: {one_line(failure.reason, 200)}"
     if record.state == "lost":  # no host has a record of its end: they went down, or a person removed its files
         return Judged("person" if "its files are gone" in failure.reason else "hosts", why)
-    if failure.kind in _OF_PERSONS:
-        return Judged("person", why)
-    if failure.kind in _OF_HOSTS:
-        return Judged("hosts", why, failure.node if failure.kind in _LOSES_HOST else None)
-    if _GPU_GONE.search(f"{failure.reason} {failure.log_line or ''}"):
-        return Judged("hosts", why, failure.node)
-    return Judged("hosts" if _is_from_outside(failure) else "script", why)
-
-
-def _is_from_outside(failure: FirstFailure) -> bool:
-    line = failure.log_line or ""
-    if failure.secondary:
-        return not _MISSED.search(line)
-    if failure.signal:
-        return failure.signal in _FROM_OUTSIDE
-    killed = failure.exit_code == _KILLED or _WORKER_KILLED.search(line)
-    return bool(killed or _NOT_STARTED.match(failure.reason))
+    return Judged(failure.whose or "script", why, failure.node if failure.loses_host else None)
 
 
 # Resuming from a job's last checkpoint, in a new job.

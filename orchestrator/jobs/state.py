@@ -12,10 +12,12 @@ from pydantic import ValidationError
 
 from orchestrator.errors import HostError
 from orchestrator.jobs.job_store import ENDED, FirstFailure, JobRecord, JobState, NotFinite
+from orchestrator.jobs.queue_place import place_in
 from orchestrator.jobs.stall import joined, stall_of
-from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
+from orchestrator.planning.launch_plan import CodeFolder, Earlier, LaunchPlan
 from orchestrator.slurm.answers import SlurmJob
 from orchestrator.slurm.batch_script import STOP_S
+from orchestrator.units import one_line
 
 PREPARE_S = 120.0
 LATE_S = 30.0
@@ -49,15 +51,41 @@ def combine(
     known = _as_seen(plan, records, known)
     final = _final(plan, records)
     alive = [record for record in records.values() if record.get("alive")]
+    if final:
+        known = known.model_copy(update={"waits_for": None, **_attempts(final, known)})
     if records.get(plan.master) in final:
         return _with_own_cause(_ended(known, records[plan.master], plan.code), records)
     if final and not alive:
         word = min(final, key=lambda record: record["state"] == "succeeded")
         return _with_own_cause(_ended(known, word, plan.code), records)
     if alive:
-        running = any(record.get("state") != "starting" for record in alive)
-        return known.model_copy(update={"state": "running" if running else "starting"})
+        return known.model_copy(update=_of_living(plan, alive, known))
     return _without_a_supervisor(plan, records, known, may_come=not launched and _is_young(known, now))
+
+
+def _of_living(plan: LaunchPlan, alive: Sequence[Mapping[str, Any]], known: JobRecord) -> dict[str, Any]:
+    phases = {str(record.get("phase")) for record in alive}
+    update: dict[str, Any] = {"state": "starting", "waits_for": None, **_attempts(alive, known)}
+    if any(record.get("state") != "starting" for record in alive):
+        update["state"] = "running"
+    elif "queued" in phases:
+        by_node = {str(record.get("node")): record for record in alive if record.get("node") in known.nodes}
+        update |= {"state": "queued", "waits_for": place_in(by_node) or "for its turn"}
+    elif update.get("attempt") and "resting" in phases:
+        update["waits_for"] = f"attempt {update['attempt'].words} follows"
+    return update
+
+
+def _attempts(records: Sequence[Mapping[str, Any]], known: JobRecord) -> dict[str, Any]:
+    """The attempts of a job that its supervisors retry themselves."""
+    found: list[Earlier] = []
+    for record in records:
+        with contextlib.suppress(KeyError, TypeError):
+            whys = [Earlier(job=known.id, why=one_line(one["why"], 300)) for one in record["earlier"]]
+            found = max(found, whys, key=len)
+    if not found or known.attempt is None:
+        return {}
+    return {"attempt": known.attempt.model_copy(update={"number": len(found) + 1, "earlier": tuple(found)})}
 
 
 def _as_seen(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any]], known: JobRecord) -> JobRecord:

@@ -49,6 +49,8 @@ def build_plan(draft: Draft) -> LaunchPlan:
         time_limit_s=request.spec.time_limit_s,
         measures_steps=not request.spec.no_metrics,
         attempt=request.attempt,
+        detached=request.detached,
+        notify=request.notify,
         resumes=request.resumes,
         keep=tuple(request.spec.keep),
         backend=draft.carrier.backend,
@@ -200,16 +202,21 @@ def _notes(draft: Draft) -> tuple[str, ...]:
         *_paced(nodes),
         *_too_few_samples(draft),
         *draft.carrier.notes,
-        *_retried(request),
+        *_retried(request, len(nodes)),
         *draft.notes,
     )
 
 
-def _retried(request: RunRequest) -> tuple[str, ...]:
-    keeps = request.training and request.training.checkpoint_every
-    if request.attempt is None or request.kind != "experiment" or keeps:
+def _retried(request: RunRequest, hosts: int) -> tuple[str, ...]:
+    if request.attempt is None:
         return ()
-    return ("retried without checkpoints: each attempt begins at step 0; set checkpoint_every, like 500",)
+    keeps = request.training and request.training.checkpoint_every
+    notes = []
+    if request.kind == "experiment" and not keeps:
+        notes.append("retried without checkpoints: each attempt begins at step 0; set checkpoint_every, like 500")
+    if request.detached and hosts > 1:
+        notes.append("retried without a controller: each attempt needs all these hosts, and ends if one stays away")
+    return tuple(notes)
 
 
 def _public(nodes: Iterable[PlannedNode]) -> tuple[str, ...]:

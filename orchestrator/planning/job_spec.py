@@ -229,6 +229,9 @@ class JobSpec(Written):
     share: bool = option(False, "Use GPUs even if another job or other people are on them.", on_page=True)
     wait: bool = option(False, "Queue for GPUs in use, and start when they are free.")
     wait_limit_s: Seconds | None = option(None, "Wait no longer than this: 30m, 12h. Means --wait.")
+    priority: Literal["low", "normal", "high"] = option(
+        "normal", "With --wait: high goes ahead of all queued jobs that are normal or low. No running job is ended."
+    )
     grace_s: Seconds = option(
         3.0,
         "How long ranks have after the first signal (SIGTERM if the script handles it, else SIGINT) before SIGTERM, "
@@ -419,6 +422,8 @@ def _between(spec: JobSpec, given: Collection[str]) -> Iterator[SpecMistake]:
     for name in _OF_RETRIES:
         if name in given and "retries" not in given:
             yield SpecMistake(name, f"{{{name}}} belongs to {{retries}}", "{retries:2}")
+    if "priority" in given and not spec.waits and not {"wait", "wait_limit_s"} & {*given}:
+        yield SpecMistake("priority", "{priority} belongs to {wait}: it is about the order in the queue", "add {wait}")
     asked = {*given, *(["wait"] if spec.waits else [])}
     for one, other, why in _APART:
         if one in asked and other in asked:

@@ -254,6 +254,10 @@ class LaunchPlan(Record):
     """None: exactly the named hosts."""
     attempt: Attempt | None = None
     """None: no retries."""
+    detached: bool = False
+    """Its hosts queue, retry and notify by themselves; no controller follows."""
+    notify: str | None = Field(None, repr=False)
+    """A command on the master, or the address of a webhook; it may contain a secret."""
     resumes: str | None = None
     """A script that resumes by itself starts with this job's files."""
     keep: tuple[str, ...] = ()
@@ -320,7 +324,8 @@ class LaunchPlan(Record):
 
     def masked(self) -> LaunchPlan:
         """Without possible secrets: the only form that is printed or stored."""
-        return self.model_copy(update={"nodes": tuple(node.masked() for node in self.nodes)})
+        nodes = tuple(node.masked() for node in self.nodes)
+        return self.model_copy(update={"nodes": nodes, "notify": mask(self.notify)})
 
 
 def _filled(word: str, known: Mapping[str, object]) -> str:

@@ -63,6 +63,9 @@ class RunRequest:
     resumes: str | None = None
     """A script that resumes by itself starts with this job's files."""
     attempt: Attempt | None = None
+    detached: bool = False
+    """The hosts queue, retry and notify by themselves."""
+    notify: str | None = field(default=None, repr=False)
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     """For this job only; overrides the inventory."""
     starter: Starter | None = None

@@ -23,6 +23,10 @@ def agent_state(job: JobFolder) -> dict[str, Any]:
     if agent.get("quiet_since"):
         quiet_s = (agent.get("ended") or time.time()) - agent["quiet_since"]
         agent["quiet_s"] = 60 * round(max(quiet_s, 60) // 60)  # whole minutes: a follower gets one change a minute
+    if queue := agent.get("queue"):
+        for row in (*queue.get("ahead", ()), *queue.get("held", ())):
+            if row["since_s"] is not None:  # as of now, in steps: a follower gets every change
+                row["since_s"] = 10.0 * round((row["since_s"] + max(0.0, time.time() - queue["at"])) / 10)
     agent["alive"] = lives(agent)
     if not agent["alive"] and agent.get("state") not in FINAL_STATES:
         agent |= job.read_agent()  # it may have written its final record in between

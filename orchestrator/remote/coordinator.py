@@ -1,26 +1,36 @@
 """The master host's side of a job: collects all hosts' statuses, decides (`verdict`) and sends one order to all.
 
-coordinator = Coordinator(node, state, peers, takes_part, obey)
-port = await coordinator.listen()
-coordinator.open()                  # after `go`
+coordinator = Coordinator(node, token, state, peers, takes_part, obey, earlier)
+port = await coordinator.listen(None)
+coordinator.open(JOIN_S)            # after `go`
+coordinator.meet()                  # after the job's turn in the queue
 coordinator.decide()                # after every change
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from . import membership, verdict
+from . import attempts, membership, verdict
 from .host_state import HostState
 from .link import Link, Listener, asyncio, greet_member
-from .membership import LEASE_S, Peers
-from .messages import Failure, Order, Status, failure
+from .membership import LEASE_S, QUIET_S, Peers
+from .messages import Earlier, Failure, Order, Status, failure
 from .ports import Rendezvous
 from .programs import KILL_S, until
+from .turn import Turn
 
 JOIN_S = 30.0
 REPORT_S = 2.0  # how long to wait, after a connection broke, for the host's own report of the reason
+TURN_S = 1.0
+"""Between two decisions on a queued job: statuses become too old without any event."""
+
+
+def ladder_s(node: dict[str, Any]) -> float:
+    """The longest time from a stop to the end of all ranks."""
+    return float(REPORT_S + 2 * node["grace_s"] + 2 * KILL_S)
 
 
 class Coordinator:
@@ -29,27 +39,36 @@ class Coordinator:
     def __init__(
         self,
         node: dict[str, Any],
+        token: bytes,
         state: HostState,
         peers: Peers,
         takes_part: Callable[[], bool],
         obey: Callable[[Order], None],
+        earlier: Sequence[Earlier] = (),
     ) -> None:
         self.order: Order = {"do": "wait"}
         self.rendezvous = Rendezvous(node["address"], node["rendezvous_port"])
         self._node, self._state, self._peers = node, state, peers
         self._takes_part, self._obey = takes_part, obey
         members = {name for name in node["members"] if name != node["name"]}
-        self._hub = Hub(members, bytes.fromhex(node["token"]), lambda: self.order, self.decide)
+        self._hub = Hub(members, token, lambda: self.order, self.decide)
         self._arrivals: dict[tuple[str, str, int | None], int] = {}
+        self._earlier = earlier
+        self._turn = Turn() if node.get("queue") else None
+        self._turn_until_s: float | None = None
 
-    async def listen(self) -> int:
-        return await self._hub.listen(self._node["address"])
+    async def listen(self, door: socket.socket | None) -> int:
+        """door: a listening socket to use."""
+        return await self._hub.listen(self._node["address"], door)
 
-    def open(self) -> None:
+    def open(self, join_s: float) -> None:
+        """join_s: for all hosts to reach this one."""
         if self._peers.places:
-            self._hub.expect(JOIN_S, self._peers.remedy(self._node["name"]))
+            self._hub.expect(join_s, self._peers.remedy(self._node["name"]))
+
+    def meet(self) -> None:
         if port := self._claim_port():
-            self.order = {"do": "wait", "rendezvous_port": port}
+            self.order = {**self.order, "do": "wait", "rendezvous_port": port}
             self._hub.announce()
             if self._peers.places:
                 self._peers.open_rendezvous(self.rendezvous.listen())
@@ -70,8 +89,10 @@ class Coordinator:
         if self.order["do"] == "finish" or not self._takes_part():
             return
         order = self._verdict(self._statuses(), settled)
-        if order["do"] == "wait" and "rendezvous_port" in self.order:
-            order["rendezvous_port"] = self.order["rendezvous_port"]
+        if order["do"] == "wait":
+            order = self._order_to_wait()
+        if order["do"] == "finish" and order["state"] == "failed" and self._is_retried(order.get("first_failure")):
+            order["is_retried"] = True
         if order["do"] == "start":
             port = self._port_of()
             if port is None:
@@ -83,6 +104,40 @@ class Coordinator:
             self.order = order
             self._hub.announce()
             self._obey(order)
+
+    def _order_to_wait(self) -> Order:
+        if self._turn and self._state.phase == "queued":
+            self._refuse_late()
+            own, now_s = self._node["name"], asyncio.get_running_loop().time()
+            statuses = {node: self._hub.fresh(node) for node in self._node["members"]}
+            if order := self._turn.order({**statuses, own: self._state.status()}, now_s):
+                return order
+            claim, self._turn = self._turn.claim, None
+            return {"do": "wait", "turn": claim}
+        kept: Order = {"do": "wait"}
+        if "turn" in self.order:
+            kept["turn"] = self.order["turn"]
+        if "rendezvous_port" in self.order:
+            kept["rendezvous_port"] = self.order["rendezvous_port"]
+        return kept
+
+    def _refuse_late(self) -> None:
+        limit_s = self._node["queue"]["limit_s"]
+        if limit_s and self._turn_until_s is None:
+            self._turn_until_s = asyncio.get_running_loop().time() + limit_s
+        elif limit_s and self._turn_until_s and asyncio.get_running_loop().time() > self._turn_until_s:
+            self._turn_until_s = None
+            late = failure("time", self._node["name"], f"it was still queued after {limit_s:g} s")
+            asyncio.get_running_loop().call_soon(self._state.fail, late)
+
+    async def watch_turn(self) -> None:
+        while self._turn and self.order["do"] in ("wait", "queue"):
+            self.decide()
+            await asyncio.sleep(TURN_S)
+
+    def _is_retried(self, cause: Failure | None) -> bool:
+        goes_on = attempts.goes_on(self._node, self._earlier, cause)
+        return goes_on and not any(status.get("is_last") for status in self._statuses().values())
 
     def _statuses(self) -> dict[str, Status]:
         statuses = {name: self._hub.statuses.get(name, Status()) for name in self._node["members"]}
@@ -128,7 +183,7 @@ class Coordinator:
 
     @property
     def _ladder_s(self) -> float:
-        return float(REPORT_S + 2 * self._node["grace_s"] + 2 * KILL_S)
+        return ladder_s(self._node)
 
 
 # Each message carries the sender's whole present state and is sent on every change and every BEAT_S (`membership`), so
@@ -158,8 +213,8 @@ class Hub:
         self._place = ""
         self._beats: asyncio.Task[None] | None = None
 
-    async def listen(self, address: str) -> int:
-        port = await self._listener.open(address)
+    async def listen(self, address: str, door: socket.socket | None = None) -> int:
+        port = self._listener.open_at(door.dup()) if door else await self._listener.open(address)
         self._place = f"{address} port {port}"
         self._beats = asyncio.create_task(self._beat())
         return port
@@ -172,6 +227,15 @@ class Hub:
     def announce(self) -> None:
         for link in self._links.values():
             link.send(self._order())
+
+    def fresh(self, node: str) -> Status | None:
+        """Its status, unless that is old."""
+        now_s = asyncio.get_running_loop().time()
+        return self.statuses.get(node) if now_s - self._received_at.get(node, -QUIET_S) < QUIET_S else None
+
+    @property
+    def _lease_s(self) -> float:
+        return membership.lease_s(self._order())
 
     @property
     def connected(self) -> int:
@@ -213,16 +277,15 @@ class Hub:
         link.send(self._order())
         try:
             while True:
-                status = cast(Status, await link.receive(membership.LEASE_S))
+                status = cast(Status, await link.receive(self._lease_s))
                 self._received(node, status)
         except (OSError, ValueError, asyncio.TimeoutError) as error:
             self._broken(node, link, silent=isinstance(error, asyncio.TimeoutError))
 
     def _received(self, node: str, status: Status) -> None:
         self._received_at[node] = asyncio.get_running_loop().time()
-        self._set_deadline(
-            node, membership.LEASE_S, f"no word for {membership.LEASE_S:.0f} s: host down, frozen or cut off"
-        )
+        lease_s = self._lease_s
+        self._set_deadline(node, lease_s, f"no word for {lease_s:.0f} s: host down, frozen or cut off")
         if self.statuses.get(node) != status:
             self.statuses[node] = status
             self._changed()

@@ -39,36 +39,36 @@ class Holder(NamedTuple):
     pid: int = 0
 
 
-def claim(uuid: str, job: str, *, share: bool) -> None:
-    """Held until this process and its forks end. Raises Refused if another job has the GPU.
+def claim(uuid: str, job: str, *, share: bool) -> int | None:
+    """Held until the returned descriptor is closed here and in all forks. Raises Refused if another job has the GPU.
 
     share: use the GPU together with its holder.
     """
     if not _UUID.fullmatch(uuid):
-        return
+        return None
     until = time.monotonic() + _LISTENS_S
-    while not (taken := _bind(uuid)) and not share and not (holder := holder_of(uuid)):
+    while (taken := _bind(uuid)) is None and not share and not (holder := holder_of(uuid)):
         if time.monotonic() > until:  # a bound name without a listener is no claim
-            return
+            return None
         time.sleep(_PAUSE_S)
-    if taken or share:
-        return
+    if taken is not None or share:
+        return taken or None
     assert holder
     if holder.job != job:  # two nodes of one job may share a machine
         whose = f"{holder.user}'s " if holder.user else "another "
         raise Refused(f"GPU {uuid} is in use by {whose}job {holder.job}".rstrip(), REMEDY)
+    return None
 
 
-def _bind(uuid: str) -> bool:
-    # True if the name is ours, or if the system has no such names; then the job runs without a claim.
+def _bind(uuid: str) -> int | None:
+    # None if the name is taken; 0 if the system has no such names: then the job runs without a claim.
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as claimed:
         try:
             claimed.bind(_name(uuid))
             claimed.listen(_ASKING)
-            claimed.detach()
+            return claimed.detach()
         except OSError as error:
-            return error.errno != errno.EADDRINUSE
-    return True
+            return None if error.errno == errno.EADDRINUSE else 0
 
 
 def holder_of(uuid: str) -> Holder | None:

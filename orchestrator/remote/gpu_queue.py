@@ -5,14 +5,14 @@
     tickets, silent = all_tickets()
     ahead("mnist-1", ("GPU-1",), tickets)                                # earlier jobs that wait for one of these GPUs
 
-First come, first served: a job's tickets have one number, larger than any ticket's for its GPUs; equal numbers go by
-job id. This order is the same on all hosts, so no two jobs wait for each other. A ticket reserves its GPUs, free ones
-too; jobs that need other GPUs pass.
+First come, first served within a priority: a job's tickets have one number, larger than any ticket's of its priority
+for its GPUs (`number_after`); lower numbers go first, equal numbers by job id. This order is the same on all hosts, so
+no two jobs wait for each other. A ticket reserves its GPUs, free ones too; jobs that need other GPUs pass.
 
-A ticket is an abstract Unix socket like a claim (`gpu_claim`). Its holder process ends if the ticket is not renewed for
-LEASE_S. Only the same login and $ORCH_HOME can renew or cancel it. Since any login can bind and connect to such names,
-holders are asked in parallel within ANSWER_S, each login is limited in number, and answers about our own tickets count
-only from our own login.
+A ticket is an abstract Unix socket like a claim (`gpu_claim`). Its holder is the supervisor of a job that waits without
+a controller (`turn`), else a process that ends if the ticket is not renewed for LEASE_S. Only the same login and
+$ORCH_HOME can renew or cancel it. Since any login can bind and connect to such names, holders are asked in parallel
+within ANSWER_S, each login is limited in number, and answers about our own tickets count only from our own login.
 
 As a program it serves a waiting controller. Request: {"action", "workdir", "node", "job", "owner", "gpus"}; actions:
 
@@ -54,6 +54,7 @@ from .processes import age_s, identify
 LEASE_S = 60.0
 MOST_LEASE_S = 600.0
 MOST_NUMBER = (1 << 53) - 1  # as in jobs/job_queue.py
+FIRST = {"high": 1, "normal": 1 << 51, "low": 1 << 52}  # first number of each priority
 MOST, AT_ONCE = 256, 64  # most tickets of one login that are read, and asked at a time
 REQUEST_BYTES, ANSWER_BYTES = 1 << 12, 1 << 14
 ANSWER_S = 2.0  # for all holders' answers together, and for a request to arrive at its holder
@@ -86,6 +87,13 @@ def _order(ticket: Ticket) -> tuple[int, str]:
     return ticket.number, ticket.job
 
 
+def number_after(numbers: Iterable[int], priority: str) -> int:
+    """Any login may take the largest number of a priority: later tickets share it, in the order of their jobs."""
+    first = FIRST[priority]
+    last = min((start for start in FIRST.values() if start > first), default=MOST_NUMBER + 1) - 1
+    return min(last, max(first, 1 + max((number for number in numbers if number <= last), default=0)))
+
+
 def refuse_before_turn(job: str, gpus: Sequence[str]) -> None:
     if not gpus:
         return
@@ -109,9 +117,14 @@ def take(ticket: Ticket, node: str, owner: str) -> None:
         return
     try:
         _detach()
-        _Holder(listener, ticket, owner).serve()
+        TicketHolder(listener, ticket, owner).serve()
     finally:
         os._exit(0)
+
+
+def hold(ticket: Ticket, node: str, owner: str) -> TicketHolder:
+    """Raises Refused if the ticket exists."""
+    return TicketHolder(_listener(ticket.job, node, owner), ticket, owner)
 
 
 def _listener(job: str, node: str, owner: str) -> socket.socket:
@@ -156,24 +169,38 @@ class _Client(NamedTuple):
     until: float
 
 
-class _Holder:
+class TicketHolder:
+    """`serve` until the ticket's lease is over; or `turn` whenever `fileno` can be read, and every second."""
+
     def __init__(self, listener: socket.socket, ticket: Ticket, owner: str) -> None:
-        self._listener, self._ticket, self._owner = listener, ticket, owner
+        self.ticket = ticket
+        self._listener, self._owner = listener, owner
         self._taken = time.monotonic()
         self._until = self._taken + LEASE_S
         self._cancelled = self._left = False
+        self._ready = selectors.EpollSelector()
+        self._listener.setblocking(False)
+        self._ready.register(self._listener, selectors.EVENT_READ)
+
+    def fileno(self) -> int:
+        return self._ready.fileno()
 
     def serve(self) -> None:
-        self._listener.setblocking(False)
-        with selectors.DefaultSelector() as ready:
-            ready.register(self._listener, selectors.EVENT_READ)
-            while time.monotonic() < self._until and not self._left:
-                for key, _ in ready.select(_TICK_S):
-                    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-                        self._accept(ready) if key.fileobj is self._listener else self._answer(ready, key)
-                for key in [*ready.get_map().values()]:
-                    if key.data and key.data.until < time.monotonic():
-                        _hang_up(ready, key)
+        while time.monotonic() < self._until and not self._left:
+            self.turn(_TICK_S)
+
+    def turn(self, wait_s: float = 0.0) -> None:
+        for key, _ in self._ready.select(wait_s):
+            with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+                self._accept(self._ready) if key.fileobj is self._listener else self._answer(self._ready, key)
+        for key in [*self._ready.get_map().values()]:
+            if key.data and key.data.until < time.monotonic():
+                _hang_up(self._ready, key)
+
+    def close(self) -> None:
+        for key in [*self._ready.get_map().values()]:
+            _hang_up(self._ready, key)
+        self._ready.close()
 
     def _accept(self, ready: selectors.BaseSelector) -> None:
         client, _ = self._listener.accept()
@@ -192,7 +219,7 @@ class _Holder:
             accepted = key.data.uid == os.getuid() and request.get("owner") == self._owner
             if accepted:
                 self._obey(request)
-            shown = self._ticket._replace(since_s=time.monotonic() - self._taken)._asdict()
+            shown = self.ticket._replace(since_s=time.monotonic() - self._taken)._asdict()
             client.sendall(json.dumps({**shown, "cancelled": self._cancelled, "accepted": accepted}).encode())
         finally:
             _hang_up(ready, key)
@@ -367,15 +394,18 @@ def act(request: dict[str, Any]) -> dict[str, Any]:
         cancelled = answer["cancelled"]
     if action in ("leave", "cancel"):
         return {"cancelled": cancelled}
-    gpus = request["gpus"]
+    return {**look(WorkFolder(request["workdir"]), job, request["gpus"]), "cancelled": cancelled}
+
+
+def look(work: WorkFolder, job: str, gpus: Sequence[str]) -> dict[str, Any]:
+    """The queue for these GPUs, as in the answer."""
     everyone, silent = all_tickets()
     queue = [ticket for ticket in everyone if not set(gpus).isdisjoint(ticket.gpus)]
     return {
         "tickets": [ticket._asdict() for ticket in queue],
         "ahead": [ticket._asdict() for ticket in ahead(job, gpus, queue)],
-        "held": held(WorkFolder(request["workdir"]), job, gpus),
+        "held": held(work, job, gpus),
         "silent": silent,
-        "cancelled": cancelled,
     }
 
 
@@ -387,7 +417,7 @@ def take_turn(request: dict[str, Any]) -> None:
         take(Ticket(job, number, request["gpus"]), node, owner)
 
 
-def held(work: WorkFolder, job: str, gpus: list[str]) -> list[dict[str, Any]]:
+def held(work: WorkFolder, job: str, gpus: Sequence[str]) -> list[dict[str, Any]]:
     found = []
     for gpu in gpus:
         holder = holder_of(gpu) or _of_this_folder(work, gpu)

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from .layout import JobFolder, fitted
 from .link import MAX_LINE
-from .messages import AgentRecord, Failure, Phase, RankRecord, Status, failure
+from .messages import AgentRecord, Failure, Phase, RankRecord, Status, TurnReport, failure
 from .stillness import QUIET_S, Stillness
 
 MOST_REPORTED = 8  # most failures that a host reports and keeps
@@ -30,7 +30,8 @@ class HostState:
         self, job: JobFolder, node: dict[str, Any], cut: Mapping[str, str], changed: Callable[[], None]
     ) -> None:
         self.phase: Phase = "joining"
-        self.cancelled = self.is_stopping = False
+        self.cancelled = self.is_stopping = self.is_last = False
+        self.turn: TurnReport | None = None
         self.failures: list[Failure] = []
         self.leftovers: list[str] = []
         self.ranks = Ranks(job, node["rank_numbers"])
@@ -65,6 +66,10 @@ class HostState:
         }
         if dropped := self.ranks.dropped():
             status["dropped"] = dropped
+        if self.turn and self.phase == "queued":
+            status["turn"] = self.turn
+        if self.is_last:
+            status["is_last"] = True
         return cast(Status, fitted(status, MAX_LINE // 2))
 
     def record(self) -> AgentRecord:

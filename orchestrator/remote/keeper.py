@@ -4,6 +4,10 @@
 
 As a subreaper it inherits the processes of a killed supervisor, ends them and records why. The answer is one JSON
 object: {"pid", "hub_port", "peer_port"}, or {"error", "remedy"}.
+
+A job that waits for its GPUs (`turn`) claims them later: its supervisor asks for that, a word per message (`Claims`).
+After a failed attempt of a job that its supervisors retry (`attempts`), it starts the next supervisor. At the end it
+sends the notification (`notify`).
 """
 
 from __future__ import annotations
@@ -13,17 +17,20 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import sys
 import time
+import traceback
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
+from . import attempts
 from .answer import Refused, refusal
 from .cgroups import out_of_memory_kills
 from .gpu_claim import REMEDY, claim
 from .gpu_queue import refuse_before_turn
-from .layout import JobFolder, WorkFolder, write_final_record
-from .link import asyncio
+from .layout import JobFolder, WorkFolder, write_final_record, write_record
+from .link import asyncio, listen_at
 from .logs import log_tail, telling_line
 from .messages import Failure, failure
 from .processes import (
@@ -35,7 +42,10 @@ from .processes import (
     signal_name,
 )
 from .programs import KILL_S, OUT_OF_MEMORY, how_it_ended
-from .supervisor import Supervisor
+from .supervisor import Doors, Supervisor
+from .turn import Claims
+
+WORD_BYTES = 64
 
 
 def main() -> None:
@@ -43,64 +53,195 @@ def main() -> None:
     try:
         node = json.loads(job.node.read_text())
         adopt_orphans()
-        if not node["share_gpus"]:
-            refuse_before_turn(job.id, node["gpu_uuids"])
-        claim_gpus(WorkFolder(node["workdir"]), job.id, node["gpu_uuids"], node["share_gpus"])
-        child = os.fork()
+        keeper = Keeper(job, node)
+        keeper.start(answer)
     except (OSError, Refused) as error:
         os.write(answer, json.dumps(refusal(error)).encode())
         return
-    if child:
-        os.close(answer)
-        keep(job, node, child)
-        return
-    die_with_parent(signal.SIGTERM)
-    adopt_orphans()
-    asyncio.run(Supervisor(job, node).run(answer))
+    os.close(answer)
+    keeper.keep()
 
 
-def claim_gpus(work: WorkFolder, job: str, uuids: list[str], share: bool) -> None:
-    """Claims every GPU until keeper and supervisor end: by a lock in the work folder, which can be shared, and on the
-    machine, against other work folders. Raises Refused if another job has one.
+class Keeper:
+    def __init__(self, job: JobFolder, node: dict[str, Any]) -> None:
+        """Raises OSError; Refused if another job has a GPU, or waits for it."""
+        self._job, self._node = job, node
+        self._claims: list[int] = []
+        self._supervisor, self._line = 0, socket.socket()
+        self._is_asked_to_end = False
+        self._doors = Doors()
+        if not node.get("queue"):
+            if not node["share_gpus"]:
+                refuse_before_turn(job.id, node["gpu_uuids"])
+            self._claims = self._claimed()
+        if node.get("retries"):  # all supervisors listen at the same ports, and read the same requests
+            several = len(node["members"]) > 1
+            hub = listen_at(node["address"]) if several and node["is_master"] else None
+            self._doors = Doors(hub, listen_at(node["address"]) if several else None)
+            os.open(job.control, os.O_RDWR | os.O_NONBLOCK)
+
+    def start(self, answer: int | None) -> None:
+        """Starts a supervisor. answer: for the first."""
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        keeper = os.getpid()
+        self._supervisor = os.fork()
+        if self._supervisor == 0:
+            self._line.close()
+            self._supervise(theirs, answer, keeper)
+        theirs.close()
+        if self._is_asked_to_end:
+            os.kill(self._supervisor, signal.SIGTERM)
+
+    def _supervise(self, line: socket.socket, answer: int | None, keeper: int) -> NoReturn:
+        # In the new process.
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            die_with_parent(signal.SIGTERM)
+            if os.getppid() != keeper:
+                os._exit(1)
+            adopt_orphans()
+            again = asyncio.run(Supervisor(self._job, self._node, Claims(line), self._doors).run(answer))
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)
+        sys.stderr.flush()
+        os._exit(attempts.AGAIN if again else 0)  # taking the interpreter down takes a tenth of our time
+
+    # ---- claims -----------------------------------------------------------------------------------------------
+
+    def _claimed(self) -> list[int]:
+        work = WorkFolder(self._node["workdir"])
+        return claim_gpus(work, self._job.id, self._node["gpu_uuids"], self._node["share_gpus"])
+
+    def _release(self) -> None:
+        for handle in self._claims:
+            with contextlib.suppress(OSError):  # a socket has no content to remove
+                os.ftruncate(handle, 0)
+            os.close(handle)
+        self._claims = []
+
+    def _serve(self) -> None:
+        """Until the supervisor ends."""
+        while word := self._received():
+            answer: dict[str, str] = {}
+            if word == "release":
+                self._release()
+            elif not self._claims:
+                try:
+                    self._claims = self._claimed()
+                except (OSError, Refused) as error:
+                    answer = refusal(error)
+            with contextlib.suppress(OSError):
+                socket.send_fds(self._line, [json.dumps(answer).encode()], self._claims if word == "take" else [])
+
+    def _received(self) -> str:
+        try:
+            return self._line.recv(WORD_BYTES).decode(errors="replace")
+        except OSError:
+            return ""
+
+    # ---- its life ---------------------------------------------------------------------------------------------
+
+    def keep(self) -> None:
+        for signum in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_IGN)
+        # From a Slurm job that has to end, or an administrator: the supervisor ends the ranks and writes the final
+        # record.
+        signal.signal(signal.SIGTERM, self._end)
+        memory_kills = out_of_memory_kills()
+        while self._is_tried_again(self._ended(), memory_kills):
+            if self._node.get("queue"):
+                self._release()
+            self.start(None)
+        if self._node.get("notify") and self._node["is_master"]:
+            self._notify()
+
+    def _end(self, signum: int, frame: object) -> None:
+        self._is_asked_to_end = True
+        if self._supervisor:
+            os.kill(self._supervisor, signal.SIGTERM)
+
+    def _ended(self) -> int:
+        """The supervisor's status, of wait(2)."""
+        self._serve()
+        pid, status = os.wait()
+        while pid != self._supervisor:
+            pid, status = os.wait()
+        self._supervisor = 0
+        self._line.close()
+        return status
+
+    def _is_tried_again(self, status: int, memory_kills: int) -> bool:
+        """Ends all that is left. Writes the final record if the supervisor has not, or prepares the next attempt."""
+        if not self._node.get("retries"):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        job, leftovers = self._job, kill_all(self._job, time.monotonic() + KILL_S)
+        with contextlib.suppress(OSError):  # a full or failing disk: the ranks are ended all the same
+            if not job.root.is_dir() or job.is_final():
+                return False
+            record: dict[str, Any] = {**job.read_agent(), "leftovers": leftovers}
+            earlier = record.get("earlier", [])
+            can_go_on = not leftovers and "go" in record and not self._is_asked_to_end
+            if can_go_on and os.waitstatus_to_exitcode(status) == attempts.AGAIN:
+                attempts.put_aside(job, len(earlier))
+                return True
+            cause = cause_of(job, self._node, record, status, memory_kills)
+            if can_go_on and attempts.goes_on(self._node, earlier, cause):
+                attempts.put_aside(job, len(earlier) + 1)
+                again = {"state": "starting", "phase": "resting", "earlier": attempts.with_failed(earlier, cause)}
+                write_record(job, {**record, **again})
+                return True
+            final = {"state": "failed", "ended": time.time(), "first_failure": attempts.judged(cause)}
+            write_final_record(job, {**record, **final})
+        return False
+
+    def _notify(self) -> None:
+        from .notify import notify  # brings a web client
+
+        self._release()  # the next job need not wait for it
+        with contextlib.suppress(OSError):
+            record = self._job.read_agent()
+            if self._job.root.is_dir() and "go" in record and self._job.is_final():
+                how = notify(self._job, self._node, record)
+                sys.stderr.write(f"--notify: {how}\n")
+                if self._job.root.is_dir():
+                    write_record(self._job, {**self._job.read_agent(), "notified": how})
+
+
+def claim_gpus(work: WorkFolder, job: str, uuids: list[str], share: bool) -> list[int]:
+    """Claims every GPU until the returned descriptors are closed, here and in all forks: by a lock in the work folder,
+    which can be shared, and on the machine, against other work folders. Raises Refused if another job has one.
     """
     work.locks.mkdir(parents=True, exist_ok=True)
-    for uuid in uuids:
-        path = work.locks / f"gpu-{uuid}.lock"
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(lock, (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if share:
-                continue  # shares it with a job that does not
-            holder = os.read(lock, 200).decode(errors="replace").strip() or "another job"
-            raise Refused(f"GPU {uuid} is in use by job {holder}", REMEDY) from None
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from error  # the system's error has no file name
+    handles = list[int]()
+    try:
+        for uuid in uuids:
+            handles += _locked(work.locks / f"gpu-{uuid}.lock", uuid, job, share)
+            handle = claim(uuid, job, share=share)
+            handles += [] if handle is None else [handle]
+    except BaseException:
+        for handle in handles:
+            os.close(handle)
+        raise
+    return handles
+
+
+def _locked(path: Path, uuid: str, job: str, share: bool) -> list[int]:
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         os.ftruncate(lock, 0)
         os.write(lock, job.encode())
-        claim(uuid, job, share=share)
-
-
-def keep(job: JobFolder, node: dict[str, Any], supervisor: int) -> None:
-    for signum in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)
-    # From a Slurm job that has to end, or an administrator: the supervisor ends the ranks and writes the final record.
-    signal.signal(signal.SIGTERM, lambda signum, frame: os.kill(supervisor, signal.SIGTERM))
-    memory_kills = out_of_memory_kills()
-    pid, status = os.wait()
-    while pid != supervisor:
-        pid, status = os.wait()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    leftovers = kill_all(job, time.monotonic() + KILL_S)
-    with contextlib.suppress(OSError):  # a full or failing disk: the ranks are ended all the same
-        if job.root.is_dir() and not job.is_final():
-            record: dict[str, Any] = {
-                **job.read_agent(),
-                "state": "failed",
-                "leftovers": leftovers,
-                "ended": time.time(),
-            }
-            write_final_record(job, {**record, "first_failure": cause_of(job, node, record, status, memory_kills)})
+    except BlockingIOError:
+        holder = os.read(lock, 200).decode(errors="replace").strip() or "another job"
+        os.close(lock)
+        if share:
+            return []  # shares it with a job that does not
+        raise Refused(f"GPU {uuid} is in use by job {holder}", REMEDY) from None
+    except OSError as error:
+        os.close(lock)
+        raise OSError(error.errno, error.strerror, str(path)) from error  # the system's error has no file name
+    return [lock]
 
 
 def cause_of(job: JobFolder, node: dict[str, Any], record: dict[str, Any], status: int, memory_kills: int) -> Failure:

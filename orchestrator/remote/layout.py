@@ -18,6 +18,7 @@
                     /rank-<r>/          stdout.log stderr.log (and .times of both) metrics.jsonl exit.json
                     /rank-<r>/stacks    the rank's Python stacks, on request; removed at its end
                     /gpu.jsonl          readings of the job's GPUs
+                    /attempt-<n>/       logs and metrics of an earlier attempt
                     /control            FIFO: requests and rank events, one JSON line each
                     /alive              FIFO: closed when the supervisor, its only writer, ends
 """
@@ -123,6 +124,9 @@ class JobFolder:
     def rank(self, rank: int) -> Path:
         return self.root / f"rank-{rank}"
 
+    def attempt(self, number: int) -> Path:
+        return self.root / f"attempt-{number}"
+
     def stacks(self, rank: int) -> Path:
         return self.rank(rank) / "stacks"
 
@@ -146,7 +150,8 @@ class JobFolder:
             node = self.read_node()
             if not node.get("token"):
                 return
-            blank = {**node, "env": {}, "prepare": None, "token": "", "token_sha256": _sha256(node["token"])}
+            blank = {**node, "env": {}, "prepare": None, "notify": None, "token": ""}
+            blank["token_sha256"] = _sha256(node["token"])
             try:
                 write_json(self.node, blank)
             except OSError:

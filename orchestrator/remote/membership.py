@@ -35,7 +35,7 @@ class Membership:
         self._link: Link | None = None
         self._silent: Link | None = None
         self._closed = self._heard = False
-        self._deadline = 0.0
+        self._deadline, self._lease_s = 0.0, LEASE_S
 
     def announce(self) -> None:
         if self._link:
@@ -81,14 +81,15 @@ class Membership:
             return f"cannot reach the master at {self._hub[0]}:{self._hub[1]} ({error})"
         if refused:
             return "the master's supervisor is gone"
-        return f"no word from the master for {LEASE_S:.0f} s: it is down, frozen or cut off"
+        return f"no word from the master for {self._lease_s:.0f} s: it is down, frozen or cut off"
 
     async def _exchange(self, link: Link) -> None:
         beats = asyncio.create_task(self._beat())
         try:
             while not self._closed:
                 order = cast(Order, await link.receive(QUIET_S))
-                self._heard, self._deadline = True, asyncio.get_running_loop().time() + LEASE_S
+                self._lease_s = lease_s(order)
+                self._heard, self._deadline = True, asyncio.get_running_loop().time() + self._lease_s
                 self._hang_up(self._silent)
                 self._silent = None
                 self._obey(order)
@@ -117,17 +118,24 @@ class Membership:
 
 BEAT_S = 2.0
 LEASE_S = 20.0  # after this long without a message, in either direction, the other side counts as gone
+QUEUED_LEASE_S = 300.0  # nothing is lost if a job that waits for its GPUs waits for a host, too
 QUIET_S = 6.0
 """Silence after which a member opens a second connection: TCP's pauses may outlast the lease after a cut of 10 s."""
 BROKEN_S = 5.0  # the lease after a closed or refused connection: a live peer is back at once
+
+
+def lease_s(order: Order) -> float:
+    return QUEUED_LEASE_S if order["do"] == "queue" else LEASE_S
 
 
 class Pulse:
     """Detects that this process was frozen: stopped by a signal, starved, or suspended with the machine."""
 
     def __init__(self) -> None:
-        self._last = self._now()
-        self._longest_s = 0.0
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        self._last, self._longest_s = self._now(), 0.0
 
     async def beat(self) -> None:
         while True:
@@ -182,9 +190,10 @@ class Peers:
         self._rendezvous: Listener | None = None
         self._slots = asyncio.Semaphore(AT_ONCE)
 
-    async def listen(self, address: str) -> int:
+    async def listen(self, address: str, door: socket.socket | None = None) -> int:
+        """door: a listening socket to use."""
         self._listener = Listener(self._serve)
-        return await self._listener.open(address)
+        return self._listener.open_at(door.dup()) if door else await self._listener.open(address)
 
     def open_rendezvous(self, listener: socket.socket) -> None:
         self._rendezvous = Listener(self._serve)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict
 
-Phase = Literal["joining", "joined", "running", "done", "stopping", "ended"]
+Phase = Literal["resting", "queued", "joining", "joined", "running", "done", "stopping", "ended"]
+BEFORE_JOINING: tuple[Phase | None, ...] = (None, "resting", "queued", "joining")
+Whose = Literal["hosts", "script", "person"]
 FinalState = Literal["succeeded", "failed", "cancelled"]
 
 
@@ -28,6 +30,15 @@ class _Failure(TypedDict):
 
 class Failure(_Failure, total=False):
     order: int  # order of arrival at the hub
+    whose: Whose  # in a final record: see `attempts`
+    loses_host: bool
+
+
+class Earlier(TypedDict):
+    """A failed attempt of a job that is retried by its supervisors (`attempts`)."""
+
+    why: str
+    ended: float
 
 
 class RankRecord(TypedDict, total=False):
@@ -55,13 +66,29 @@ class Status(TypedDict, total=False):
     leftovers: list[str]
     cut: dict[str, str]  # unreachable hosts, and why
     dropped: dict[str, int]  # rank -> bytes of output that the disk did not take, if any
+    turn: TurnReport  # in phase "queued"
+    is_last: bool  # this host can take part in no further attempt
+
+
+class TurnReport(TypedDict):
+    """A host's place in the queue for its GPUs (`turn`), for the hub."""
+
+    next: int  # the number that a new ticket would get there
+    number: int  # of its ticket; 0 without one
+    has_come: bool  # its GPUs are free, and no earlier job waits for them
+    claimed: int  # the order's `claim` that it has carried out; 0 for none
+    refused: int  # the latest failed `claim`
 
 
 class _Order(TypedDict):
-    do: Literal["wait", "start", "stop", "finish"]
+    do: Literal["queue", "wait", "start", "stop", "finish"]
 
 
 class Order(_Order, total=False):
+    number: int  # of the job's tickets; 0 while hosts report `next`
+    claim: int  # claim the GPUs now, and keep them until an order without this number
+    turn: int  # the queue is over for hosts with this claim
+    is_retried: bool  # in a finish: the next attempt follows
     rendezvous_port: int  # the ranks' port: in a start, and in a wait once known
     state: FinalState
     first_failure: Failure | None
@@ -97,6 +124,11 @@ class AgentRecord(TypedDict, total=False):
     quiet_since: float | None  # since when no rank has printed
     first_failure: Failure | None
     ended: float
+    queue: dict[str, Any]  # in phase "queued": see `turn`
+    joins: int  # the hub's port
+    earlier: list[Earlier]  # failed attempts
+    next_at: float  # in phase "resting": when the next attempt begins
+    notified: str  # what became of `--notify`
 
 
 def failure(kind: str, node: str, reason: str) -> Failure:
@@ -112,5 +144,6 @@ def failure(kind: str, node: str, reason: str) -> Failure:
     }
 
 
-def finish(state: FinalState, first_failure: Failure | None) -> Order:
-    return {"do": "finish", "state": state, "first_failure": first_failure}
+def finish(state: FinalState, first_failure: Failure | None, *, is_retried: bool = False) -> Order:
+    order: Order = {"do": "finish", "state": state, "first_failure": first_failure}
+    return {**order, "is_retried": True} if is_retried else order

@@ -51,8 +51,9 @@ class Programs:
         state: HostState,
         drain: Callable[[], None],
         rendezvous: Rendezvous | None,
+        attempt: int = 1,
     ) -> None:
-        self.children, self.failures = Children(job, node), FailureDiagnosis(node["name"])
+        self.children, self.failures = Children(job, node, attempt), FailureDiagnosis(node["name"])
         self._job, self._node, self._state = job, node, state
         self._drain, self._rendezvous = drain, rendezvous
 
@@ -139,8 +140,8 @@ _UNSET_PREFIXES = ("PET_", "TORCHELASTIC_", "ORCH_")
 
 
 class Children:
-    def __init__(self, job: JobFolder, node: dict[str, Any]) -> None:
-        self._job, self._node = job, node
+    def __init__(self, job: JobFolder, node: dict[str, Any], attempt: int) -> None:
+        self._job, self._node, self._attempt = job, node, attempt
         self._exits: dict[int, asyncio.Future[int]] = {}
         self._gpu_watch = self._killed_group = 0
         # The host's own limits: ours are raised (`link`).
@@ -185,6 +186,7 @@ class Children:
             if name not in _UNSET and not name.startswith(_UNSET_PREFIXES)
         }
         own = {MARK: str(self._job.root), "ORCH_JOB": self._job.id, "ORCH_NODE": self._node["name"]}
+        own |= {"ORCH_ATTEMPT": str(self._attempt)} if self._attempt > 1 else {}
         # The job's own code comes first: the script's folder and the packages shipped with it.
         given = {**inherited, **self._node["env"]}
         path = [str(self._job.src), *filter(None, [given.get("PYTHONPATH")]), str(self._job.bin)]

@@ -1,6 +1,7 @@
 """The process that stays on a host while a job runs: starts torchrun, watches the ranks, and leaves nothing behind.
 
-Its parent, the keeper, cleans up if it is killed. It runs this host's ranks (`programs`) and communicates with the
+Its parent, the keeper, cleans up if it is killed, and starts the next one if the job is tried again (`attempts`). A job
+that queues waits here for its GPUs first (`turn`). It runs this host's ranks (`programs`) and communicates with the
 other supervisors (`membership`). The master's supervisor is also the hub, which decides when all start, stop and finish
 (`coordinator`). No controller is needed.
 """
@@ -11,23 +12,25 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 from . import answer as trouble
-from . import verdict
-from .coordinator import JOIN_S, REPORT_S, Coordinator
+from . import attempts, verdict
+from .coordinator import JOIN_S, REPORT_S, Coordinator, ladder_s
 from .host_state import HostState
 from .layout import JobFolder, write_final_record, write_record
 from .link import asyncio
 from .membership import LEASE_S, Membership, Peers, Pulse, Unreached
 from .mesh import Place
-from .messages import AgentRecord, Failure, FinalState, Order, Process, failure, finish
+from .messages import BEFORE_JOINING, AgentRecord, Earlier, Failure, FinalState, Order, Process, failure, finish
 from .processes import identify
 from .programs import Programs
 from .stillness import LOOK_S as STILL_LOOK_S
+from .turn import Claims, QueuePlace
 
 GO_S = 300.0
 """Longest time from `prepare` to `go`, longer than the slowest upload; then the controller is gone and the job is
@@ -40,70 +43,91 @@ known.
 """
 
 
-class Supervisor:
-    """One host's part of one job: every change of `state` goes through `_changed`."""
+class Doors(NamedTuple):
+    """The keeper's listeners for all its supervisors; None: the supervisor opens its own."""
 
-    def __init__(self, job: JobFolder, node: dict[str, Any]) -> None:
-        token = bytes.fromhex(node["token"])
-        self._job, self._node, self._token = job, node, token
+    hub: socket.socket | None = None
+    peers: socket.socket | None = None
+
+
+class Supervisor:
+    """One host's part of one attempt at a job: every change of `state` goes through `_changed`."""
+
+    def __init__(self, job: JobFolder, node: dict[str, Any], claims: Claims, doors: Doors) -> None:
+        before = job.read_agent()  # of the last attempt's supervisor
+        self._earlier: list[Earlier] = before.get("earlier", [])
+        self._token = token = attempts.token_of(bytes.fromhex(node["token"]), len(self._earlier) + 1)
+        self._job, self._node, self._doors = job, node, doors
         self._peers = Peers(node["name"], token, self._changed)
         self.state = HostState(job, node, self._peers.cut, self._changed)
-        self._record = RecordWriter(job, node["name"])
+        self._record = RecordWriter(job, node["name"], before)
         self._fifo = ControlFifo(job, self._received)
         self._tasks, self._pulse = Tasks(self._crash), Pulse()
         self._coordinator = (
-            Coordinator(node, self.state, self._peers, self._takes_part, self._obey) if node["is_master"] else None
+            Coordinator(node, token, self.state, self._peers, self._takes_part, self._obey, self._earlier)
+            if node["is_master"]
+            else None
         )
+        self._queue = QueuePlace(job.id, node, claims, self._queue_changed) if node.get("queue") else None
         self._membership: Membership | None = None
         rendezvous = self._coordinator.rendezvous if self._coordinator else None
-        self._programs = Programs(job, node, self.state, self._fifo.drain, rendezvous)
+        self._programs = Programs(job, node, self.state, self._fifo.drain, rendezvous, len(self._earlier) + 1)
         self._go: dict[str, Any] | None = None
         self._decided, self._finished = asyncio.Event(), asyncio.Event()
         """Starting or not is decided; the final record is written."""
         self._rendezvous_port: int | None = None
         self._may_meet = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
-        self._is_finishing = False
+        self._is_finishing = self._is_retried = False
+        if self._earlier:
+            self._go = {"hub_port": before["joins"]}
+            self.state.phase = "resting"
 
     # ---- life -------------------------------------------------------------------------------------------------
 
-    async def run(self, answer: int) -> None:
-        """Runs until the job is over here. answer: descriptor for our pid and ports."""
-        loop, limit_s = asyncio.get_running_loop(), self._node.get("time_limit_s")
+    async def run(self, answer: int | None) -> bool:
+        """Runs until the attempt is over here; returns whether another follows. answer: descriptor for our pid and
+        ports; None after the first attempt.
+        """
+        loop = asyncio.get_running_loop()
         self._tasks.watch_callbacks()
         loop.add_signal_handler(signal.SIGCHLD, self._programs.children.reap)
         loop.add_signal_handler(signal.SIGTERM, self._keeper_died)
         self._fifo.open()
         record = self._record.record
         if self._coordinator:
-            record["hub_port"] = await self._coordinator.listen()
+            record["hub_port"] = await self._coordinator.listen(self._doors.hub)
         if len(self._node["members"]) > 1:
-            record["peer_port"] = await self._peers.listen(self._node["address"])
+            record["peer_port"] = await self._peers.listen(self._node["address"], self._doors.peers)
         self._write()
-        os.write(answer, json.dumps({key: record.get(key) for key in ("pid", "hub_port", "peer_port")}).encode())
-        os.close(answer)
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._decided.wait(), GO_S)
+        if answer is not None:
+            os.write(answer, json.dumps({key: record.get(key) for key in ("pid", "hub_port", "peer_port")}).encode())
+            os.close(answer)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._decided.wait(), GO_S)
         if self._go is None:
             self._write({"state": "undone", "ended": time.time()})
-            return
-        if limit_s:
-            loop.call_later(limit_s, self._time_is_up, limit_s)
+            return False
         await self._take_part(self._go)
+        return self._is_retried
 
     async def _take_part(self, go: dict[str, Any]) -> None:
-        self._record.record["go"] = time.time()
+        self._record.record.setdefault("go", time.time())
+        self._record.record["joins"] = int(go["hub_port"])
         self._peers.places = {name: Place(*place) for name, place in self._job.read_peers().items()}
+        join_s = JOIN_S + (LEASE_S + ladder_s(self._node) if self._earlier else 0.0)  # a host may notice late
         if self._coordinator:
-            self._coordinator.open()
+            self._coordinator.open(join_s)
         else:
             hub = (self._node["master_address"], go["hub_port"])
             self._membership = Membership(
                 hub, self._node["name"], self._token, self.state.status, self._obey, self._hub_gone
             )
-            self._tasks.spawn(self._membership.stay(JOIN_S))
-        for work in (self._watch_folder(), self._watch_ranks(), self._pulse.beat(), self._join()):
+            self._tasks.spawn(self._membership.stay(join_s))
+        for work in (self._watch_folder(), self._watch_ranks(), self._pulse.beat(), self._begin()):
             self._tasks.spawn(work)
+        if self._coordinator and self._queue:
+            self._tasks.spawn(self._coordinator.watch_turn())
         self._changed()
         await self._finished.wait()
         self._peers.close()
@@ -111,6 +135,29 @@ class Supervisor:
             self._membership.close()
         if self._coordinator:
             await self._coordinator.close()
+
+    async def _begin(self) -> None:
+        """Rests after a failed attempt, waits for the job's turn, then joins the others."""
+        if self._earlier:
+            rest_s = attempts.pause_s(self._node, self._earlier)
+            self._write({"next_at": time.time() + rest_s})
+            await asyncio.sleep(rest_s)
+        if self._queue and self._stopping is None:
+            self.state.enter("queued")
+            try:
+                await self._queue.come()
+            except (trouble.Refused, OSError) as error:
+                words = trouble.refusal(error)["error"]
+                self.state.fail(failure("port", self._node["name"], f"no place in the queue: {words}"))
+            self._pulse.begin_anew()
+        if self._stopping is not None:
+            return
+        self.state.phase = "joining"
+        if limit_s := self._node.get("time_limit_s"):
+            asyncio.get_running_loop().call_later(limit_s, self._time_is_up, limit_s)
+        if self._coordinator:
+            self._coordinator.meet()
+        await self._join()
 
     async def _join(self) -> None:
         if self.state.phase == "joining" and all(await asyncio.gather(self._programs.prepare(), self._reached())):
@@ -149,6 +196,12 @@ class Supervisor:
 
     # ---- reports to others ------------------------------------------------------------------------------------
 
+    def _queue_changed(self) -> None:
+        assert self._queue
+        self.state.turn = self._queue.report
+        self._record.record["queue"] = self._queue.shown
+        self._changed()
+
     def _changed(self) -> None:
         if self._go is None and self.state.failures:
             self._decided.set()
@@ -169,6 +222,8 @@ class Supervisor:
     def _obey(self, order: Order) -> None:
         if self._is_left_behind():
             return
+        if self._queue:
+            self._queue.obey(order)
         if self._rendezvous_port is None and "rendezvous_port" in order:
             self._rendezvous_port = int(order["rendezvous_port"])
             self._may_meet.set()
@@ -177,7 +232,8 @@ class Supervisor:
         elif order["do"] == "stop":
             self._stop(self._settle_s(order))
         elif order["do"] == "finish":
-            self._tasks.spawn(self._finish(order["state"], order.get("first_failure")))
+            is_retried = bool(order.get("is_retried"))
+            self._tasks.spawn(self._finish(order["state"], order.get("first_failure"), is_retried=is_retried))
 
     def _settle_s(self, order: Order) -> float:
         if self.state.cancelled or order["state"] == "cancelled":
@@ -194,6 +250,8 @@ class Supervisor:
         if self._stopping is None:
             self._fifo.drain()  # earlier events are causes, later ones are our doing
             self.state.is_stopping = True
+            if self._queue:
+                self._queue.leave()
             self._stopping = self._tasks.spawn(self._end_ranks(settle_s))
 
     async def _end_ranks(self, settle_s: float) -> None:
@@ -204,7 +262,7 @@ class Supervisor:
         self._fifo.drain()
         self.state.enter("ended")
 
-    async def _finish(self, state: FinalState, first_failure: Failure | None) -> None:
+    async def _finish(self, state: FinalState, first_failure: Failure | None, *, is_retried: bool) -> None:
         if self._is_finishing:
             return  # the first verdict counts: the hub may leave while our ranks end
         self._is_finishing = True
@@ -212,7 +270,12 @@ class Supervisor:
             self._stop()
             assert self._stopping
             await self._stopping
-        self._write({"state": state, "first_failure": first_failure, "ended": time.time()})
+        if is_retried and first_failure and not (self.state.is_last or self.state.leftovers or self.state.cancelled):
+            self._is_retried = True
+            self._write({"state": "starting", "earlier": attempts.with_failed(self._earlier, first_failure)})
+            self._finished.set()
+            return
+        self._write({"state": state, "first_failure": attempts.judged(first_failure), "ended": time.time()})
         self._finished.set()
 
     # ---- without the hub --------------------------------------------------------------------------------------
@@ -222,16 +285,17 @@ class Supervisor:
 
     def _is_left_behind(self) -> bool:
         # We were frozen until our lease was over: the others ended without us, and so do we.
-        if self._pulse.longest_s < LEASE_S or len(self._node["members"]) == 1:
+        if self._pulse.longest_s < LEASE_S or len(self._node["members"]) == 1 or self.state.phase == "queued":
             return False
         why = f"stood still for {self._pulse.longest_s:.0f} s (stopped, starved or asleep), and its lease is over"
         self._give_up(failure("lost", self._node["name"], why))
         return True
 
     def _give_up(self, cause: Failure) -> None:
+        is_retried = attempts.goes_on(self._node, self._earlier, cause) and not self.state.cancelled
         if self._coordinator:
-            self._coordinator.order = finish("failed", cause)
-        self._tasks.spawn(self._finish("failed", cause))
+            self._coordinator.order = finish("failed", cause, is_retried=is_retried)
+        self._tasks.spawn(self._finish("failed", cause, is_retried=is_retried))
 
     def _hub_gone(self, why: str) -> None:
         if not self._is_left_behind():
@@ -239,6 +303,7 @@ class Supervisor:
             self._give_up(verdict.first_cause([*self.state.failures, lost]) or lost)
 
     def _keeper_died(self) -> None:
+        self.state.is_last = True
         self._fail("supervisor", "the supervisor was asked to end (SIGTERM, or its keeper died)")
 
     def _time_is_up(self, limit_s: float) -> None:
@@ -260,7 +325,8 @@ class Supervisor:
 
     def _received(self, event: dict[str, Any]) -> None:
         if "rank" in event:
-            self._rank_reported(event)
+            if self.state.phase not in BEFORE_JOINING:  # else it is of a rank of the last attempt
+                self._rank_reported(event)
         elif "go" in event:
             self._go, self._pulse = event["go"], Pulse()
             self._decided.set()
@@ -316,9 +382,11 @@ class Tasks:
 class RecordWriter:
     """Writes agent.json. record: the file's content, updated with each `write`."""
 
-    def __init__(self, job: JobFolder, node: str) -> None:
+    def __init__(self, job: JobFolder, node: str, before: dict[str, Any]) -> None:
+        """before: the record of the last attempt; {} for the first."""
         self._job = job
         me = identify(os.getpid())
+        kept = {key: before[key] for key in ("go", "joins", "earlier") if key in before}
         self.record: AgentRecord = {
             "schema": 1,
             "job": job.id,
@@ -329,11 +397,16 @@ class RecordWriter:
             "boot_id": me.boot_id,
             "keeper": cast(Process, identify(os.getppid())._asdict()),
             "started": time.time(),
+            **cast(AgentRecord, kept),
         }
 
     def write(self, news: AgentRecord) -> None:
         # A full disk or a removed folder must not keep the job from ending; the hub still gets our status.
         self.record.update(news)
+        if self.record.get("phase") != "queued":
+            self.record.pop("queue", None)
+        if self.record.get("phase") != "resting":
+            self.record.pop("next_at", None)
         try:
             (write_final_record if "ended" in self.record else write_record)(self._job, self.record)
         except OSError as error:

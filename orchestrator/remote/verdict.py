@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from .messages import Failure, FinalState, Order, Status, failure, finish
+from .messages import BEFORE_JOINING, Failure, FinalState, Order, Status, failure, finish
 
 
 def decide(statuses: Mapping[str, Status], lost: Mapping[str, str], settled: bool) -> Order:
@@ -25,7 +25,7 @@ def decide(statuses: Mapping[str, Status], lost: Mapping[str, str], settled: boo
         return {"do": "stop", "state": state, "first_failure": first}
     if all(phase in ("done", "ended") for phase in phases):
         return finish("succeeded", None)
-    if all(phase not in (None, "joining") for phase in phases):
+    if all(phase not in BEFORE_JOINING for phase in phases):
         return {"do": "start"}
     return {"do": "wait"}
 

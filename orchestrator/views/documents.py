@@ -21,10 +21,10 @@ if TYPE_CHECKING:  # `orch jobs` should not load the other documents' modules
     from orchestrator.forecast.pipeline.choice import PipelineChoice
     from orchestrator.hosts.cluster import Cluster, Current, ListedCluster
     from orchestrator.hosts.facts import NodeFacts
-    from orchestrator.jobs.job_queue import Rival
     from orchestrator.jobs.job_store import JobRecord, Verdict
     from orchestrator.jobs.live_stats import HostNow, JobNow
     from orchestrator.jobs.pull import Output, OutputListing, Pulled
+    from orchestrator.jobs.queue_place import Rival
     from orchestrator.jobs.stall import HostSnapshot
     from orchestrator.paths import RunFolder
     from orchestrator.planning.launch_plan import LaunchPlan
@@ -125,7 +125,7 @@ def jobs_json(
 ) -> dict[str, Any]:
     """unheard: by job, hosts without an answer."""
     when = ("started", "ended", "exit_code", "first_failure", "stall", "joined", "not_finite")
-    keys = ("id", "name", "note", "state", "exp", "cluster", "nodes", "hosts", "attempt", *when)
+    keys = ("id", "name", "note", "state", "waits_for", "exp", "cluster", "nodes", "hosts", "attempt", *when)
     rows = [{key: job.model_dump(mode="json")[key] for key in keys} for job in jobs]
     return {"schema": 1, "jobs": [{**row, "unheard": list((unheard or {}).get(row["id"], ()))} for row in rows]}
 

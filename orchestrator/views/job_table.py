@@ -12,8 +12,8 @@ from rich.text import Text
 
 from orchestrator.errors import HostError
 from orchestrator.hosts.exec import MOST_BYTES, Ran, host_set, reasons
-from orchestrator.jobs.job_queue import Rival
 from orchestrator.jobs.job_store import FirstFailure, JobRecord, Verdict
+from orchestrator.jobs.queue_place import Rival
 from orchestrator.jobs.stall import HostSnapshot, ProcessSnapshot, StackFrame, alarm_words
 from orchestrator.units import clean_lines, format_bytes, format_duration, one_line
 from orchestrator.views import console
@@ -93,7 +93,9 @@ def _job_cells(job: JobRecord) -> tuple[Any, ...]:
 
 
 def _why_queued(job: JobRecord) -> str:
-    return job.slurm.words if job.slurm and job.state == "queued" else ""
+    if job.slurm and job.state == "queued":
+        return job.slurm.words
+    return one_line(job.waits_for, 80) if job.waits_for and job.state in ("queued", "starting") else ""
 
 
 def lasted(job: JobRecord) -> str:

@@ -197,7 +197,7 @@ def main() -> None:
     folder.chmod(0o755)
     try:
         with logins() as login, gpu_rack(folder, HOSTS) as rack:
-            _open_to_all(folder)
+            open_to_all(folder)
             people = {name: rack.person(name, login[name]) for name in PEOPLE}
             for person in people.values():
                 (person.folder / "train.py").write_text(SLEEPS)
@@ -217,7 +217,7 @@ def main() -> None:
     raise SystemExit(bool(found))
 
 
-def _open_to_all(folder: Path) -> None:
+def open_to_all(folder: Path) -> None:
     """Each login makes its own work folders below, and may run this Python."""
     python = folder / "python"
     (python / "bin/python").unlink()

@@ -11,6 +11,7 @@ import pytest
 from orchestrator.cli.run import notify
 from orchestrator.jobs import JobRecord
 from tests.support.local_cluster import Place
+from tests.support.sshd import wait_for
 
 SHOW = 'echo "$ORCH_JOB|$ORCH_STATE|$ORCH_EXIT_CODE|$ORCH_RUN|$GIVEN" > told; echo printed'
 
@@ -38,9 +39,15 @@ def test_its_failure_is_a_warning(place: Place) -> None:
     assert "--notify: the command ended with exit code 3; the job itself is succeeded" in done.stderr
 
 
-def test_who_detaches_is_told_that_nobody_would_see_the_end(place: Place) -> None:
-    refused = place.types("run", "--detach", "--notify", "true", "proj/train.py", code=2)
-    assert "--notify works only while `orch run` follows the job" in refused.stderr
+def test_who_detaches_is_told_by_the_master(place: Place) -> None:
+    line = f'echo "$ORCH_JOB|$ORCH_STATE|$ORCH_EXIT_CODE|$GIVEN" > {place.here}/there'
+    words = ("--detach", "--nodes", "b", "--env", "GIVEN=x", "--notify", line, "proj/fails.py")
+    job = place.types("run", *words).stdout.strip()
+    wait_for((place.here / "there").exists, "the notification", 120)
+    wait_for(lambda: (place.here / "there").read_text(), "its words", 10)
+    assert (place.here / "there").read_text() == f"{job}|failed|7|\n"
+    plans = [path.read_text() for path in place.folder.rglob(f"{job}/plan.json")]
+    assert len(plans) == 2 and not any("ORCH_EXIT_CODE" in plan for plan in plans)  # here, and on its host
 
 
 def test_one_that_never_ends_is_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -157,7 +157,7 @@ def test_ctrl_c_and_cancel_leave_the_queue_and_a_lost_ticket_is_taken_anew(rack)
     assert not list((alice.folder / "home" / "waiting").iterdir())
 
 
-def test_a_limit_ends_the_wait_and_detach_returns_when_the_job_runs(rack):
+def test_a_limit_ends_the_wait_and_detach_leaves_it_to_the_hosts(rack):
     alice = rack.person("alice")
     first = Run(alice, "first", "a").starts()
     with ended(first):
@@ -166,14 +166,50 @@ def test_a_limit_ends_the_wait_and_detach_returns_when_the_job_runs(rack):
         assert alice.jobs()["waiting"] == []
         assert "--share" in alice.types("run", "--wait", "--share", "train.py", "x", exit_code=2).stderr
         assert "--hosts" in alice.types("run", "--wait", "--hosts", "1:2", "train.py", "x", exit_code=2).stderr
-        second = Run(alice, "second", "a", "--wait", "--detach").waits()
-        with ended(second):
+        go = alice.folder / "go-second"
+        done = alice.types("run", "--nodes", "a", "--wait", "--detach", "train.py", str(go))
+        job = done.stdout.strip()
+        assert "its hosts start it when its GPUs are free; `orch jobs` shows its place in the queue" in done.stderr
+        wait_for(lambda: queue(alice) == [(job, 1)], "its place in the queue", 60)
+        (row,) = [row for row in alice.jobs()["jobs"] if row["id"] == job]
+        assert row["state"] == "queued"
+        assert re.fullmatch(rf"place 1 in the queue, behind root's job {first.job} .has GPUs of a.*", row["waits_for"])
+        table = alice.types("jobs").stdout
+        assert re.search(rf"{job} +waiting +1 ", table) and table.count(job) == 1
+        late = Run(alice, "late", "a", "--wait").waits()
+        with ended(late):
+            assert f"job {job} (waits" in late.said
             first.ends()
-            job = second.process.communicate(240)[0].strip()
-            assert job == second.job and second.process.returncode == 0
-            assert [row["state"] for row in alice.jobs()["jobs"] if row["id"] == job] == ["running"]
-            second.go.touch()
+            wait_for(lambda: state(alice, job) == "running", "its start", 120)
+            go.touch()
             alice.types("logs", "-f", "--job", job)
+            late.starts().ends()
+        assert state(alice, job) == "succeeded"
+
+
+def state(person: Person, job: str) -> str:
+    (row,) = [row for row in person.jobs()["jobs"] if row["id"] == job]
+    return str(row["state"])
+
+
+def test_cancel_and_down_end_a_job_that_waits_on_its_hosts(rack):
+    alice = rack.person("alice")
+    first = Run(alice, "first", "a").starts()
+    with ended(first):
+        jobs = [
+            alice.types("run", "--wait", "--detach", "--priority", priority, "train.py", "x").stdout.strip()
+            for priority in ("normal", "high")
+        ]
+        wait_for(lambda: queue(alice) == [(jobs[1], 1), (jobs[0], 2)], "both in the queue", 60)
+        alice.types("cancel", "--job", jobs[0])
+        assert state(alice, jobs[0]) == "cancelled" and queue(alice) == [(jobs[1], 1)]
+        first.ends()
+        wait_for(lambda: state(alice, jobs[1]) == "running", "its start", 120)
+        second = alice.types("run", "--wait", "--detach", "train.py", "x").stdout.strip()
+        wait_for(lambda: queue(alice) == [(second, 1)], "the last in the queue", 60)
+        alice.types("down", "--yes", "--discard")
+        assert gpu_queue.all_tickets()[0] == [] or second not in {ticket.job for ticket in gpu_queue.all_tickets()[0]}
+        assert [gpu_claim.holder_of(gpu) for gpu in rack.uuids.values()] == [None, None]
 
 
 def test_an_attempt_after_a_failed_one_queues_behind_those_who_wait(rack):

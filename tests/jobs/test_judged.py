@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from orchestrator.jobs import FirstFailure, judge
+from orchestrator.remote import attempts, messages
 from tests.support.job_states import known
 
 SILENT = "no word for 20 s: host down, frozen or cut off"
@@ -48,7 +51,8 @@ CAUSES = [
 
 @pytest.mark.parametrize(("kind", "more", "whose", "without"), CAUSES)
 def test_whose_the_first_cause_was(kind: str, more: dict[str, object], whose: str, without: str | None) -> None:
-    failure = FirstFailure.model_validate({"kind": kind, "node": "b", "reason": "rank 1 exited", **more})
+    cause: Any = {**messages.failure(kind, "b", "rank 1 exited"), **more}
+    failure = FirstFailure.model_validate(attempts.judged(cause))
     found = judge(known("failed", first_failure=failure))
     assert found and (found.whose, found.without) == (whose, without)
     assert found.why == f"b: {failure.reason}"
@@ -66,6 +70,27 @@ def test_of_a_lost_job_all_hosts_went_down_or_somebody_has_removed_it(reason: st
 @pytest.mark.parametrize("state", ["starting", "running", "succeeded", "cancelled"])
 def test_what_did_not_fail_is_not_tried_again(state: str) -> None:
     assert judge(known(state, first_failure=FirstFailure(node="a", kind="lost", reason=SILENT))) is None
+
+
+def test_two_attempts_have_two_tokens_and_the_pause_doubles_up_to_six_minutes() -> None:
+    token = bytes(32)
+    assert attempts.token_of(token, 1) == token
+    assert len({attempts.token_of(token, number) for number in range(1, 5)}) == 4
+    node = {"retries": {"most": 9, "any_cause": False, "wait_s": 10.0}}
+    failed = [{"why": "", "ended": 0.0}]
+    assert [attempts.pause_s(node, failed * count) for count in (0, 1, 2, 8)] == [0.0, 10.0, 20.0, 360.0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "any_cause", "earlier", "goes_on"),
+    [("lost", False, 0, True), ("lost", False, 1, True), ("lost", False, 2, False), ("torchrun", False, 0, False),
+     ("torchrun", True, 0, True), ("time", True, 0, False), ("folder", True, 0, False)],
+)  # fmt: skip
+def test_the_hosts_go_on_by_the_same_rule(kind: str, any_cause: bool, earlier: int, goes_on: bool) -> None:
+    node = {"retries": {"most": 3, "any_cause": any_cause, "wait_s": 10.0}}
+    cause, failed = messages.failure(kind, "b", "as it is"), [messages.Earlier(why="", ended=0.0)]
+    assert attempts.goes_on(node, failed * earlier, cause) is goes_on
+    assert not attempts.goes_on({}, [], cause) and not attempts.goes_on(node, [], None)
 
 
 def test_a_failure_without_a_known_cause_is_not_taken_for_the_hosts() -> None:

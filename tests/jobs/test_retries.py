@@ -124,7 +124,9 @@ def test_a_job_that_somebody_cancels_is_not_tried_again(rack: Rack) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--retries", "1", "--detach"), "--retries works only while `orch run` follows the job"),
+        (("--retries", "1", "--rejoin", "--detach"), "--rejoin works only while `orch run` follows the job"),
+        (("--retries", "1", "--notify", "https://h/x"), "--notify URL reports each attempt's end"),
+        (("--priority", "high"), "--priority belongs to --wait"),
         (("--rejoin",), "--rejoin belongs to --retries"),
         (("--retry-on", "any"), "--retry-on belongs to --retries"),
     ],
@@ -183,7 +185,8 @@ class Bench:
         asked = Asked(None, ParsedJob(RunRequest("script", "train.py", ()), CODE, b""))  # type: ignore[arg-type]
         self.retries = Retries(None, None, self._start, self.said.append, asked)  # type: ignore[arg-type]
         self.job: Any = self
-        self.record = known("failed", first_failure=FirstFailure(kind="lost", node="a", reason="no word for 20 s"))
+        words = {"kind": "lost", "node": "a", "reason": "no word for 20 s", "whose": "hosts", "loses_host": True}
+        self.record = known("failed", first_failure=FirstFailure.model_validate(words))
 
     # As a clock, and as a job.
     id = "j"

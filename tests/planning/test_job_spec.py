@@ -67,6 +67,7 @@ def specs(draw: st.DrawFn) -> JobSpec:
     names = draw(st.sets(st.sampled_from(sorted(VALUES))))
     names -= OF_SCRIPT if kind == "exp" else set()
     names -= {"share", "hosts"} if names & {"wait", "wait_limit_s"} else set()
+    names -= {"priority"} if not names & {"wait", "wait_limit_s"} else set()
     names |= {"retries"} if names & {"rejoin", "retry_on", "retry_wait_s"} else set()
     return JobSpec.model_validate({**program, **{name: draw(VALUES[name]) for name in sorted(names)}})
 

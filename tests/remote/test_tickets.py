@@ -19,7 +19,7 @@ import pytest
 
 from orchestrator.errors import HostsError
 from orchestrator.jobs import read_answer
-from orchestrator.jobs.job_queue import number_after
+from orchestrator.jobs.queue_place import number_after
 from orchestrator.remote import gpu_queue
 from orchestrator.remote.answer import Refused
 from orchestrator.remote.gpu_queue import Ticket
@@ -149,7 +149,7 @@ def test_a_ticket_that_is_asked_for_again_is_the_same_one(gpu):
 @needs_root
 def test_a_ticket_with_the_largest_number_makes_no_later_ticket_invalid(gpu):
     with taken("absurd", (1 << 53) - 1, gpu, uid=NOBODY):
-        number = number_after(ticket.number for ticket in those_for(gpu))
+        number = number_after((ticket.number for ticket in those_for(gpu)), "low")
         with taken("later", number, gpu):
             assert [ticket.job for ticket in those_for(gpu)] == ["absurd", "later"]
             asked = {"action": "look", "workdir": "/nowhere", "node": "a", "job": "later", "gpus": [gpu]}

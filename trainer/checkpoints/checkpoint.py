@@ -365,9 +365,11 @@ def folder_of(settings: Settings) -> Path:
 
 
 def source_of(settings: Settings) -> Path | None:
-    """The checkpoint or folder to resume from: the setting's, or after a torchrun restart this job's."""
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if restarts.isdecimal() and int(restarts) > 0 and settings.checkpoint_every and newest(folder_of(settings)):
+    """The checkpoint or folder to resume from: the setting's; after a restart by torchrun, or by the job's hosts
+    (`--retries` with `--detach`), this job's.
+    """
+    before = {os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("ORCH_ATTEMPT", "0")} - {"0"}
+    if before and settings.checkpoint_every and newest(folder_of(settings)):
         return folder_of(settings)
     return Path(settings.resume).expanduser().absolute() if settings.resume else None
 
