@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
-from tests.support.gloo_ranks import RANKS, Gang, script_met
+from tests.support.gloo_ranks import RANKS, Gang, Leaves, script_met
 from tests.support.sums import NEWEST_FSDP
 from trainer.compute.models import evaluated
 from trainer.data import SampleStream
@@ -513,6 +513,14 @@ def trained(rank: int, case: tuple[str, dict[str, str], tuple[str, ...]]) -> dic
         return {name: tensor.clone() for name, tensor in run.run.model.state_dict().items()}
 
 
+def trained_until_refused(rank: int, case: tuple[str, dict[str, str], tuple[str, ...]]) -> Leaves:
+    """Ends the process, as an error ends a script: the other ranks lose it."""
+    try:
+        return Leaves(trained(rank, case))
+    except (TrainError, RuntimeError) as error:
+        return Leaves(str(error))
+
+
 def off(first: dict[str, Tensor], last: dict[str, Tensor], found: dict[str, Tensor]) -> float:
     """Distance of what was found from `last`, as a part of the way there."""
     far = sum((tensor - last[name]).double().square().sum().item() for name, tensor in found.items())
@@ -534,6 +542,7 @@ def test_a_network_that_is_cut_makes_the_updates_of_one_process(gang: Gang, name
 
 
 NOT_BY_TENSOR = ("of the instance", "label", "input", "two types", "counter", "samples", "backward")
+ZEROS = {"unused_parameters": "zeros"}
 MORE: list[tuple[str, dict[str, str], tuple[str, ...]]] = [
     ("a module used twice", {"accumulate": "3"}, ("a", "b", "a", "b")),
     ("two weights in one memory", {"accumulate": "2"}, ("a", "b", "c", "c")),
@@ -545,9 +554,9 @@ MORE: list[tuple[str, dict[str, str], tuple[str, ...]]] = [
         ("a", "b", "c", "d"),
     ),
     ("labels that are true or false", {"accumulate": "3"}, ("a", "b", "c", "d")),
-    ("branches", {"accumulate": "3"}, ("a", "b", "c", "d")),
-    ("branches", {"accumulate": "4"}, ("a", "b", "a", "b")),
-    ("branches", {"stages": "a:0-1,b:2-3|c:0-1,d:2-3"}, ("a", "b", "c", "d")),
+    ("branches", {**ZEROS, "accumulate": "3"}, ("a", "b", "c", "d")),
+    ("branches", {**ZEROS, "accumulate": "4"}, ("a", "b", "a", "b")),
+    ("branches", {**ZEROS, "stages": "a:0-1,b:2-3|c:0-1,d:2-3"}, ("a", "b", "c", "d")),
 ]
 
 
@@ -557,6 +566,17 @@ def test_other_ways_make_them_too(gang: Gang, name: str, asked: dict[str, str], 
     answers = gang.run(trained, (name, {"strategy": "pipeline", **asked}, nodes), timeout_s=60)
     assert not [answer for answer in answers if isinstance(answer, str)], answers
     assert max(off(first, last, found) for found in answers) <= CLOSE
+
+
+@pytest.mark.parametrize("nodes", [("a", "b", "c", "d"), ("a", "b", "a", "b")])
+def test_a_stage_with_unused_weights_is_refused(tmp_path: Path, nodes: tuple[str, ...]) -> None:
+    own = Gang(tmp_path)
+    try:
+        case = ("branches", {"strategy": "pipeline", "accumulate": "4"}, nodes)
+        answers = own.run(trained_until_refused, case, timeout_s=60)
+    finally:
+        own.end()
+    assert any("the loss does not depend on" in str(answer) for answer in answers), answers
 
 
 def test_a_stage_without_weights_to_average_is_refused(gang: Gang) -> None:

@@ -32,7 +32,7 @@ from trainer.pipeline.stage_layout import Layout, MicroBatch
 from trainer.shared.stages import in_flight_of_rank
 from trainer.strategies.after_backward import allreduce_flat
 from trainer.strategies.averaging import ParameterAverage
-from trainer.strategies.base import Base, Exchange
+from trainer.strategies.base import Base, Exchange, refuse_unused
 from trainer.strategies.gradient_sum import GradientSum
 
 
@@ -65,8 +65,9 @@ class Pipeline(Base):
         in_flight: int,
         averages: ParameterAverage | None = None,
         late: LateWeights | None = None,
+        refuses_unused: bool = False,
     ) -> None:
-        self.averages, self.late = averages, late
+        self.averages, self.late, self.refuses_unused = averages, late, refuses_unused
         self.stage, self.layout, self.cuts, self.group, self.sums = stage, layout, cuts, group, sums
         self.parts = StageParts(layout)
         self.timer, self.delay = timer, delay
@@ -195,6 +196,8 @@ class Pipeline(Base):
             before_s = self.sums.held_up_s
             self._add_up(self.sums)
             held_up_s = self.sums.held_up_s - before_s
+        if own and self.refuses_unused and any(weight.grad is None for weight in trainable(self.model)):
+            refuse_unused(self.model)
         return loss_sum, Exchange(
             computed,
             held_up_s=held_up_s,

@@ -237,8 +237,19 @@ def build_pipeline(
                 sums = GradientSum(own, delay=delay, executor=executor)
     links = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout()))
     late = late_weights(part, settings.exact_updates(updates)) if is_late(settings, cuts) else None
-    in_flight = settings.in_flight
-    return Pipeline(stage, layout, cuts, links, sums, timer, delay, in_flight=in_flight, averages=averages, late=late)
+    return Pipeline(
+        stage,
+        layout,
+        cuts,
+        links,
+        sums,
+        timer,
+        delay,
+        in_flight=settings.in_flight,
+        averages=averages,
+        late=late,
+        refuses_unused=settings.unused_parameters == "refuse" and isinstance(stage, StageWork),
+    )
 
 
 def is_late(settings: Settings, cuts: Cuts) -> bool:

@@ -256,11 +256,11 @@ SHOWN = 4
 """Names in a message."""
 
 
-def refuse_unused(network: nn.Module, loss: Tensor) -> NoReturn:
+def refuse_unused(network: nn.Module, loss: Tensor | None = None) -> NoReturn:
     """Raises TrainError. For missing gradients after backward."""
     weights = [(name, weight) for name, weight in network.named_parameters() if weight.requires_grad]
     unused = [name for name, weight in weights if weight.grad is None]
-    if not unused:  # an earlier micro-batch has used them
+    if not unused and loss is not None:  # an earlier micro-batch has used them
         used = leaves_of(loss)
         unused = [name for name, weight in weights if weight not in used]
     names = ", ".join(unused[:SHOWN]) + (f" and {len(unused) - SHOWN} more" if len(unused) > SHOWN else "")
