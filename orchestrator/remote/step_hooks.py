@@ -2,7 +2,7 @@
 
     install(torch)              once, after torch's import and before the script continues
 
-Observes DataLoader batches, DistributedDataParallel calls, backwards and optimiser steps, and changes no result. An
+Observes DataLoader batches, DistributedDataParallel calls, losses, backwards and optimiser steps; changes no result. An
 autograd callback marks the end of a rank's own backward, before DistributedDataParallel's callback waits for the
 exchange. An error ends the measurement with one line on standard error; the script goes on. Notes are evaluated later
 (`step_watch`), since Python code here would slow the step.
@@ -23,6 +23,7 @@ from .step_course import Source
 from .step_watch import ASKS, BACKWARD, CALLS, ENDS, GETS, STEP, Watch
 
 SOURCE = "_orch_source"  # attribute of a loader's iterator
+UNSCALED = "_orch_unscaled"  # attribute of a scaled loss
 
 
 def install(torch: Any) -> None:
@@ -35,6 +36,7 @@ def install(torch: Any) -> None:
     _watch_optimizers(watch, is_traced)
     _watch_loaders(torch, watch)
     _watch_backward(torch, watch, is_traced)
+    _watch_scalers(torch)
     if torch.distributed.is_available():
         _watch_network(torch, watch, is_traced)
 
@@ -94,19 +96,53 @@ def _watch_backward(torch: Any, watch: Watch, is_traced: Callable[[], bool]) -> 
         nonlocal within
         if is_traced() or within or not watch.is_on:
             return backward(*args, **named)
-        within, computed = True, _mark_of_end(watch, queue, args[0] if args else named.get("tensors"))
+        root = _root_of(args[0] if args else named.get("tensors"))
+        loss = _loss_of(root, watch, torch.Tensor)
+        within, computed = True, _mark_of_end(watch, queue, root)
         try:
             result = backward(*args, **named)
         finally:
             within = False
-        watch.note(BACKWARD, computed[0] if computed else None)
+        watch.note(BACKWARD, computed[0] if computed else None, loss)
         return result
 
     torch.autograd.backward = watched_backward
 
 
-def _mark_of_end(watch: Watch, queue: Callable[..., None], tensors: Any) -> list[Any]:
-    """A list that gets the mark of the last gradient in the backward from these tensors."""
+def _root_of(tensors: Any) -> Any:
+    return tensors[0] if isinstance(tensors, (list, tuple)) and tensors else tensors
+
+
+def _loss_of(root: Any, watch: Watch, tensor: type) -> Any:
+    """A copy of the scalar whose backward is called: scripts reuse its memory, as by `dist.all_reduce(loss)`."""
+    try:
+        loss = getattr(root, UNSCALED, root)
+        return loss.detach().clone() if isinstance(loss, tensor) and loss.numel() == 1 else None  # type: ignore[attr-defined]
+    except Exception as error:
+        return watch.end(error)
+
+
+def _watch_scalers(torch: Any) -> None:
+    """A scaler's loss is scaled by up to 65,536: the backward reports the one that it was given."""
+    modules = [sys.modules.get("torch.amp.grad_scaler"), sys.modules.get("torch.cuda.amp.grad_scaler")]
+    for kind in {found for module in modules if (found := getattr(module, "GradScaler", None))}:
+        if "scale" in vars(kind):
+            kind.scale = _watched_scale(kind.scale, torch.Tensor)
+
+
+def _watched_scale(scale: Callable[..., Any], tensor: type) -> Callable[..., Any]:
+    @functools.wraps(scale)
+    def watched_scale(self: Any, outputs: Any) -> Any:
+        scaled = scale(self, outputs)
+        if isinstance(outputs, tensor) and scaled is not outputs:
+            setattr(scaled, UNSCALED, outputs.detach())  # type: ignore[attr-defined]
+        return scaled
+
+    return watched_scale
+
+
+def _mark_of_end(watch: Watch, queue: Callable[..., None], root: Any) -> list[Any]:
+    """A list that gets the mark of the last gradient in the backward from this tensor."""
     marks: list[Any] = []
 
     def begins(gradients: Any) -> None:
@@ -117,9 +153,8 @@ def _mark_of_end(watch: Watch, queue: Callable[..., None], tensors: Any) -> list
             watch.end(error)
 
     try:
-        first = tensors[0] if isinstance(tensors, (list, tuple)) and tensors else tensors
-        if root := getattr(first, "grad_fn", None):
-            root.register_prehook(begins)
+        if graph := getattr(root, "grad_fn", None):
+            graph.register_prehook(begins)
     except Exception as error:
         watch.end(error)
     return marks

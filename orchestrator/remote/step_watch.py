@@ -1,8 +1,8 @@
 """Turns reports from `step_hooks` into one metrics record per step, timed by `step_course`.
 
     watch = Watch(torch, os.environ)
-    watch.note(ASKS, source); watch.note(GETS, source, 32); watch.note(CALLS, 32, True); watch.note(BACKWARD, mark)
-    watch.note(STEP, weakref.ref(optimizer), time.time())
+    watch.note(ASKS, source); watch.note(GETS, source, 32); watch.note(CALLS, 32, True)
+    watch.note(BACKWARD, mark, loss); watch.note(STEP, weakref.ref(optimizer), time.time())
 
 No call raises: an error ends the measurement. A step ends with the step of the first optimiser; other optimisers' steps
 belong to it. A framework's callback (`trainer.integrations`) finds its process's watch as `current` and adds facts by
@@ -55,6 +55,7 @@ class Watch:
         self._leader: Callable[[], Any] = lambda: None
         self._others_steps = 0
         self._steps = 0
+        self._losses: list[Any] = []  # of the backwards since the last step
         self._left: deque[SeenStep] = deque()  # steps not written yet
         self._due_s = 0.0
         self._samples_from: str | None = None
@@ -143,6 +144,7 @@ class Watch:
                 self._take_step(mark, *what)
             elif kind == BACKWARD:
                 course.ends_backward(mark, what[0])
+                self._losses += [what[1]] if what[1] is not None else []
             elif kind == TELLS:
                 if self._left:
                     self._left[-1].add(what[0], mark)
@@ -150,10 +152,11 @@ class Watch:
                 tell[kind](mark, *what)
 
     def _take_step(self, mark: Any, optimizer: Callable[[], Any], wall_s: float) -> None:
+        losses, self._losses = self._losses, []
         if not self._leads(optimizer):
             self._course.moves(mark)
             return
-        self._left.append(SeenStep(self._steps, wall_s, self._course.ends_step(mark)))
+        self._left.append(SeenStep(self._steps, wall_s, self._course.ends_step(mark), losses))
         self._steps += 1
 
     def _leads(self, optimizer: Callable[[], Any]) -> bool:
@@ -343,9 +346,10 @@ def cpu_name() -> str:
 
 
 # A step that the hooks have seen, with a framework's facts about it: `epoch`, `samples` (this rank's), `loss` (their
-# mean). Missing facts are absent. A loss may still be on the device: it is read only here.
+# mean). Missing facts are absent. A loss may still be on the device: it is read only here. Without a framework's loss
+# the step's is the mean of the scalars whose backwards were called.
 #
-#     seen = SeenStep(120, 1763900000.2, taken)
+#     seen = SeenStep(120, 1763900000.2, taken, losses)
 #     seen.add({"epoch": 3, "samples": 32, "loss": 0.41}, mark)
 #     seen.fields(samples=16)                  {"epoch": 3, "samples": 32, "loss": 13.12}
 
@@ -355,6 +359,7 @@ class SeenStep:
     number: int  # over the whole run
     wall_s: float  # time of day at its end
     taken: TakenStep
+    losses: list[Any]  # scalars whose backwards were called
     facts: dict[str, Any] = field(default_factory=dict)
     facts_mark: Mark | None = None
 
@@ -371,7 +376,8 @@ class SeenStep:
         samples = self.facts.get("samples", samples)
         fields: dict[str, Any] = {"epoch": self.facts["epoch"]} if "epoch" in self.facts else {}
         fields["samples"] = samples
-        if "loss" in self.facts:
-            loss = float(self.facts["loss"]) * samples
+        losses = [self.facts["loss"]] if "loss" in self.facts else self.losses if samples else []
+        if losses:
+            loss = sum(map(float, losses)) / len(losses) * samples
             fields["loss"] = loss if math.isfinite(loss) else None
         return fields

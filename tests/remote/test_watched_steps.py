@@ -127,6 +127,39 @@ def test_a_script_alone_has_all_parts_of_its_steps(tmp_path):
         assert sum(parts) == pytest.approx(step["t_ms"], abs=0.003)
 
 
+LOSSES = """
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+says = open("losses.txt", "w")
+for step in range(4):
+    optimizer.zero_grad()
+    parts = [model(part).square().mean() for part in data.chunk(2)]
+    print(sum(part.item() for part in parts) / 2, file=says)
+    for part in parts:
+        {backward}
+        part.mul_(100) if step % 2 else None
+    {step}
+says.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("backward", "step"),
+    [
+        ("part.backward(retain_graph=True)", "optimizer.step()"),
+        ("scaler.scale(part).backward()", "scaler.step(optimizer); scaler.update()"),
+        ("torch.autograd.backward([part])", "optimizer.step()"),
+    ],
+)
+def test_the_loss_of_a_step_is_the_scalar_whose_backward_the_script_called(tmp_path, backward, step):
+    """The mean of several, without a scaler's factor; the script may change its memory afterwards."""
+    text = LOOP + LOSSES.format(backward=backward, step=step)
+    done = start(sys.executable, tmp_path, text, ORCH_SHARE="32", ORCH_BATCH="32")
+    assert (done.returncode, done.stderr) == (0, "")
+    _, *steps, _ = events_in(tmp_path)
+    expected = [float(line) for line in (tmp_path / "losses.txt").read_text().splitlines()]
+    assert [step["loss"] / step["samples"] for step in steps] == pytest.approx(expected)
+
+
 def test_the_part_of_the_batch_that_orch_gave_is_what_counts(warm, tmp_path):
     start(warm, tmp_path, LOOP + "train(2)", ORCH_SHARE="24", ORCH_BATCH="96")
     begin, *steps, _ = events_in(tmp_path)
@@ -226,7 +259,9 @@ def test_what_a_callback_tells_stands_in_the_records_of_the_steps_before_it(warm
     assert [step["step"] for step in steps] == [10, 11, 12, 13, 14, 15]
     assert [step.get("epoch") for step in steps] == [0, 0, 0, 0, 1, None]
     assert [step["samples"] for step in steps] == [32, 30, 30, 30, 30, 32]
-    assert [step.get("loss", "untold") for step in steps] == ["untold", 60.0, 90.0, "untold", None, "untold"]
+    losses = [step["loss"] for step in steps]
+    assert losses[1:3] == [60.0, 90.0] and losses[4] is None
+    assert all(losses[place] > 0 for place in (0, 3, 5))  # untold: the hooks' own
     assert all(step["compute_ms"] > 0 for step in steps)
     epoch, evaluation = (event for event in events if event["event"] != "step")
     assert (epoch["event"], epoch["epoch"], epoch["steps"]) == ("epoch", 0, 4)
