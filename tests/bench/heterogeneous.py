@@ -124,8 +124,9 @@ def speeds_of(twin: str, asked: argparse.Namespace) -> dict[str, list[Host]]:
     for name in asked.speeds.split(","):
         lines = [card_line(card, AMP[name], asked) for card in twin.split("_")] if name in AMP else lines_in(name)
         if lines:
-            hosts = [host_of(card, line, link) for card, line in zip(twin.split("_"), lines, strict=True)]
-            found[name] = [slowed(host, asked.slow_motion) for host in hosts]
+            cards = twin.split("_")
+            hosts = [host_of(card, line, link) for card, line in zip(cards, lines, strict=True)]
+            found[name] = [slowed(host, asked.slow_motion) for host in told_apart(hosts)]
             continue
         for folder in (ROOT / "inventory", ROOT / "tests" / "bench"):
             if (file := folder / FILES[name].format(twin)).exists():
@@ -134,7 +135,7 @@ def speeds_of(twin: str, asked: argparse.Namespace) -> dict[str, list[Host]]:
 
 
 def card_line(card: str, amp: str, asked: argparse.Namespace) -> tuple[float, float]:
-    """Milliseconds a step and a sample, by the catalogue. Twins with two hosts of one card are not among them."""
+    """Milliseconds a step and a sample, by the catalogue."""
     speed = estimate(card_of(card), layers_in(network_of(settings_of(asked))), amp).speed
     return speed.fixed_ms, speed.sample_ms
 
@@ -147,6 +148,15 @@ def lines_in(text: str) -> list[tuple[float, float]]:
 
 def host_of(card: str, line: tuple[float, float], link: str) -> Host:
     return Host(card, 1, 1000 / line[1], link, line[0], gb_per_s=card_of(card).gb_per_s)
+
+
+def told_apart(hosts: Sequence[Host]) -> list[Host]:
+    """Names hosts of one card a2000-1, a2000-2."""
+    names = [host.name for host in hosts]
+    return [
+        replace(host, name=f"{host.name}-{n}") if names.count(host.name) > 1 else host
+        for n, host in enumerate(hosts, start=1)
+    ]
 
 
 def card_of(name: str) -> Card:
