@@ -123,7 +123,7 @@ def report(
     cluster: str | None,
     as_json: bool,
 ) -> None:
-    """Show the comparison of a collected run again; asks no host.
+    """Show the comparison of a collected run again; works offline.
 
     A run outside ./runs is found in the folder of its last collection.
 
@@ -142,7 +142,7 @@ def report(
     for notice in found.notices:
         console.warn(notice)
     if figures:
-        from orchestrator.views.charts import write_figures
+        from orchestrator.views.run_charts import write_figures
 
         for path in write_figures(run_folder, summary, figures):
             console.say(f"wrote {path}")
@@ -173,7 +173,7 @@ def report(
 @cluster_option
 @json_option
 def compare(jobs: tuple[str, ...], page: Path | None, out: Path, cluster: str | None, as_json: bool) -> None:
-    """Show collected runs side by side: speed with its range, time to accuracy, and what differs; asks no host.
+    """Show collected runs side by side: speed with its range, time to accuracy, and what differs; works offline.
 
     The first run is what the others are compared with. A JOB is an id, a unique prefix of it, `latest`, or the
     folder of a collected run.

@@ -146,8 +146,10 @@ def _silent(job: StalledJob) -> Verdict | None:
     if not job.silent or not job.hosts or len(job.idle) < len(job.live):
         return None
     name, error = next(iter(job.silent.items()))
-    still = f"none of {counted(len(job.live), 'rank')} on the other hosts gets on"
-    return Verdict("half-dead-link", f"{name} gives no answer ({reasons([error])[0]}), and {still}", error.remedy, name)
+    live = len(job.live)
+    still = "the rank on the other host is" if live == 1 else f"the {live} ranks on the other hosts are"
+    reason = f"{name} does not answer ({reasons([error])[0]}), and {still} not making progress"
+    return Verdict("half-dead-link", reason, error.remedy, name)
 
 
 # ---- what stands still ----------------------------------------------------------------------------------------------
@@ -282,7 +284,8 @@ def _no_stall(job: StalledJob) -> Verdict:
         )
     held = f"; {_ranks(job.waiting)} waits for others" if job.waiting else ""
     moving = [rank for rank in job.live if rank.moves]
-    reason = f"{len(moving)} of {len(job.live)} ranks that run get on{held}"
+    do = "makes" if len(moving) == 1 else "make"
+    reason = f"{len(moving)} of {counted(len(job.live), 'running rank')} {do} progress{held}"
     if not job.is_quiet:
         return Verdict("no-stall", reason)
     odd = _odd(moving)

@@ -4,14 +4,15 @@
     if view.take("v100", piece):  # of `rank-<r>/metrics.jsonl`
         view.progress(90.0).rows  # (HostRow(node="v100", step=120, steps=938, samples_per_s=833.0, ...),)
 
-Only the newest lines of a large piece are read. Unusable values are left out.
+A large piece's newest lines are read, and some older lines for `course`. Unusable values are left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from orchestrator.jobs.frames import FilePiece
@@ -30,6 +31,8 @@ from trainer.shared.metrics import LARGEST, STEP_COUNTS
 WINDOW_STEPS = 20
 KEPT_STEPS = 256
 """Files arrive one after another, and a mean needs the steps that all ranks have."""
+OLDER_STEPS = 240
+"""Read of a large piece, besides."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class HostRow:
     sync_share: float | None = None
     """0..1: limited by the network only, not hidden by compute."""
     step_ms: float | None = None
+    parts_ms: Mapping[str, float] | None = None
+    """load, compute, sync, wait, optimiser."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,85 @@ class Standstill:
     is_alarm: bool = False
 
 
+class CoursePoint(NamedTuple):
+    """Means over some steps and all ranks. step: the last one."""
+
+    step: int
+    samples_per_s: float | None
+    loss: float | None
+
+
+class LiveCourse:
+    """Speed and loss since the first step, in equal stretches, whose length doubles at 2 * POINTS."""
+
+    POINTS = 60
+
+    def __init__(self) -> None:
+        self.width = 1
+        self._stretches: dict[int, dict[int, _Stretch]] = {}
+        """By number and rank."""
+
+    def add(self, rank: int, number: int, step: _Step) -> None:
+        self._of(number // self.width, rank).add(step)
+        while max(self._stretches) >= 2 * self.POINTS:
+            before, self._stretches = self._stretches, {}
+            self.width *= 2
+            for place, ranks in before.items():
+                for name, stretch in ranks.items():
+                    self._of(place // 2, name).join(stretch)
+
+    def _of(self, place: int, rank: int) -> _Stretch:
+        return self._stretches.setdefault(place, {}).setdefault(rank, _Stretch())
+
+    def drop(self, rank: int) -> None:
+        for ranks in self._stretches.values():
+            ranks.pop(rank, None)
+
+    def points(self) -> tuple[CoursePoint, ...]:
+        return tuple(
+            CoursePoint((place + 1) * self.width, _speed(ranks.values()), _loss(ranks.values()))
+            for place, ranks in sorted(self._stretches.items())
+            if ranks
+        )
+
+
+@dataclass
+class _Stretch:
+    samples: int = 0
+    lasted_ms: float = 0.0
+    loss: float = 0.0
+    of_loss: int = 0
+    """Samples with a loss."""
+
+    def add(self, step: _Step) -> None:
+        if step.t_ms is not None:
+            self.samples += step.samples
+            self.lasted_ms += step.t_ms
+        if step.loss is not None:
+            self.loss += step.loss
+            self.of_loss += step.samples
+
+    def join(self, other: _Stretch) -> None:
+        self.samples += other.samples
+        self.lasted_ms += other.lasted_ms
+        self.loss += other.loss
+        self.of_loss += other.of_loss
+
+
+def _speed(ranks: Iterable[_Stretch]) -> float | None:
+    speeds = [1000 * rank.samples / rank.lasted_ms for rank in ranks if rank.lasted_ms]
+    return sum(speeds) or None
+
+
+def _loss(ranks: Iterable[_Stretch]) -> float | None:
+    known = [rank for rank in ranks if rank.of_loss]
+    samples = sum(rank.of_loss for rank in known)
+    return sum(rank.loss for rank in known) / samples if samples else None
+
+
 class LiveView:
     def __init__(self, plan: LaunchPlan) -> None:
+        self.course = LiveCourse()
         self._nodes = {node.name: node for node in plan.nodes}
         self._ranks = {rank: _Rank() for node in plan.nodes for rank in node.rank_numbers}
 
@@ -101,7 +183,11 @@ class LiveView:
             return False
         if piece.offset == 0:  # the first piece, or the file was rewritten
             self._ranks[piece.rank] = _Rank()
-        return self._ranks[piece.rank].take(piece.offset, piece.data)
+            self.course.drop(piece.rank)
+        found = self._ranks[piece.rank].take(piece.offset, piece.data)
+        for place, step in found:
+            self.course.add(piece.rank, place, step)
+        return bool(found)
 
     def progress(self, elapsed_s: float | None = None) -> RunProgress:
         shares = _exchange_shares(self._ranks)
@@ -141,7 +227,14 @@ class LiveView:
             wait_share=sum(shares[rank].wait for rank in numbers) / node.ranks if shares else None,
             sync_share=sum(shares[rank].sync for rank in numbers) / node.ranks if shares else None,
             step_ms=_step_ms(ranks, together),
+            parts_ms=_parts_ms([self._ranks[rank] for rank in numbers], [shares[rank] for rank in numbers])
+            if shares
+            else None,
         )
+
+
+OWN_PARTS = {"load": "load_ms", "compute": "compute_ms", "optimiser": "optim_ms"}
+"""Parts of a step that a rank reports."""
 
 
 class _Exchange(NamedTuple):
@@ -162,6 +255,8 @@ class _Step(NamedTuple):
     """The line has a `loss` field, valid or not."""
     bubble_ms: float | None = None
     """A pipeline stage's wait for its neighbours."""
+    own_ms: Mapping[str, float | None] = MappingProxyType({})
+    """Load, compute, optimiser."""
 
 
 class _Rank:
@@ -180,27 +275,27 @@ class _Rank:
     def is_stage(self) -> bool:
         return self.last in self.steps and self.steps[self.last].bubble_ms is not None
 
-    def take(self, offset: int, data: bytes) -> bool:
-        """Whether it held a step. Reads the first line (it may be `start`) and the newest."""
-        lines = self.lines.of(offset, data).rsplit(b"\n", KEPT_STEPS)
-        lines[0] = lines[0].partition(b"\n")[0]
-        brought = False
-        for line in lines:
+    def take(self, offset: int, data: bytes) -> list[tuple[int, _Step]]:
+        """Its steps by number. Reads the first line (it may be `start`), some of many older ones, and the newest."""
+        older, *lines = self.lines.of(offset, data).rsplit(b"\n", KEPT_STEPS)
+        first, *rest = older.split(b"\n")
+        found = []
+        for line in (first, *rest[:: 1 + len(rest) // OLDER_STEPS], *lines):
             event = parse_event(line)
             if event is None:
                 continue
-            if event.get("event") == "step":
-                brought |= self._add(event)
+            if event.get("event") == "step" and (step := self._add(event)):
+                found.append(step)
             elif event.get("event") == "start":
                 self.steps.clear()
                 self._is_watched = event.get("samples_from") is not None
                 self.total = count(event, "steps", LARGEST) or None
-        return brought
+        return found
 
-    def _add(self, event: Mapping[str, Any]) -> bool:
-        step, samples = (count(event, key, LARGEST) for key in STEP_COUNTS)
-        if step is None or samples is None:
-            return False
+    def _add(self, event: Mapping[str, Any]) -> tuple[int, _Step] | None:
+        number_of_step, samples = (count(event, key, LARGEST) for key in STEP_COUNTS)
+        if number_of_step is None or samples is None:
+            return None
         wall, before = number(event, "wall", LARGEST), self._wall
         self._wall = wall
         t_ms, exposed_ms = duration(event, "t_ms"), duration(event, "exposed_ms")
@@ -209,8 +304,8 @@ class _Rank:
         comm_ms = duration(event, "comm_ms")
         if self._is_watched and not self.steps:
             t_ms = exposed_ms = comm_ms = None
-        self.steps.pop(step, None)  # a step that is reported again is the newest
-        self.steps[step] = _Step(
+        self.steps.pop(number_of_step, None)  # a step that is reported again is the newest
+        step = self.steps[number_of_step] = _Step(
             samples,
             t_ms,
             exposed_ms,
@@ -218,11 +313,12 @@ class _Rank:
             number(event, "loss", LARGEST),
             "loss" in event,
             _bubble_ms(event),
+            {part: duration(event, key) for part, key in OWN_PARTS.items()},
         )
         if len(self.steps) > KEPT_STEPS:
             del self.steps[next(iter(self.steps))]
-        self.last = step
-        return True
+        self.last = number_of_step
+        return number_of_step, step
 
 
 def _bubble_ms(event: Mapping[str, Any]) -> float | None:
@@ -269,6 +365,25 @@ def _step_ms(ranks: Sequence[_Rank], steps: Sequence[int]) -> float | None:
         if times_ms:
             means.append(sum(times_ms) / len(times_ms))
     return max(means, default=None)
+
+
+def _parts_ms(ranks: Sequence[_Rank], shares: Sequence[_Exchange]) -> dict[str, float] | None:
+    """Means over a host's ranks and their newest common steps; None if a rank does not report its own parts."""
+    steps = [rank.steps[step] for step in _common_steps(ranks) for rank in ranks]
+    own = {part: [ms for step in steps if (ms := step.own_ms.get(part)) is not None] for part in OWN_PARTS}
+    lasted = [step.t_ms for step in steps if step.t_ms is not None]
+    if not lasted or any(len(known) < len(lasted) for known in own.values()):
+        return None
+    step_ms = sum(lasted) / len(lasted)
+    sync, wait = (sum(getattr(each, name) for each in shares) / len(shares) * step_ms for name in ("sync", "wait"))
+    mean = {part: sum(known) / len(known) for part, known in own.items()}
+    return {
+        "load": mean["load"],
+        "compute": mean["compute"],
+        "sync": sync,
+        "wait": wait,
+        "optimiser": mean["optimiser"],
+    }
 
 
 def _exchange_shares(ranks: Mapping[int, _Rank]) -> dict[int, _Exchange]:

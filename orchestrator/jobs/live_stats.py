@@ -11,9 +11,10 @@ from typing import Any
 from orchestrator.errors import HostError
 from orchestrator.jobs.frames import Agent, FilePiece, Frame
 from orchestrator.jobs.job_store import JobRecord
-from orchestrator.jobs.live import HostRow, LiveView, RunProgress
+from orchestrator.jobs.live import CoursePoint, HostRow, LiveView, RunProgress
 from orchestrator.jobs.metric_lines import WholeLines, count, number, parse_event
 from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.units import format_percent
 
 # GPU readings from the lines of gpu.jsonl, which `remote/gpus.py` writes. Pure; impossible values are dropped.
 
@@ -86,6 +87,12 @@ FRESH_S = 10.0
 """Hosts send readings every two seconds."""
 KEPT = 600
 """Per host, one per call of `now`."""
+DOES = {
+    "load": "loads data",
+    "compute": "computes",
+    "sync": "exchanges over the network",
+    "optimiser": "updates weights",
+}
 WAITS = 0.1
 """Waiting share worth reporting."""
 
@@ -112,6 +119,29 @@ class JobNow:
     speeds: tuple[float | None, ...]
     progress: RunProgress
     held_up_by: tuple[str, float] | None
+    course: tuple[CoursePoint, ...] = ()
+
+    @property
+    def slow_words(self) -> str:
+        """The slow host and the reason, as far as live figures show it; "" if unknown."""
+        rows = {host.node: host.row for host in self.hosts if host.row and host.row.parts_ms}
+        if not rows or len(rows) < len(self.hosts):
+            return ""
+        if self.held_up_by:
+            slow, share = self.held_up_by
+            others = [name for name in rows if name != slow]
+            waits = f"{others[0]} waits" if len(others) == 1 else "The other hosts wait"
+            return f"{waits} for {slow}, up to {format_percent(share)} of each step: {slow} {self._most(rows[slow])}."
+        least = min(rows, key=lambda name: rows[name].wait_share or 0.0)
+        begin = "No host holds the others up. " if len(rows) > 1 else ""
+        return f"{begin}{least} {self._most(rows[least])}."
+
+    def _most(self, row: HostRow | None) -> str:
+        parts = dict(row.parts_ms or {}) if row else {}
+        parts.pop("wait", None)
+        part = max(parts, key=lambda name: parts[name])
+        share = parts[part] / max(sum(parts.values()), 1e-9)
+        return f"{DOES[part]} for {format_percent(share)} of its own time"
 
     @property
     def step(self) -> int | None:
@@ -183,7 +213,8 @@ class Gauge:
                 self._speeds[name].append(rows[name].samples_per_s if name in rows else None)
             self._speeds[""].append(total_speed(progress))
             hosts = tuple(self._host(name, rows.get(name), now_s) for name in self._names)
-            return JobNow(self.record, hosts, tuple(self._speeds[""]), progress, held_up_by(progress.rows))
+            speeds, course = tuple(self._speeds[""]), self._view.course.points()
+            return JobNow(self.record, hosts, speeds, progress, held_up_by(progress.rows), course)
 
     def _host(self, name: str, row: HostRow | None, now_s: float) -> HostNow:
         gpus, speeds = self._gpus[name].fresh(now_s), tuple(self._speeds[name])

@@ -37,6 +37,9 @@ class ComparedRun(Record):
     experiment: str
     state: str
     hosts: tuple[str, ...]
+    slow_words: str = ""
+    parts_ms: dict[str, dict[str, float]] = Field(default_factory=dict)
+    """A step's parts by host."""
     samples_per_s: float | None = None
     speed: Interval | None = None
     """samples_per_s with its interval; None with too few steps."""
@@ -101,6 +104,8 @@ def compare(folders: Sequence[RunFolder]) -> Comparison:
             experiment=summary.experiment,
             state=summary.state,
             hosts=tuple(node.name for node in summary.nodes),
+            slow_words=summary.slow_words,
+            parts_ms={node.name: parts for node in summary.nodes if (parts := node.parts_ms)},
             samples_per_s=summary.samples_per_s,
             speed=interval(own),
             of_first=ratio(steps[0], own) if letter != LETTERS[0] else None,

@@ -172,6 +172,19 @@ class NodeSummary(Record):
     system: System | None = None
 
     @property
+    def parts_ms(self) -> dict[str, float] | None:
+        """A step's parts in their order; None if a part is unknown."""
+        parts = {
+            "load": self.load_ms,
+            "compute": self.compute_ms,
+            "sync": self.sync_ms,
+            "wait": self.wait_ms,
+            "optimiser": self.optim_ms,
+        }
+        known = {name: ms for name, ms in parts.items() if ms is not None}
+        return known if len(known) == len(parts) and sum(known.values()) > 0 else None
+
+    @property
     def slowed_words(self) -> str:
         """`a2000 was slowed by its power cap of 70 W for 43 % of the run: 1,290 instead of 1,800 MHz`; "" if not."""
         if not self.slowed:
@@ -294,6 +307,33 @@ class Summary(Record):
     rebalances: tuple[Rebalance, ...] = ()
     collectives: Collectives | None = None
     """If the run measured the network."""
+
+    @property
+    def slow_words(self) -> str:
+        """The slow host or network and the reason, the worst first; "" if unknown."""
+        if self.bound is None or self.world_size == 1:
+            return self.bound.words if self.bound else ""
+        network = f"The network was slow: {self.bound.words.partition(': ')[2]}" if self.bound.part == "wire" else ""
+        if self.straggler is None:
+            return network or f"No {'host' if len(self.nodes) > 1 else 'rank'} held the others up. {self.bound.words}"
+        waited = self._straggler_words(self.straggler)
+        if network and self.bound.share > self._step_share(self.straggler.wait_ms):
+            return f"{network} Besides, {waited}"
+        return waited.replace("the", "The", 1) if waited.startswith("the ") else waited
+
+    def _step_share(self, ms: float) -> float:
+        steps_ms = [sum(node.parts_ms.values()) for node in self.nodes if node.parts_ms]
+        return min(1.0, ms / max(steps_ms)) if steps_ms else 0.0
+
+    def _straggler_words(self, found: Straggler) -> str:
+        """`v100 waited for a2000, 215 ms (34 %) of each step: a2000 takes 2.3x as long per sample as v100.`"""
+        others = [node for node in self.nodes if node.name != found.node]
+        waited = others[0].name if len(others) == 1 else "the other hosts" if others else "the other ranks"
+        slow = found.node if found.rank is None else f"rank {found.rank} of {found.node}"
+        part = self._step_share(found.wait_ms)
+        share = f" ({format_percent(part)})" if part else ""
+        of_step = f"{format_figure(found.wait_ms)} ms{share} of each step"
+        return f"{waited} waited for {slow}, {of_step}: {slow} {found.reason}."
 
     @property
     def recorded(self) -> RecordedSettings:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
 
@@ -28,14 +29,15 @@ from orchestrator.controller import Controller, opened
 from orchestrator.errors import HostsError, NoJobError, OrchError, StateError, UsageError
 from orchestrator.jobs.collect import newest_copy
 from orchestrator.jobs.gauging import GaugedJob
-from orchestrator.jobs.job_store import ENDED
+from orchestrator.jobs.job_store import ENDED, JobRecord
 from orchestrator.jobs.live_stats import JobNow
 from orchestrator.paths import Home, RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.results.compare import compare
+from orchestrator.results.summary import Summary
 from orchestrator.ui import pages
 from orchestrator.ui import pages as metrics
-from orchestrator.ui.pages import ACTS, NEEDED, planned
+from orchestrator.ui.pages import ACTS, NEEDED, JobFigures, planned
 from orchestrator.units import counted
 from orchestrator.views.charts import MOST_LINES
 from orchestrator.views.documents import cluster_json, top_json
@@ -59,6 +61,7 @@ def application(home: Home, out: Path, watched: Watched) -> Starlette:
             Route("/status", site.status),
             Route("/events", site.events),
             Route("/jobs/{job}", site.job),
+            Route("/jobs/{job}/figures", site.figures),
             Route("/jobs/{job}/log", site.log),
             Route("/jobs/{job}/report", site.report),
             Route("/compare", site.compare),
@@ -89,6 +92,12 @@ def _first_of(error: OrchError) -> OrchError:
     return error.errors[0] if isinstance(error, HostsError) else error
 
 
+@lru_cache(maxsize=2 * pages.MOST_JOBS)
+def _loaded(run: Path, changed_ns: int) -> Summary:
+    """changed_ns: a changed file is read again."""
+    return Summary.load(RunFolder(run))
+
+
 class Stale(OrchError):
     """Collecting failed, but an older copy exists."""
 
@@ -111,8 +120,17 @@ class LocalSite:
         cluster = controller.store.cluster(name)
         listed = controller.jobs.all(cluster.name)
         queue = controller.queue.waiting(listed.records, cluster.name)
-        failed = [*self._in_turn.failed]
-        return pages.cluster_page(cluster, controller.store.cluster_names(), listed, queue, failed, root, said, error)
+        failed, names = [*self._in_turn.failed], controller.store.cluster_names()
+        shown = [record.id for record in listed.records[: pages.MOST_JOBS]]
+        collected = {job: summary for job in shown if (summary := self._summary(controller, job))}
+        return pages.cluster_page(cluster, names, listed, collected, queue, failed, root, said, error)
+
+    def _summary(self, controller: Controller, job: str) -> Summary | None:
+        """From the newest collected copy."""
+        copy = newest_copy(controller.store, job)
+        with suppress(OrchError, OSError):  # a damaged copy is collected anew by its report
+            return _loaded(copy.root, copy.summary.stat().st_mtime_ns) if copy else None
+        return None
 
     def status(self, request: Request) -> Response:
         """Each host's status by name, as in `orch status`."""
@@ -125,8 +143,21 @@ class LocalSite:
         with opened(self._home) as controller:
             job = controller.jobs.find(request.path_params["job"])
             record, plan = job.refresh(), job.plan
-        words = {"cluster": plan.cluster, "master": plan.master, "hosts": ", ".join(node.name for node in plan.nodes)}
-        return HTMLResponse(pages.job_page(record, words, _root(request)))
+            figures = self._figures(controller, record)
+        return HTMLResponse(pages.job_page(record, plan, figures, _root(request)))
+
+    def figures(self, request: Request) -> Response:
+        """The part of the job's page that changes while it runs."""
+        with opened(self._home) as controller:
+            job = controller.jobs.find(request.path_params["job"])
+            figures = self._figures(controller, job.record)
+        return HTMLResponse(pages.figures_part(figures) if figures else "")
+
+    def _figures(self, controller: Controller, record: JobRecord) -> JobFigures | None:
+        if record.state not in ENDED:
+            return pages.figures_live(self._watched.now(record.id))
+        summary = self._summary(controller, record.id)
+        return pages.figures_collected(summary) if summary else None
 
     def report(self, request: Request) -> Response:
         with opened(self._home) as controller:

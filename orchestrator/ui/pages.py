@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,26 @@ from orchestrator.jobs.job_queue import Waiting
 from orchestrator.jobs.job_store import ENDED, JobRecord
 from orchestrator.jobs.live_stats import HostNow, JobNow
 from orchestrator.jobs.stall import standstill
+from orchestrator.planning.job_forms import run_line
 from orchestrator.planning.job_spec import FILE, OPTIONS, PAGE_FIELDS, checked, from_text, key_of
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.request import parse_pairs
+from orchestrator.results.summary import Summary
 from orchestrator.starting.retries import Asked
-from orchestrator.views.console import clock, local_minute
+from orchestrator.units import format_duration
+from orchestrator.views.charts import BarChart, LineChart
+from orchestrator.views.console import UNKNOWN, clock, figure, local_minute, percent
 from orchestrator.views.documents import NODE_COLUMNS, cluster_json, waiting_json
 from orchestrator.views.job_table import lasted
-from orchestrator.views.report import environment
+from orchestrator.views.report import environment, headline
+from orchestrator.views.run_charts import (
+    HostStep,
+    curve_charts,
+    live_charts,
+    speed_chart,
+    split_chart,
+    split_of_run,
+)
 from trainer.shared.config import EXPERIMENTS
 
 OWN = Path(__file__).parent / "templates"
@@ -64,13 +77,14 @@ def cluster_page(
     cluster: Cluster,
     names: Sequence[str],
     listed: Jobs,
+    collected: Mapping[str, Summary],
     queue: Waiting,
     failed: Sequence[str],
     root: str,
     said: str = "",
     error: OrchError | None = None,
 ) -> str:
-    """names: all remembered clusters. failed: why queued runs did not start.
+    """names: all remembered clusters. collected: by job. failed: why queued runs did not start.
     `said`: result of the last action. error: why it failed.
     """
     document = cluster_json(cluster)
@@ -86,6 +100,7 @@ def cluster_page(
         own=queue.own,
         failed=failed,
         jobs=listed.records[:MOST_JOBS],
+        collected=collected,
         unheard=listed.unheard,
         problems=listed.problems,
         older=max(0, len(listed.records) - MOST_JOBS),
@@ -117,10 +132,64 @@ def _fields() -> list[dict[str, Any]]:
     ]
 
 
-def job_page(record: JobRecord, words: Mapping[str, str], root: str) -> str:
-    """words: further facts, by title."""
-    stall = standstill(record).words
-    return _page("job.html.j2", job=record, words=words, stall=stall, ended=ENDED, root=root)
+@dataclass(frozen=True)
+class JobFigures:
+    """A job's figures on the page, live or collected. facts: by title. split: each host's step."""
+
+    slow_words: str
+    facts: Mapping[str, str]
+    split: BarChart | None
+    charts: Sequence[LineChart]
+    gpus: Sequence[HostNow] = ()
+    note: str = ""
+
+
+def figures_live(now: JobNow) -> JobFigures:
+    progress = now.progress
+    facts = {
+        "step": f"{now.step or 0:,}" + (f" of {now.steps:,}" if now.steps else ""),
+        "samples/s": figure(now.samples_per_s),
+        **({"loss": figure(now.loss)} if now.loss is not None else {}),
+        "running": clock(progress.elapsed_s) if progress.elapsed_s is not None else UNKNOWN,
+        "left, about": clock(progress.left_s) if progress.left_s is not None else UNKNOWN,
+    }
+    rows = [host.row for host in now.hosts if host.row]
+    steps = [HostStep(row.node, row.parts_ms) for row in rows if row.parts_ms]
+    silent = "; ".join(f"{host.node}: {host.silent}" for host in now.hosts if host.silent)
+    waiting = "" if rows else "waiting for the first step"
+    return JobFigures(now.slow_words, facts, split_chart(steps), live_charts(now.course), now.hosts, silent or waiting)
+
+
+def figures_collected(summary: Summary) -> JobFigures:
+    facts = {
+        "steps measured": f"{summary.steps:,}",
+        "samples/s": figure(summary.samples_per_s),
+        "efficiency": percent(summary.efficiency),
+        **({"accuracy": percent(summary.accuracy, 2)} if summary.accuracy is not None else {}),
+        **({"loss": figure(summary.loss)} if summary.loss is not None else {}),
+        "in all": UNKNOWN if summary.total_s is None else format_duration(summary.total_s),
+    }
+    charts = [chart for chart in (speed_chart(summary), *curve_charts(summary.curves)) if chart]
+    return JobFigures(headline(summary), facts, split_of_run(summary), charts)
+
+
+def figures_part(figures: JobFigures) -> str:
+    """A part of the job's page, which replaces the one before."""
+    return _page("figures.html.j2", figures=figures)
+
+
+def job_page(record: JobRecord, plan: LaunchPlan, figures: JobFigures | None, root: str) -> str:
+    """figures: None if the job has ended and was not collected."""
+    return _page(
+        "job.html.j2",
+        job=record,
+        plan=plan,
+        figures=figures,
+        stall=standstill(record).words,
+        repeat=run_line(plan),
+        ended=ENDED,
+        root=root,
+    )
 
 
 def error_page(error: OrchError, root: str, kept: str = "") -> str:

@@ -9,13 +9,12 @@ matplotlib takes half a second to import, so functions import it.
 from __future__ import annotations
 
 import contextlib
-import csv
 import io
 import itertools
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,13 +22,10 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from orchestrator.files import make_folder, write_atomic
-from orchestrator.paths import RunFolder
-from orchestrator.results.compare import FigureTable, figure_tables
+from orchestrator.files import write_atomic
 from orchestrator.results.network import Collectives
 from orchestrator.results.summary import NodeSummary, Summary
-from orchestrator.results.tables import convert
-from orchestrator.units import counted, format_bytes, format_figure
+from orchestrator.units import counted, format_bytes, format_figure, one_line
 
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#999999", "#8c564b", "#b8a800")
 """Okabe and Ito's colours and two more, distinct for every common form of colour vision."""
@@ -38,12 +34,14 @@ MARKED = "#c8372d"
 INK = "#757d87"
 """A grey readable on white and dark pages: the background is transparent."""
 _MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*", "<")
-_BARS = (
-    ("samples_per_s", "in the cluster", PALETTE[0], ""),
-    ("own_samples_per_s", "own speed (estimated, without other hosts)", PALETTE[1], "//"),
-    ("solo_samples_per_s", "measured alone", PALETTE[2], ".."),
+SPEEDS = (
+    ("samples_per_s", "in the cluster", PALETTE[0]),
+    ("own_samples_per_s", "own speed in this run", PALETTE[1]),
+    ("solo_samples_per_s", "measured alone", PALETTE[2]),
 )
-"""Field of a host, label, colour, and hatch for print."""
+"""Field of a host, label, colour."""
+_HATCHES = ("", "//", "..")
+"""For print."""
 _WIDTH, _HEIGHT = 420, 200
 """A chart's size in a page, in SVG units; style.css has the text size."""
 
@@ -91,18 +89,153 @@ class LineChart:
         return lines | {each.name: each.colour for each in self.uprights}
 
 
-# ---- lines -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Piece:
+    """A part of a bar."""
+
+    name: str
+    value: float
+    colour: str
 
 
-def svg(chart: LineChart) -> Markup:
-    """Part of an HTML page, without ids, styles and namespaces that could conflict with the page's."""
-    text = _drawn(partial(line_figure, chart), "svg", fonttype="none").decode()
-    body = text[text.index(">", text.index("<svg")) + 1 :]
+@dataclass(frozen=True)
+class ChartBar:
+    """label: above it. pieces: side by side. words: at its end."""
+
+    label: str
+    pieces: tuple[Piece, ...]
+    words: str
+
+
+@dataclass(frozen=True)
+class BarChart:
+    """Horizontal bars from 0, one below the other."""
+
+    title: str
+    unit: str
+    bars: tuple[ChartBar, ...]
+
+    @property
+    def over(self) -> str:
+        return self.unit
+
+    @property
+    def key(self) -> dict[str, str]:
+        """Name -> colour."""
+        return {piece.name: piece.colour for bar in self.bars for piece in bar.pieces}
+
+
+# ---- a chart in a page -----------------------------------------------------------------------------------------------
+
+HOVERED = 60
+"""Points of a line whose values show on hover, at most."""
+
+
+def svg(chart: LineChart | BarChart) -> Markup:
+    """Part of an HTML page, without ids, styles and namespaces that could conflict with the page's. Values show on
+    hover.
+    """
+    with _plain_settings(fonttype="none"):
+        figure = line_figure(chart) if isinstance(chart, LineChart) else bar_figure(chart)
+        text = _saved(figure, "svg").decode()
+        hovered = "".join(
+            _hovered_points(figure, chart) if isinstance(chart, LineChart) else _hovered_bars(figure, chart)
+        )
+    width, height = (round(72 * inch) for inch in figure.get_size_inches())
+    body = text[text.index(">", text.index("<svg")) + 1 : text.rindex("</svg>")]
     body = re.sub(r"<metadata>.*?</metadata>|<defs>.*?</defs>|<!--.*?-->", "", body, flags=re.DOTALL)
     body = re.sub(r' (id|clip-path)="[^"]*"|font[-a-z]*: [^;"]*;? ?|<g/>', "", body).replace(INK, "var(--soft)")
+    body = re.sub(r' style="([^"]*)"', _as_attributes, body)  # a page may allow no styles
     body = re.sub(r"(\.\d\d)\d+", r"\1", re.sub(r"\s*\n\s*", "\n", body))
-    label = escape(f"{chart.title} over {chart.over}")
-    return Markup(f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{body}')  # noqa: S704 - our own
+    label = escape(f"{chart.title} over {chart.over}" if isinstance(chart, LineChart) else chart.title)
+    whole = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}">{body}{hovered}</svg>'
+    return Markup(whole)  # noqa: S704 - our own
+
+
+def _as_attributes(style: re.Match[str]) -> str:
+    pairs = (pair.split(":", 1) for pair in style[1].split(";") if ":" in pair)
+    return "".join(f' {name.strip()}="{value.strip()}"' for name, value in pairs)
+
+
+def _hovered_points(figure: Any, chart: LineChart) -> Iterator[str]:
+    place = _places(figure)
+    for line in chart.lines:
+        every = max(1, math.ceil(len(line.points) / HOVERED))
+        for x, y in dict.fromkeys([*line.points[::every], *line.points[-1:]]):
+            across, down = place(x, y)
+            value = f"{format_figure(100 * y)} %" if chart.percent else format_figure(y)
+            words = escape(f"{_short(line.name)}, {chart.over} {format_figure(x)}: {value}")
+            yield f'<circle class="hover" cx="{across:.1f}" cy="{down:.1f}" r="7"><title>{words}</title></circle>\n'
+
+
+def _hovered_bars(figure: Any, chart: BarChart) -> Iterator[str]:
+    place = _places(figure)
+    for row, bar in enumerate(chart.bars):
+        begin = 0.0
+        for piece in bar.pieces:
+            left, top = place(begin, row - _BAR / 2)
+            right, bottom = place(begin := begin + piece.value, row + _BAR / 2)
+            words = escape(f"{_short(bar.label)}: {piece.name} {format_figure(piece.value)} {chart.unit}")
+            box = f'x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{bottom - top:.1f}"'
+            yield f'<rect class="hover" {box}><title>{words}</title></rect>\n'
+
+
+def _places(figure: Any) -> Callable[[float, float], tuple[float, float]]:
+    """From data to the SVG's units."""
+    axes, unit = figure.axes[0], 72 / figure.dpi
+    height = 72 * figure.get_size_inches()[1]
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across, up = axes.transData.transform((x, y))
+        return float(across) * unit, float(height - up * unit)
+
+    return place
+
+
+# ---- bars ------------------------------------------------------------------------------------------------------------
+
+_ROW, _BAR, _AXIS = 42, 0.38, 26
+"""SVG units from bar to bar; a bar's part of it; the space for the axis."""
+
+
+def bar_figure(chart: BarChart, title: str = "") -> Any:
+    """title: for a file; a page has title and key in its text."""
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+    height = _ROW * len(chart.bars) + _AXIS
+    figure, axes = (
+        _empty(8.6, 1.2 + 0.6 * len(chart.bars), "constrained") if title else _empty(_WIDTH / 72, height / 72, None)
+    )
+    most = max((sum(piece.value for piece in bar.pieces) for bar in chart.bars), default=0.0) or 1.0
+    named: set[str] = set()
+    for row, bar in enumerate(chart.bars):
+        begin = 0.0
+        for piece in bar.pieces:
+            label = None if piece.name in named else piece.name
+            named.add(piece.name)
+            axes.barh(row, piece.value, _BAR, left=begin, color=piece.colour, label=label)
+            begin += piece.value
+        above = row - _BAR / 2 - 0.08
+        axes.text(0, above, _short(bar.label), ha="left", va="bottom", color=INK, parse_math=False)
+        axes.text(most, above, _short(bar.words), ha="right", va="bottom", color=INK, parse_math=False)
+    axes.set_xlim(0, most)
+    axes.set_ylim(len(chart.bars) - 0.5 + 0.1, -0.75)
+    axes.set_yticks([])
+    axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    _plain(axes, "x")
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.tick_params(length=0, labelsize=13)
+    if not title:
+        figure.subplots_adjust(left=0.01, right=0.97, top=1.0, bottom=_AXIS / height)
+        return figure
+    axes.set_xlabel(chart.unit)
+    axes.set_title(title, loc="left", fontsize=11, parse_math=False)
+    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    return figure
+
+
+# ---- lines -----------------------------------------------------------------------------------------------------------
 
 
 def line_figure(chart: LineChart, title: str = "") -> Any:
@@ -192,11 +325,13 @@ def throughput_figure(summary: Summary) -> Any:
 def _figure_of_hosts(summary: Summary) -> Any:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    series = [item for item in _BARS if any(getattr(node, item[0]) for node in summary.nodes)]
+    series = [
+        item for item in zip(SPEEDS, _HATCHES, strict=True) if any(getattr(node, item[0][0]) for node in summary.nodes)
+    ]
     height_inch = 1.7 + 0.32 * (len(series) + 0.8) * len(summary.nodes)
     figure, axes = _empty(8.6, min(height_inch, 60), ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1))
     bar_height = 0.8 / len(series)
-    for index, (name, label, colour, hatch) in enumerate(series):
+    for index, ((name, label, colour), hatch) in enumerate(series):
         places = [row + (index - (len(series) - 1) / 2) * bar_height for row in range(len(summary.nodes))]
         values = [getattr(node, name) or 0.0 for node in summary.nodes]
         bars = axes.barh(
@@ -261,7 +396,8 @@ def _label(node: NodeSummary) -> str:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= 32 else text[:31] + "…"
+    """A host's words, for any file or page."""
+    return one_line(text, 32)
 
 
 # ---- any chart -------------------------------------------------------------------------------------------------------
@@ -272,21 +408,24 @@ def save(draw: Callable[[], Any], path: Path) -> None:
     write_atomic(path, _drawn(draw, path.suffix.removeprefix(".")))
 
 
-def _drawn(draw: Callable[[], Any], form: str, fonttype: str = "path") -> bytes:
-    """fonttype: `none` keeps text, `path` needs no font."""
+def _drawn(draw: Callable[[], Any], form: str) -> bytes:
+    with _plain_settings():
+        return _saved(draw(), form)
+
+
+def _saved(figure: Any, form: str) -> bytes:
     content = io.BytesIO()
     with warnings.catch_warnings():
         # A host's name may have characters that the font lacks: boxes are fine.
         warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
-        with _plain_settings(fonttype):
-            without_date = {"Date": None} if form == "svg" else None
-            draw().savefig(content, format=form, dpi=144, transparent=True, metadata=without_date)
+        without_date = {"Date": None} if form == "svg" else None
+        figure.savefig(content, format=form, dpi=144, transparent=True, metadata=without_date)
     return content.getvalue()
 
 
 @contextlib.contextmanager
 def _plain_settings(fonttype: str = "path") -> Iterator[None]:
-    """matplotlib reads a `matplotlibrc` of the current folder, which may be untrusted; we ignore it."""
+    """fonttype: `none` keeps text, `path` needs no font. Ignores a `matplotlibrc` of the current folder."""
     import matplotlib
 
     with matplotlib.rc_context():
@@ -311,84 +450,3 @@ def _plain(axes: Any, grid: str = "both") -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=grid, color=INK, alpha=0.25, linewidth=0.8)
     axes.set_axisbelow(True)
-
-
-# Figures of a run as files: tables as CSV, JSON Lines and Parquet, plots as SVG and PNG.
-
-TABLES = ("csv", "jsonl", "parquet")
-
-
-def write_figures(run: RunFolder, summary: Summary, folder: Path) -> Iterator[Path]:
-    """Yields each written file. Existing files are replaced."""
-    make_folder(folder)
-    tables = figure_tables(summary)
-    for name, table in tables.items():
-        as_csv, *others = (folder / f"{name}.{suffix}" for suffix in TABLES)
-        write_atomic(as_csv, csv_of(table))
-        for other in others:
-            convert(as_csv, other)
-        yield from (as_csv, *others)
-    if run.steps.is_file():
-        for suffix in TABLES:
-            target = folder / f"steps.{suffix}"
-            convert(run.steps, target)
-            yield target
-    for name, draw in plots(summary, tables).items():
-        for suffix in ("svg", "png"):
-            target = folder / f"{name}.{suffix}"
-            save(draw, target)
-            yield target
-
-
-def csv_of(table: FigureTable) -> str:
-    """Unknown values are empty cells."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(table.columns)
-    writer.writerows(table.rows)
-    return text.getvalue()
-
-
-LINES = (
-    ("speeds", "speeds", "samples_per_s", "samples per second"),
-    ("loss", "loss", "loss", "training loss"),
-    ("accuracy", "evaluations", "accuracy", "test accuracy"),
-)
-"""Plot, table, column, axis label."""
-
-
-def plots(summary: Summary, tables: Mapping[str, FigureTable]) -> dict[str, Callable[[], Any]]:
-    """Functions that draw, by name."""
-    found: dict[str, Callable[[], Any]] = {}
-    if has_speeds(summary):
-        found["throughput"] = partial(throughput_figure, summary)
-    for name, table, column, words in LINES:
-        if table not in tables:
-            continue
-        along = _along(tables[table])
-        lines = _lines(tables[table], along, column)
-        if any(len(line.points) > 1 for line in lines):
-            over = "update" if along == "step" else along
-            chart = LineChart(words, over, lines, from_zero=name != "accuracy", percent=name == "accuracy")
-            found[name] = partial(line_figure, chart, title_of(summary))
-    return found
-
-
-def _along(table: FigureTable) -> str:
-    """Seconds if known, else steps."""
-    place = table.columns.index("seconds")
-    return "seconds" if all(row[place] is not None for row in table.rows) else "step"
-
-
-def _lines(table: FigureTable, along: str, column: str) -> tuple[ChartLine, ...]:
-    """One per host if the table has hosts."""
-    x, y = table.columns.index(along), table.columns.index(column)
-    host = table.columns.index("host") if "host" in table.columns else None
-    found: dict[str, list[tuple[float, float]]] = {}
-    for row in table.rows:
-        if row[y] is not None:
-            found.setdefault("" if host is None else row[host], []).append((row[x], row[y]))
-    colours = itertools.cycle(PALETTE)
-    return tuple(
-        ChartLine(name, points, colour) for (name, points), colour in zip(found.items(), colours, strict=False)
-    )

@@ -167,13 +167,14 @@ def top_json(job: JobNow) -> dict[str, Any]:
         "samples_per_s": job.samples_per_s,
         "loss": job.loss,
         "slowest": job.held_up_by[0] if job.held_up_by else None,
+        "slow_words": job.slow_words,
         "hosts": [_host_document(host) for host in job.hosts],
     }
 
 
 def _host_document(host: HostNow) -> dict[str, Any]:
     row = host.row
-    names = ("step", "samples_per_s", "loss", "wait_share", "sync_share", "step_ms")
+    names = ("step", "samples_per_s", "loss", "wait_share", "sync_share", "step_ms", "parts_ms")
     readings = (
         "rank",
         "index",

@@ -22,13 +22,22 @@ from orchestrator.jobs.job_store import FirstFailure
 from orchestrator.jobs.lines import Drawing
 from orchestrator.paths import RunFolder
 from orchestrator.results.network import Collectives, CollectiveTime, LinksCarried, link_matrix
-from orchestrator.results.summary import NodeSummary, RankEnd, Summary
+from orchestrator.results.summary import RankEnd, Summary
 from orchestrator.results.timeline import load_timeline
 from orchestrator.studies.study import published_for
 from orchestrator.units import clean, clean_lines, counted, format_bandwidth, format_bytes, format_duration, one_line
 from orchestrator.views.charts import MARKED, PALETTE, draw_throughput, svg
 from orchestrator.views.console import figure, percent
-from orchestrator.views.run_charts import GpuCharts, by_clock, curve_charts, gpu_charts, read_course, speed_chart
+from orchestrator.views.run_charts import (
+    GpuCharts,
+    by_clock,
+    curve_charts,
+    gpu_charts,
+    host_speeds,
+    read_course,
+    speed_chart,
+    split_of_run,
+)
 from orchestrator.views.step_timeline import TimelineDrawing, draw_timeline
 from trainer.shared.config import EXPERIMENTS
 
@@ -92,7 +101,7 @@ def render_report(
     timeline: TimelineDrawing | None = None,
     links: LinksCarried | None = None,
 ) -> str:
-    """chart: a PNG in base64. logs: shown without metrics. links: measured by another run."""
+    """chart: a PNG in base64, of collectives. logs: shown without metrics. links: measured by another run."""
     named = summary.named if summary.metrics and not summary.collectives else frozenset()
     return (
         _environment()
@@ -107,6 +116,9 @@ def render_report(
             slowed_named=[node.slowed_words for node in summary.slowed if node.name in named],
             slowed_others=[node.slowed_words for node in summary.slowed if node.name not in named][:SLOWED],
             headline=headline(summary),
+            further=outcome(summary) if summary.slow_words else "",
+            split=split_of_run(summary),
+            host_speeds=host_speeds(summary),
             efficiency_words=efficiency_words(summary),
             fidelity_words=fidelity_words(summary),
             parts=_parts(summary),
@@ -132,6 +144,12 @@ def _conditions(summary: Summary) -> str:
 
 
 def headline(summary: Summary) -> str:
+    """The slow host and the reason; if that is unknown, the outcome."""
+    has_failed = summary.first_failure is not None and summary.state != "succeeded"
+    return outcome(summary) if has_failed or summary.collectives else summary.slow_words or outcome(summary)
+
+
+def outcome(summary: Summary) -> str:
     """One sentence."""
     failure = summary.first_failure
     if failure is not None and summary.state != "succeeded":
@@ -256,15 +274,6 @@ def _shares_over_steps(summary: Summary) -> Iterator[dict[str, Any]]:
         yield {"step": step + 1, "by_node": by_node, "percents": percents, "spread": spread}
 
 
-def _part_shares(node: NodeSummary, parts: tuple[tuple[str, str], ...]) -> list[tuple[str, float]]:
-    """Percentages of this host's step; empty if one is unknown."""
-    values = [(name, getattr(node, name)) for name, _ in parts]
-    total = sum(value or 0.0 for _, value in values)
-    if total <= 0 or any(value is None for _, value in values):
-        return []
-    return [(name.removesuffix("_ms"), 100 * value / total) for name, value in values]
-
-
 def _how(end: RankEnd) -> str:
     if end.signal:
         return f"ended by {one_line(end.signal, 40)}"
@@ -273,7 +282,7 @@ def _how(end: RankEnd) -> str:
 
 @cache
 def _environment() -> Environment:
-    return environment(how=_how, part_shares=_part_shares, times_by_size=_times_by_size, link_matrix=link_matrix)
+    return environment(how=_how, times_by_size=_times_by_size, link_matrix=link_matrix)
 
 
 # Pages: one HTML file with its style, without scripts and external references. Host names and log lines are untrusted:

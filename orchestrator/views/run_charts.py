@@ -1,5 +1,7 @@
-"""Line charts of a run: loss and accuracy, hosts' speeds, and GPUs. Pure except for `read_course`.
+"""Charts of a run: parts of a step, loss and accuracy, hosts' speeds, GPUs. Pure except for read and written files.
 
+split_of_run(summary)                           each host's step: load, compute, sync, wait, optimiser
+host_speeds(summary)                            samples/s of each host, in the cluster and by itself
 curve_charts(summary.curves)                    loss and accuracy over updates
 [*by_clock(summary.curves)]                     ("seconds", charts), ("samples", charts)
 speed_chart(summary)                            samples/s of each host
@@ -8,18 +10,110 @@ gpu_charts({name: read_course(path), ...})      use, clock, power, temperature o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import csv
+import io
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from orchestrator.files import make_folder, write_atomic
+from orchestrator.jobs.live import CoursePoint
 from orchestrator.jobs.live_stats import Reading
+from orchestrator.paths import RunFolder
+from orchestrator.results.compare import FigureTable, figure_tables
 from orchestrator.results.curves import Curves, HostCourse, Place, placed
 from orchestrator.results.straggler import readings
-from orchestrator.results.summary import Summary, is_slowed
-from orchestrator.views.charts import MOST_LINES, PALETTE, ChartLine, LineChart, Upright
+from orchestrator.results.summary import NodeSummary, Summary, is_slowed
+from orchestrator.results.tables import convert
+from orchestrator.units import format_figure
+from orchestrator.views.charts import (
+    MOST_LINES,
+    PALETTE,
+    SPEEDS,
+    BarChart,
+    ChartBar,
+    ChartLine,
+    LineChart,
+    Piece,
+    Upright,
+    bar_figure,
+    has_speeds,
+    line_figure,
+    save,
+    throughput_figure,
+    title_of,
+)
 
 _TRAINING, _TEST = PALETTE[0], PALETTE[3]
+
+# ---- where a step's time goes ----------------------------------------------------------------------------------------
+
+PARTS = {
+    "load": PALETTE[4],
+    "compute": PALETTE[0],
+    "sync": PALETTE[1],
+    "wait": PALETTE[3],
+    "optimiser": PALETTE[2],
+}
+"""A step's parts in their order, and their colours."""
+MOST_BARS = 16
+
+
+class HostStep(NamedTuple):
+    """words: at the bar's end, instead of the step's length."""
+
+    name: str
+    ms: Mapping[str, float]
+    words: str = ""
+
+
+def split_of_run(summary: Summary) -> BarChart | None:
+    """None if a host's parts are unknown. Many hosts: named in the summary, and waiting least or most."""
+    if not summary.nodes or any(node.parts_ms is None for node in summary.nodes):
+        return None
+    shown = _most_telling(summary)
+    steps = [HostStep(f"{node.name} · {node.gpu}", node.parts_ms or {}) for node in shown]
+    return split_chart(steps, exposed=summary.overlapped)
+
+
+def split_chart(hosts: Sequence[HostStep], *, exposed: bool = False) -> BarChart | None:
+    """exposed: whether exchanges overlap compute, so that only their rest is seen."""
+    if not hosts:
+        return None
+    names = {part: f"exposed {part}" if exposed and part in ("sync", "wait") else part for part in PARTS}
+    bars = tuple(
+        ChartBar(
+            host.name,
+            tuple(Piece(names[part], host.ms.get(part, 0.0), colour) for part, colour in PARTS.items()),
+            host.words or f"{format_figure(sum(host.ms.values()))} ms",
+        )
+        for host in hosts
+    )
+    return BarChart("parts of a step", "ms", bars)
+
+
+def _most_telling(summary: Summary) -> list[NodeSummary]:
+    nodes = sorted(summary.nodes, key=lambda node: node.wait_ms or 0.0)
+    half = MOST_BARS // 2
+    kept = {node.name for node in (*nodes[:half], *nodes[len(nodes) - half :])} | summary.named
+    return [node for node in summary.nodes if len(nodes) <= MOST_BARS or node.name in kept]
+
+
+def host_speeds(summary: Summary) -> BarChart | None:
+    """Bars per host: in the cluster, alone."""
+    if not any(node.samples_per_s for node in summary.nodes):
+        return None
+    bars = []
+    for node in _most_telling(summary):
+        for field_name, words, colour in SPEEDS:
+            if value := getattr(node, field_name):
+                bars.append(ChartBar(f"{node.name} {words}", (Piece(words, value, colour),), format_figure(value)))
+    return BarChart("samples/s of each host", "samples/s", tuple(bars))
+
 
 # ---- how it learned --------------------------------------------------------------------------------------------------
 
@@ -88,6 +182,18 @@ def _most_changed(hosts: Sequence[HostCourse]) -> list[HostCourse]:
 
     kept = sorted(hosts, key=change, reverse=True)[:MOST_LINES]
     return [host for host in hosts if host in kept]
+
+
+def live_charts(course: Sequence[CoursePoint]) -> list[LineChart]:
+    """Speed and loss over updates, as far as a running job has come."""
+    speeds = [(float(point.step), point.samples_per_s) for point in course if point.samples_per_s is not None]
+    losses = [(float(point.step), point.loss) for point in course if point.loss is not None]
+    drawn = (("samples/s together", speeds, PALETTE[0]), ("training loss", losses, _TRAINING))
+    return [
+        LineChart(title, "updates", (ChartLine(title, points, colour),), from_zero=True)
+        for title, points, colour in drawn
+        if len(points) > 1
+    ]
 
 
 # ---- the hosts' GPUs -------------------------------------------------------------------------------------------------
@@ -207,3 +313,86 @@ def _line(name: str, points: list[tuple[float, float, bool]], unit_s: float, col
     runs = [list(run) for slowed, run in groupby(scaled, key=lambda point: point[2]) if slowed]
     marked = tuple(tuple((x, y) for x, y, _ in run) for run in runs)
     return ChartLine(name, [(x, y) for x, y, _ in scaled], colour, marked=marked)
+
+
+# Figures of a run as files: tables as CSV, JSON Lines and Parquet, plots as SVG and PNG.
+
+TABLES = ("csv", "jsonl", "parquet")
+
+
+def write_figures(run: RunFolder, summary: Summary, folder: Path) -> Iterator[Path]:
+    """Yields each written file. Existing files are replaced."""
+    make_folder(folder)
+    tables = figure_tables(summary)
+    for name, table in tables.items():
+        as_csv, *others = (folder / f"{name}.{suffix}" for suffix in TABLES)
+        write_atomic(as_csv, csv_of(table))
+        for other in others:
+            convert(as_csv, other)
+        yield from (as_csv, *others)
+    if run.steps.is_file():
+        for suffix in TABLES:
+            target = folder / f"steps.{suffix}"
+            convert(run.steps, target)
+            yield target
+    for name, draw in plots(summary, tables).items():
+        for suffix in ("svg", "png"):
+            target = folder / f"{name}.{suffix}"
+            save(draw, target)
+            yield target
+
+
+def csv_of(table: FigureTable) -> str:
+    """Unknown values are empty cells."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(table.columns)
+    writer.writerows(table.rows)
+    return text.getvalue()
+
+
+LINES = (
+    ("speeds", "speeds", "samples_per_s", "samples per second"),
+    ("loss", "loss", "loss", "training loss"),
+    ("accuracy", "evaluations", "accuracy", "test accuracy"),
+)
+"""Plot, table, column, axis label."""
+
+
+def plots(summary: Summary, tables: Mapping[str, FigureTable]) -> dict[str, Callable[[], Any]]:
+    """Functions that draw, by name."""
+    found: dict[str, Callable[[], Any]] = {}
+    if split := split_of_run(summary):
+        found["step"] = partial(bar_figure, split, title_of(summary))
+    if has_speeds(summary):
+        found["throughput"] = partial(throughput_figure, summary)
+    for name, table, column, words in LINES:
+        if table not in tables:
+            continue
+        along = _along(tables[table])
+        lines = _lines(tables[table], along, column)
+        if any(len(line.points) > 1 for line in lines):
+            over = "update" if along == "step" else along
+            chart = LineChart(words, over, lines, from_zero=name != "accuracy", percent=name == "accuracy")
+            found[name] = partial(line_figure, chart, title_of(summary))
+    return found
+
+
+def _along(table: FigureTable) -> str:
+    """Seconds if known, else steps."""
+    place = table.columns.index("seconds")
+    return "seconds" if all(row[place] is not None for row in table.rows) else "step"
+
+
+def _lines(table: FigureTable, along: str, column: str) -> tuple[ChartLine, ...]:
+    """One per host if the table has hosts."""
+    x, y = table.columns.index(along), table.columns.index(column)
+    host = table.columns.index("host") if "host" in table.columns else None
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in table.rows:
+        if row[y] is not None:
+            found.setdefault("" if host is None else row[host], []).append((row[x], row[y]))
+    colours = itertools.cycle(PALETTE)
+    return tuple(
+        ChartLine(name, points, colour) for (name, points), colour in zip(found.items(), colours, strict=False)
+    )

@@ -8,9 +8,10 @@ from orchestrator.results.compare import ComparedRun, Comparison
 from orchestrator.results.curves import Curves, Interval, placed
 from orchestrator.units import format_duration
 from orchestrator.views import console
-from orchestrator.views.charts import PALETTE, ChartLine, LineChart
+from orchestrator.views.charts import PALETTE, BarChart, ChartLine, LineChart
 from orchestrator.views.console import UNKNOWN, figure, percent, print_table, span
 from orchestrator.views.report import environment, or_nothing
+from orchestrator.views.run_charts import MOST_BARS, HostStep, split_chart
 
 
 def print_comparison(comparison: Comparison) -> None:
@@ -18,10 +19,10 @@ def print_comparison(comparison: Comparison) -> None:
     print_table(("", "job", "state", "steps", "hosts"), rows, right_from=3, left_from=4, drop=("hosts", "steps"))
     console.put("")
     goal = comparison.common_accuracy
-    columns = ["", "samples/s", "95 % of it", "of combined*", "accuracy"]
+    columns = ["", "samples/s", "95 % interval", "efficiency*", "accuracy"]
     columns += [f"to {percent(goal, 2)}"] if goal is not None else []
     figures = [_figures(run, has_goal=goal is not None) for run in comparison.runs]
-    print_table(columns, figures, right_from=1, drop=("of combined*",))
+    print_table(columns, figures, right_from=1, drop=("efficiency*",))
     for sentence in sentences(comparison):
         console.put(sentence)
     if comparison.differences:
@@ -41,7 +42,7 @@ def sentences(comparison: Comparison) -> list[str]:
     ]
     lines += [f"{run.letter}: {run.not_finite.words}" for run in comparison.runs if run.not_finite]
     if any(run.of_combined is not None for run in comparison.runs):
-        lines.append("* of the sum of its hosts' standalone speeds")
+        lines.append("* the speed over the sum of its hosts' standalone speeds")
     lines.append("Ranges are from the steps within each run: repeat runs to see how they vary.")
     return lines if comparison.differences else [*lines, "Settings, hosts and versions are the same."]
 
@@ -66,6 +67,7 @@ def render_comparison(comparison: Comparison) -> str:
             headline=headline(comparison),
             most=_most(runs),
             bars=[_bar(run.speed, _most(runs)) for run in runs],
+            split=_split(runs),
             has_accuracy=any(run.accuracy is not None for run in runs),
             charts_by_clock=[
                 ("seconds", [*_charts(runs, "seconds", _seconds)]),
@@ -77,6 +79,8 @@ def render_comparison(comparison: Comparison) -> str:
 
 def headline(comparison: Comparison) -> str:
     """One sentence."""
+    if len(kinds := {run.experiment for run in comparison.runs}) > 1:
+        return f"{len(comparison.runs)} runs of {len(kinds)} experiments: their samples are different work"
     known = [run for run in comparison.runs if run.samples_per_s is not None]
     if len(known) < 2:
         return f"{len(comparison.runs)} runs; at most one has a known speed"
@@ -84,6 +88,16 @@ def headline(comparison: Comparison) -> str:
         return f"B: {comparison.runs[1].verdict}"
     best = max(known, key=lambda run: run.samples_per_s or 0.0)
     return f"{len(comparison.runs)} runs; {best.letter} was the fastest, {figure(best.samples_per_s)} samples/s"
+
+
+def _split(runs: tuple[ComparedRun, ...]) -> BarChart | None:
+    """Each run's hosts, below each other; of many, each run's slowest to wait for."""
+    each = max(1, MOST_BARS // len(runs))
+    steps = []
+    for run in runs:
+        hosts = sorted(run.parts_ms, key=lambda name: run.parts_ms[name].get("wait", 0.0))[:each]
+        steps += [HostStep(f"{run.letter} · {name}", run.parts_ms[name]) for name in run.parts_ms if name in hosts]
+    return split_chart(steps)
 
 
 def _most(runs: tuple[ComparedRun, ...]) -> float | None:

@@ -284,6 +284,37 @@ def test_a_piece_of_many_lines_shows_its_total_and_its_newest_steps():
     assert feed.rows()["a"] == HostRow("a", 1000, 5000, 1000.0, None, None, step_ms=1.0)
 
 
+def test_a_host_shows_the_parts_of_its_step() -> None:
+    feed = Feed(a=1, b=1)
+    for step in range(3):
+        feed.step(0, step, load_ms=5.0, compute_ms=80.0, exposed_ms=10.0, comm_ms=10.0, optim_ms=5.0)
+        feed.step(1, step, load_ms=5.0, compute_ms=30.0, exposed_ms=60.0, comm_ms=60.0, optim_ms=5.0)
+    parts = {name: row.parts_ms for name, row in feed.rows().items()}
+    assert parts["a"] == pytest.approx({"load": 5, "compute": 80, "sync": 10, "wait": 0, "optimiser": 5})
+    assert parts["b"] == pytest.approx({"load": 5, "compute": 30, "sync": 10, "wait": 50, "optimiser": 5})
+    feed.step(0, 3, compute_ms=80.0, exposed_ms=10.0, comm_ms=10.0)
+    feed.step(1, 3, compute_ms=80.0, exposed_ms=10.0, comm_ms=10.0)
+    assert feed.rows()["a"].parts_ms is None
+
+
+def test_the_course_keeps_speed_and_loss_of_a_long_run_in_few_points() -> None:
+    feed = Feed(a=1, b=1)
+    for step in range(1000):
+        feed.step(0, step, loss=20.0 if step < 500 else 10.0)
+        feed.step(1, step, loss=20.0 if step < 500 else 10.0, t_ms=50.0)
+    points = feed.view.course.points()
+    assert 60 <= len(points) <= 120 and points[-1].step >= 1000
+    assert {point.samples_per_s for point in points} == {300.0}
+    assert (points[0].loss, points[-1].loss) == (2.0, 1.0)
+
+
+def test_a_piece_of_many_lines_has_its_older_steps_in_the_course() -> None:
+    feed = Feed(a=1)
+    feed.send(0, b"".join(line(event="step", step=step, samples=1, t_ms=1.0, loss=2.0) for step in range(5000)))
+    points = feed.view.course.points()
+    assert len(points) > 30 and points[0].step < 200 and {point.loss for point in points} == {2.0}
+
+
 def test_of_a_script_that_is_only_watched_the_first_step_has_no_time():
     """It began before anybody looked."""
     feed = Feed(a=1)

@@ -40,9 +40,11 @@ def test_what_happened_is_marked_once_and_never_behind_the_last_step(tmp_path: P
     found = [(mark.what, mark.step) for mark in summary.speed_course.marks]
     assert found == [("rebalance", 12), ("eval", 20), ("checkpoint", 20)]
     page = render_report(summary)
-    (drawing,) = (each for each in re.findall(r"<svg.*?</svg>", page, re.DOTALL) if "samples/s of each host" in each)
-    assert re.findall(r"stroke-dasharray: [^\"]*stroke: ([^;\"]+)", drawing) == ["#d55e00", "#cc79a7", "var(--soft)"]
-    assert all(f"</span>{name}" in page for name in ("shares changed", "evaluation", "checkpoint"))
+    (drawing,) = (
+        each for each in re.findall(r"<svg.*?</svg>", page, re.DOTALL) if "samples/s of each host over" in each
+    )
+    assert re.findall(r"stroke-dasharray=[^>]*stroke=\"([^\"]+)", drawing) == ["#d55e00", "#cc79a7", "var(--soft)"]
+    assert all(f"</svg>{name}</span>" in page for name in ("shares changed", "evaluation", "checkpoint"))
     assert 'aria-label="samples/s of each host over seconds"' in page
 
 
@@ -59,7 +61,7 @@ def test_a_long_run_has_a_hundred_points_and_a_short_one_no_plot(tmp_path: Path)
     summary = of_steps(tmp_path / "long", long, long)
     assert len(summary.speed_course.steps) == POINTS
     nothing = of_steps(tmp_path / "short", short, short)
-    assert speed_chart(nothing) is None and "In the course of the run" not in render_report(nothing)
+    assert speed_chart(nothing) is None and "Over time" not in render_report(nothing)
 
 
 def test_of_many_hosts_those_whose_speed_changed_most_are_drawn(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ with open(os.environ["ORCH_METRICS"], "a", buffering=1) as file:
     file.write(json.dumps({"event": "start", "schema": 1, "steps": 100000, "rank": rank, "world_size": 2}) + "\\n")
     for step in range(100000):
         time.sleep(0.05)
-        told = {"event": "step", "step": step, "samples": 10, "t_ms": 100.0, "exposed_ms": 40.0 * rank,
+        told = {"event": "step", "step": step, "samples": 10, "t_ms": 100.0, "load_ms": 1.0,
+                "compute_ms": 97.0 - 40.0 * rank, "exposed_ms": 40.0 * rank, "optim_ms": 2.0,
                 "comm_ms": 40.0 * rank, "loss": 3.0, "wall": time.time()}
         file.write(json.dumps(told) + "\\n")
 """

@@ -19,7 +19,7 @@ def test_who_waits_is_shown_in_order_and_ones_own_may_leave():
     known = cluster()
     rivals = (Rival("first<1>", "ada", 3700.0, ("a",), 1), Rival("mine-1", "bob", None, ("a", "b"), 2))
     queue = Waiting({known.name: rivals}, frozenset({"mine-1"}), lost=("gone-1",))
-    page = pages.cluster_page(known, [known.name], Jobs((), {}, {}), queue, ["late-1 was not started: why"], "./")
+    page = pages.cluster_page(known, [known.name], Jobs((), {}, {}), {}, queue, ["late-1 was not started: why"], "./")
     assert page.index("first&lt;1&gt;") < page.index("mine-1") and "1:01:40" in page
     assert page.count("Leave the queue") == 1 and page.index("mine-1") < page.index("Leave the queue")
     assert "gone-1 has lost its place" in page and "late-1 was not started: why" in page

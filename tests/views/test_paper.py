@@ -63,7 +63,7 @@ def test_every_table_is_there_in_three_forms_with_the_same_figures(
 
 def test_every_plot_is_there_as_a_drawing_and_as_a_picture(run: tuple[RunFolder, Summary], tmp_path: Path) -> None:
     written = [path for path in write_figures(*run, tmp_path / "figures") if path.suffix in (".svg", ".png")]
-    assert {path.stem for path in written} == {"throughput", "speeds", "loss", "accuracy"}
+    assert {path.stem for path in written} == {"step", "throughput", "speeds", "loss", "accuracy"}
     for path in written:
         if path.suffix == ".svg":
             assert ET.parse(path).getroot().tag.endswith("svg")

@@ -103,7 +103,7 @@ def test_a_plan_on_a_narrow_screen_drops_columns_and_no_digit(tmp_path, monkeypa
 
 def test_the_comparison_of_hosts_fits_sixty_columns(screen, tmp_path):
     summary = analyse(two_hosts(tmp_path / "run"))
-    _, row, _ = screen(60, lambda: host_tables.print_hosts(summary), "node|a2000|v100")
+    _, row, _ = screen(60, lambda: host_tables.print_hosts(summary), "node|a2000 |v100  ")
     node = summary.nodes[0]
     measured = [node.samples_per_s, node.step_ms.p50, node.compute_ms, node.sync_ms, node.wait_ms]
     assert {figures.figure(value) for value in measured} <= set(row.split())

@@ -186,14 +186,14 @@ def test_report_and_terminal_name_slowed_gpus_the_stragglers_beside_it(tmp_path,
     assert summary.straggler.node == "a2000"
     page = write_report(run, summary).read_text()
     assert page.count(SLOW) == page.count(HOT) == 1
-    beside, later = page.index("The others wait for a2000"), page.index("What the GPUs did")
+    beside, later = page.index("<h2>Where a step"), page.index("What the GPUs did")
     assert beside < page.index(SLOW) < later < page.index(HOT)
-    drawings = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    assert len(drawings) == 7  # and the loss, over updates, seconds and samples
-    assert MARKED in drawings[1] and PALETTE[1] in drawings[1]
+    drawings = re.findall(r'<svg viewBox="0 0 420.*?</svg>', page, re.DOTALL)
+    assert len(drawings) == 9  # and the loss, over updates, seconds and samples
+    assert MARKED in drawings[3] and PALETTE[1] in drawings[3]
     host_tables.print_summary(summary)
     said = capsys.readouterr().out
-    assert said.index("straggler: a2000") < said.index(SLOW) < said.index(HOT)
+    assert said.index("waited for a2000") < said.index(SLOW) < said.index(HOT)
 
 
 def test_a_script_without_metrics_has_its_gpus_drawn_too(tmp_path):

@@ -1,36 +1,8 @@
 "use strict";
-// What hosts wrote is put into the page as text, never as markup.
+// What hosts wrote is put into the page as text, or by the server's templates, which escape it.
 
 const figure = (value, digits = 3) =>
   value === null || value === undefined ? "–" : Number(value.toPrecision(digits)).toLocaleString("en");
-const percent = (value) => (value === null || value === undefined ? "–" : `${Math.round(100 * value)} %`);
-const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
-const known = (gpus, name) => gpus.map((gpu) => gpu[name]).filter((value) => value !== null);
-const gigabytes = (bytes) => (bytes === null ? "–" : `${(bytes / 2 ** 30).toFixed(1)} GiB`);
-const clock = (seconds) =>
-  `${Math.floor(seconds / 3600)}:${String(Math.floor(seconds / 60) % 60).padStart(2, "0")}:${String(Math.floor(seconds) % 60).padStart(2, "0")}`;
-
-function cells(host) {
-  const gpus = host.gpus;
-  const most = (name) => { const values = known(gpus, name); return values.length ? Math.max(...values) : null; };
-  const watts = known(gpus, "watts");
-  return [
-    figure(host.step, 9), figure(host.samples_per_s, 4), figure(host.loss), percent(host.wait_share), percent(host.sync_share),
-    gpus.length ? percent(mean(known(gpus, "utilisation")) / 100) : "–", gigabytes(most("memory_bytes")), figure(most("celsius")),
-    figure(watts.length ? watts.reduce((sum, value) => sum + value, 0) : null),
-  ];
-}
-
-function row(words) {
-  const made = document.createElement("tr");
-  words.forEach((word, place) => {
-    const cell = document.createElement("td");
-    cell.textContent = word;
-    if (place) cell.className = "n";
-    made.append(cell);
-  });
-  return made;
-}
 
 let leaves = false; // a form was sent: its answer is the next page
 
@@ -74,26 +46,27 @@ if (jobs && jobs.querySelector('[data-state="running"], [data-state="starting"]'
       }
       state.textContent = job.state;
       line.querySelector(".speed").textContent = figure(job.samples_per_s, 4);
-      line.querySelector(".parts").textContent = job.hosts.map((host) => `${host.node} ${figure(host.samples_per_s, 4)}`).join(", ");
+      line.querySelector(".result").textContent = job.loss === null ? "" : `loss ${figure(job.loss)}`;
+      line.querySelector(".slow").textContent = job.slow_words;
     }
   });
 }
 
-const live = document.getElementById("live");
-if (live) {
-  follow(live, (found) => {
-    const job = found.find((one) => one.job === live.dataset.job);
+const FIGURES_MS = 3000;
+const figures = document.getElementById("figures");
+if (figures && figures.dataset.figures) {
+  follow(figures, (found) => {
+    const job = found.find((one) => one.job === figures.dataset.job);
     if (!job) return again();
     document.getElementById("state").textContent = job.state;
-    if (job.step !== null) {
-      const left = job.left_s === null ? "" : `, about ${clock(job.left_s)} left`;
-      document.getElementById("now").textContent =
-        `step ${job.step}${job.steps ? `/${job.steps}` : ""}, ${figure(job.samples_per_s, 4)} samples/s, loss ${figure(job.loss)}, running ${clock(job.elapsed_s)}${left}`;
-    }
-    document.getElementById("parts").replaceChildren(
-      ...job.hosts.map((host) => row([host.silent ? `${host.node}: no answer` : host.node, ...cells(host)])));
-    document.getElementById("remark").textContent = job.slowest ? `${job.slowest} is the slowest: others wait for it.` : "";
   });
+  const renew = async () => {
+    const answer = await fetch(figures.dataset.figures).catch(() => ({ ok: false }));
+    // Our own page, in which what hosts wrote is escaped, and whose policy allows no script in it.
+    if (answer.ok && !figures.querySelector(":hover.hover")) figures.innerHTML = await answer.text();
+    setTimeout(renew, FIGURES_MS);
+  };
+  setTimeout(renew, FIGURES_MS);
 }
 
 const log = document.getElementById("log");
@@ -101,9 +74,12 @@ const MOST = 200000;
 if (log) {
   (async () => {
     const answer = await fetch(log.dataset.log);
+    let isFirst = true; // "loading …" stands there until the first line, or the end
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
     for (;;) {
       const { done, value } = await reader.read();
+      if (isFirst) log.textContent = done ? "it printed nothing" : "";
+      isFirst = false;
       if (done) break;
       const atEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 4;
       log.append(value);
