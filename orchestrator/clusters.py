@@ -175,14 +175,14 @@ class Clusters:
         elsewhere = [node.name for node in known.nodes if _place(node) not in here]
         if not elsewhere:
             return ()
-        whose = f"cluster {known.name} was defined by {known.file} until now, with other hosts ({', '.join(elsewhere)})"
+        whose = f"cluster {known.name} was defined by {known.file} with different hosts ({', '.join(elsewhere)})"
         running = [job.id for job in self.store.jobs() if job.cluster == known.name and job.state not in ENDED]
         if running:
             raise UsageError(
                 f"{whose} and jobs that have not ended: {', '.join(running[:3])}",
                 f"give {inventory.file} another `cluster:` name, or first `orch down --cluster {known.name}`",
             )
-        return (f"{whose}: this file replaces it",)
+        return (f"{whose}; this file replaces it",)
 
     def add_node(self, cluster: Cluster, keys: Mapping[str, Any], node: Node) -> Up:
         """keys: of `node`, without defaults. Raises UsageError if it exists already, HostError if unreachable; then it

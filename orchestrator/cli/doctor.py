@@ -62,9 +62,9 @@ def doctor(
     With --collective, if nothing blocks it, a job that all-reduces 1 KiB and 8 MiB follows. It uses the GPUs, for about
     10 s and torch's start. If it fails, fewer hosts are tried until the guilty host, or pair, is found.
 
-    --fix ends processes that your jobs left, resumes your stopped supervisors, removes unfinished starts, uploads and
-    removals, and rebuilds environments of `orch setup` that do not start, after asking. It touches nothing of other
-    people or of running jobs.
+    --fix ends processes that your jobs left, resumes your stopped supervisors, cleans up interrupted starts, uploads
+    and deletions, and rebuilds environments of `orch setup` that do not start, after asking. It touches nothing of
+    other people or of running jobs.
 
     The exit code is 0 if nothing blocks a job, 1 if a finding does, 3 if a host could not be reached.
 

@@ -376,7 +376,7 @@ def clusters(as_json: bool) -> None:
 @click.command()
 @click.argument("name", metavar="CLUSTER", shell_complete=cluster_names)
 def use(name: str) -> None:
-    """Make a remembered cluster the current one, for all terminals; asks no host.
+    """Make a remembered cluster the current one, for all terminals; works offline.
 
     For one terminal only, set ORCH_CLUSTER there: it overrides `orch use` and `orch up`.
 

@@ -44,10 +44,10 @@ def init(
     cluster: str | None,
     force: bool,
 ) -> None:
-    """Write an inventory from hosts that you have in another form, or one to fill in. FILE is rack.yaml unless you name
-    one; `-` prints it.
+    """Write an inventory from hosts that another tool's file already lists, or a template to fill in. FILE is rack.yaml
+    unless you name one; `-` prints it.
 
-    Settings without a place in an inventory are named on standard error. Passwords are left out.
+    Anything an inventory cannot express is listed on standard error. Passwords are left out.
 
     \b
     orch init

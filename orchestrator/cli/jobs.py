@@ -401,17 +401,17 @@ PIPE_S = 10.0
 @click.option(
     "--every",
     type=Quantity("time"),
-    help="Time between two looks.  [default: 1s on a terminal and with --json, else 10s]",
+    help="Time between two refreshes.  [default: 1s on a terminal and with --json, else 10s]",
 )
-@click.option("--once", is_flag=True, help="Show one state and leave.")
+@click.option("--once", is_flag=True, help="Print one snapshot and exit.")
 @cluster_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line: each job, at each look.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line: every job, at every refresh.")
 def top(wanted: tuple[str, ...], every: float | None, once: bool, cluster: str | None, as_json: bool) -> None:
     """Watch running jobs: speed, loss, waiting, GPUs, the slowest host, time left.
 
-    Without a JOB it shows all running jobs. It only reads metrics, changes nothing, and ends with the jobs; leave it
-    with Ctrl-C, the jobs keep running. For a host with several GPUs it shows the mean use, the fullest memory, the
-    highest temperature and the total power.
+    Without JOB it shows every running job. It only reads metrics, and ends with the jobs; quit with Ctrl-C, the jobs
+    keep running. For a host with several GPUs it shows mean utilisation, the fullest memory, the highest temperature
+    and the total power.
 
     \b
     orch top

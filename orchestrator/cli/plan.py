@@ -160,8 +160,7 @@ def profile(
 
     This takes about 15 s for each kind of host (`--set profile_s=15`); different machines are measured at the same
     time. A profile is kept until the GPU, its driver, torch or the network's settings change. Runs then split a batch
-    by it (`--set shares=equal` splits it evenly), and efficiency is reported against it. The exit code is 1 if a paced
-    host kept its pace at fewer than two batch sizes: it has no profile.
+    by it (`--set shares=equal` splits it evenly), and efficiency is reported against it.
 
     A script of your own is measured if it uses `trainer.join`: its loop runs on each host alone, with growing batches.
 
@@ -224,7 +223,7 @@ _HELP = f"""Run the rows of a published study that this cluster can run.
 
 The studies are {", ".join(study_names())}. Rows that are done are not run again, even after a Ctrl-C; rows of other
 clusters stay in the same table. The table shows medians, and names rows whose ranges overlap as within noise. Each run
-of a row has another seed.
+of a row uses a different seed.
 
 \b
 orch study bottlenecks --set data_dir=/data

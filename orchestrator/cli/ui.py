@@ -24,8 +24,8 @@ def ui(port: int, out: Path, cluster: str | None) -> None:
     """Show clusters, hosts and jobs in a browser, and act on them: a local page only for you.
 
     It listens on 127.0.0.1 only, and its address holds a secret: all who have it can do what you can. From elsewhere,
-    reach it by `ssh -L`. Ctrl-C ends it; jobs keep running. A Prometheus has an address of its own, which is printed,
-    too; it stays the same with --port.
+    reach it by `ssh -L`. Ctrl-C ends it; jobs keep running. It also prints a separate URL for Prometheus;
+    --port keeps that URL fixed.
     Needs the extra `ui`: pip install 'orch[ui]'.
 
     \b

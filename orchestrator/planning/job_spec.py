@@ -196,9 +196,7 @@ class JobSpec(Written):
     folder: Path | None = option(
         None, "The folder to ship. [default: the script's folder, or the current one]", "PATH", on_page=True
     )
-    batch: Count = option(
-        None, "Samples of an update, over all ranks; each rank finds its part in ORCH_SHARE.", "N", on_page=True
-    )
+    batch: Count = option(None, "Global batch size; each rank finds its share in ORCH_SHARE.", "N", on_page=True)
     pass_local_rank: bool = option(False, "Give the script --local_rank=N, as torch.distributed.launch does.")
     no_metrics: bool = option(False, "Do not measure the steps of a script: install no hooks in its torch.")
     env: Variables = option(

@@ -71,8 +71,10 @@ def translate(hop: Hop, error: Exception, *, is_up: bool) -> ConnectError:
         return ConnectError(node, f"{where}: hung up before an SSH greeting", remedy)
     if str(error) == HUNG_UP:
         return ConnectError(node, f"{where}: {HUNG_UP}", "try again; sshd's log there shows why (journalctl -u ssh)")
-    what = "the SSH connection broke" if is_up else "no SSH connection was made"
-    return ConnectError(node, f"{where}: {what} ({_plain(error)})", "check host and network, try again")
+    what = "the SSH connection broke" if is_up else "cannot connect by SSH"
+    return ConnectError(
+        node, f"{where}: {what} ({_plain(error)})", "check that the host is on and reachable, and try again"
+    )
 
 
 def _where(hop: Hop) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -116,6 +117,8 @@ def print_summary(summary: Summary) -> None:
 
 
 def print_hosts(summary: Summary) -> None:
+    if summary.slow_words:
+        console.put(summary.slow_words)
     title = f"{summary.experiment}: {summary.state}, {counted(summary.steps, 'measured step')}"
     shown = table(title, COLUMNS, list(map(_cells, summary.nodes)), right_from=2, drop=DISPENSABLE)
     console.out.print(shown)
@@ -168,13 +171,11 @@ def _print_speed(summary: Summary, *, has_star: bool) -> None:
 
 
 def _findings(summary: Summary) -> Iterator[str]:
-    """Bottleneck, straggler, training results."""
+    """Bottleneck, slowed GPUs, training results."""
     if summary.prediction and summary.of_prediction:
         yield f"{summary.prediction.words}; measured {percent(summary.of_prediction)} of it"
-    if summary.bound:
+    if summary.bound and summary.straggler:
         yield summary.bound.words
-    if summary.straggler:
-        yield f"straggler: {summary.straggler.node} — {summary.straggler.reason}"
     for node in summary.slowed[:SLOWED_SHOWN]:
         yield node.slowed_words
     if more := summary.slowed[SLOWED_SHOWN:]:
@@ -259,7 +260,7 @@ def print_diagnosis(found: Diagnosis) -> None:
 
 
 def _print_finding(same: Sequence[Finding]) -> None:
-    """same: findings that differ only in their hosts."""
+    """same: findings that differ only in their hosts and quantities."""
     first = same[0]
     console.out.print(
         Text.assemble(
@@ -269,7 +270,7 @@ def _print_finding(same: Sequence[Finding]) -> None:
             ", ",
             console.plain(_where(same)),
             ": ",
-            console.plain(first.seen),
+            console.plain(ranged([finding.seen for finding in same])),
         )
     )
     console.out.print(Text.assemble("  ", ("if ignored:", "bold"), " ", console.plain(first.causes)))
@@ -277,7 +278,27 @@ def _print_finding(same: Sequence[Finding]) -> None:
         console.out.print(Text.assemble("  ", ("try:", "bold"), " ", console.plain(first.remedy)))
 
 
+WAYS_SHOWN = 4
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?) ?([kMGT]?)(bps|ms|s|%)(?!\w)")
+_FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def ranged(texts: Sequence[str]) -> str:
+    """Texts that differ only in quantities, as one: `242Mbps to 1.26Gbps measured`."""
+    columns = zip(*([found for found in _QUANTITY.finditer(text)] for text in texts), strict=True)
+    ends = [(min(each, key=_size), max(each, key=_size)) for each in columns]
+    words = iter(low[0] if low[0] == high[0] else f"{low[0]} to {high[0]}" for low, high in ends)
+    return _QUANTITY.sub(lambda _: next(words), texts[0])
+
+
+def _size(quantity: re.Match[str]) -> float:
+    return float(quantity[1]) * _FACTORS[quantity[2]] * (0.001 if quantity[3] == "ms" else 1.0)
+
+
 def _where(same: Sequence[Finding]) -> str:
+    if same[0].is_way and len(same) > WAYS_SHOWN:
+        hosts = host_set(list(dict.fromkeys(name for finding in same for name in finding.where)))
+        return f"{len(same)} directions between {hosts}"
     if same[0].is_way:
         return ", ".join(f"{finding.where[0]} -> {finding.where[1]}" for finding in same)
     return host_set(list(dict.fromkeys(name for finding in same for name in finding.where)))
@@ -287,7 +308,7 @@ def _together(findings: Sequence[Finding]) -> list[list[Finding]]:
     """In order of first appearance."""
     found = dict[tuple[str, ...], list[Finding]]()
     for finding in findings:
-        key = (finding.id, finding.level, finding.seen, finding.remedy)
+        key = (finding.id, finding.level, _QUANTITY.sub("", finding.seen), finding.remedy)
         found.setdefault(key, []).append(finding)
     return list(found.values())
 
