@@ -93,7 +93,7 @@ def run(
     orch run --name wide-net --note "rate of the paper" train.py --lr 0.1
     orch run --notify 'mail -s "$ORCH_JOB $ORCH_STATE" me </dev/null' train.py
     orch run --save job.yaml train.py         writes the job as a file, runs it
-    orch run job.yaml --nodes v100 -- --lr 1  the job in the file, with other arguments
+    orch run job.yaml --nodes v100 -- --lr 1  the file's job, new arguments
 
     Options of orch stand before the script or module; everything after it is passed to it. Instead of a script you can
     give a whole `python train.py`, `torchrun ... train.py` or `accelerate launch ... train.py`.
