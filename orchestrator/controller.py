@@ -35,12 +35,14 @@ if TYPE_CHECKING:
     from orchestrator.jobs.running import RunningJob
     from orchestrator.planning.job_spec import JobSpec
     from orchestrator.planning.launch_plan import LaunchPlan
+    from orchestrator.provision.venvs import SetupProgress
     from orchestrator.results.network import LinksCarried
     from orchestrator.results.summary import Summary
     from orchestrator.starting.carry_over import Handovers
     from orchestrator.starting.planner import HostChooser, Planner
     from orchestrator.starting.retries import Asked, Retries
     from orchestrator.starting.submission import Submissions
+    from orchestrator.transport.ask import ConnectedHost
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Controller:
 
     def __init__(self, store: Store, connections: Connections, say: Callable[[str], None] = lambda line: None) -> None:
         self.store, self.connections, self.say = store, connections, say
+        self.shows_setup: Callable[[SetupProgress], None] = lambda progress: None
+        """Called from several threads while hosts install a job's packages."""
 
     @cached_property
     def clusters(self) -> Clusters:
@@ -229,6 +233,7 @@ class Controller:
         plan = plan.model_copy(update={"notes": (*plan.notes, *handover.notes)})
         record = JobRecord.of(plan, "starting")
         job = self._reached(plan)
+        plan, hosts = self._with_packages(plan, job.hosts)
         shown = set() if shown is None else shown
         for note in dict.fromkeys(note for note in handover.notes if note not in shown):
             self.say(note)
@@ -246,9 +251,26 @@ class Controller:
 
             waiting = plan.nodes if plan.detached and plan.asked.waits else ()
             needed = {node.name: needed_bytes(plan, node) for node in waiting}
-            launch(plan, job.hosts, blob, undone, prepared, lambda: self.handovers.deliver(plan, handover), needed)
+            launch(plan, hosts, blob, undone, prepared, lambda: self.handovers.deliver(plan, handover), needed)
             start.over()
         return job
+
+    def _with_packages(
+        self, plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]
+    ) -> tuple[LaunchPlan, Mapping[str, ConnectedHost]]:
+        """With each host's Python that has the job's packages. Raises RefusedError."""
+        from orchestrator.provision.venvs import set_up_for_job
+
+        if plan.requirements is None:
+            return plan, hosts
+        envs, owner = {node.name: node.env for node in plan.nodes}, read_owner(self.store.home)
+        made = set_up_for_job(hosts, plan.requirements, envs, self.shows_setup, owner=owner, cluster=plan.cluster)
+        if failed := errors(made):
+            raise RefusedError(failed)
+        pythons = {name: each.python for name, each in values(made).items()}
+        nodes = tuple(node.model_copy(update={"python": pythons[node.name]}) for node in plan.nodes)
+        own = {name: replace(host, python=pythons[name]) for name, host in hosts.items()}
+        return plan.model_copy(update={"nodes": nodes}), own
 
     def launch_in_turn(self, plan: LaunchPlan, blob: bytes, limit_s: float | None = None) -> RunningJob:
         """Queues for the plan's GPUs, then launches. Raises TurnError and as `launch`."""

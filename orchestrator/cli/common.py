@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from orchestrator.controller import Controller
     from orchestrator.jobs.running import RunningJob
     from orchestrator.paths import RunFolder
+    from orchestrator.provision.venvs import SetupProgress
 
 
 # Completion by remembered names, without contacting hosts. Used as click's `shell_complete`.
@@ -399,6 +400,21 @@ def _say_unwritten(home: Path, error: OSError) -> None:
 
 def _ask_passphrase(key_file: str) -> str | None:
     return str(click.prompt(f"Passphrase of {key_file}", hide_input=True, err=True)) or None
+
+
+def setup_lines(now_at: Callable[[str], None]) -> Callable[[SetupProgress], None]:
+    """Shows how hosts install a job's packages: on a terminal the newest line, else each phase of a host once."""
+    from orchestrator.views import console
+
+    said = set[tuple[str, str]]()
+
+    def show(progress: SetupProgress) -> None:
+        now_at(f"{progress.node}: {progress.phase}  {progress.line}")
+        if not console.err.is_terminal and (key := (progress.node, progress.phase)) not in said:
+            said.add(key)
+            console.say(f"{progress.node}: {progress.phase}")
+
+    return show
 
 
 @contextlib.contextmanager

@@ -141,8 +141,9 @@ def setup(
     """
     from dataclasses import replace
 
+    from orchestrator.planning.requirements import read_requirements
     from orchestrator.provision.service import gpu_hosts
-    from orchestrator.provision.venvs import choose, read_requirements
+    from orchestrator.provision.venvs import choose
     from orchestrator.views import console
 
     extra = read_requirements(requirements) if requirements else None

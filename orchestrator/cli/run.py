@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orchestrator.cli.common import busy, json_option, open_controller
+from orchestrator.cli.common import busy, json_option, open_controller, setup_lines
 from orchestrator.cli.jobs import cancel_job
 from orchestrator.cli.spec_words import JOB_FILES, RunCommand, is_job_file, script_argument, spec_of, went_to_script
 from orchestrator.errors import OrchError, UsageError
@@ -251,6 +251,7 @@ def _launch(controller: Controller, asked: Asked) -> RunningJob:
         now_at(f"starting {plan.job} on {counted(len(plan.nodes), 'host')}")
 
     with busy(f"planning for {asked.cluster.name}") as now_at:
+        controller.shows_setup = setup_lines(now_at)
         try:
             job = controller.start(asked, show)
         except KeyboardInterrupt:

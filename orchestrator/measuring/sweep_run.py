@@ -197,6 +197,7 @@ class SweepRun:
     def _work(self, slot: Slot) -> None:
         try:
             with opened(self._home, say=self._say) as controller:
+                controller.shows_setup = lambda progress: self._say(f"{progress.node}: {progress.phase}")
                 if trial := self._found.get(slot.name):
                     self._run_one(controller, slot, trial)
                 while trial := self._next(slot):
@@ -214,7 +215,8 @@ class SweepRun:
                 if mine:
                     trial = self._trial(int(mine.job))
                     self._planned = tuple(each for each in self._planned if each is not mine)
-                    trial = self._change(trial, state="running", slot=slot.name, job=trial.next_job(self._record.id))
+                    job = trial.next_job(self._record.id)
+                    trial = self._change(trial, state="running", slot=slot.name, job=job, began=time.time())
                     self._running[trial.number] = _Running(slot.name, time.monotonic())
                     return trial
                 if any(trial.state == "waiting" for trial in self._record.trials) and self._is_plan_old():
@@ -286,17 +288,17 @@ class SweepRun:
         if record.state == "cancelled":
             stopped = running is not None and running.is_to_stop
             why = "worse than the median of the others" if stopped else "cancelled by a person"
-            self._change(trial, state="stopped" if stopped else "cancelled", why=why, **_figures(running))
+            self._change(trial, state="stopped" if stopped else "cancelled", why=why, **_figures(trial, running))
             return
         state = "succeeded" if record.state == "succeeded" else "failed"
         if running and state == "succeeded" and trial.slot:
             trained = (running.first_step_s, running.last_step_s)
             trained_s = trained[1] - trained[0] if trained[0] and trained[1] and trained[1] > trained[0] else None
-            took_s = time.monotonic() - running.began_s
+            took_s = time.time() - (trial.began or time.time())
             with self._changed:
                 self._estimates.learn(Observed(trial.key, trial.slot, took_s, trained_s))
                 self._histories[trial.key] = running.history
-        self._change(trial, state=state, why=judged.why if judged else "", **_figures(running))
+        self._change(trial, state=state, why=judged.why if judged else "", **_figures(trial, running))
 
     def _without(self, controller: Controller, slot: Slot, trial: Trial, why: str, **update: object) -> None:
         """Gives the trial back, and waits until the slot's hosts answer again."""
@@ -360,9 +362,7 @@ class SweepRun:
         return 0.0
 
 
-def _figures(running: _Running | None) -> dict[str, object]:
-    if running is None:
-        return {}
-    now = running.now
+def _figures(trial: Trial, running: _Running | None) -> dict[str, object]:
+    now = running.now if running else None
     seen = {"step": now.step, "samples_per_s": now.samples_per_s, "loss": now.loss} if now else {}
-    return {"seconds": time.monotonic() - running.began_s, **seen}
+    return {"seconds": time.time() - trial.began if trial.began and running else None, **seen}

@@ -52,6 +52,7 @@ def build_plan(draft: Draft) -> LaunchPlan:
         detached=request.detached,
         notify=request.notify,
         resumes=request.resumes,
+        requirements=request.requirements,
         keep=tuple(request.spec.keep),
         backend=draft.carrier.backend,
         checkpoints=_keep_checkpoints(draft),

@@ -163,6 +163,8 @@ def _is_hosts(command: tuple[str, ...], path: Callable[[str], str]) -> bool:
 
 def with_paths(spec: JobSpec, shipped: str | None, path: Callable[[str], str]) -> JobSpec:
     changed: dict[str, Any] = {"folder": path(shipped)} if shipped else {}
+    if spec.requirements:
+        changed["requirements"] = path(spec.requirements)
     if spec.env_files:
         changed["env_files"] = [path(name) for name in spec.env_files]
     if spec.script:

@@ -211,6 +211,11 @@ class JobSpec(Written):
         "PATH",
         spelled="--env-file",
     )
+    requirements: Path | None = option(
+        None,
+        "Packages for this job: a requirements file, or a pyproject.toml with uv.lock. Each host installs them once.",
+        "FILE",
+    )
     nodes: Nodes = option(
         [],
         "Use only these nodes: names, ranges like 'gpu[01-16]', patterns like 'v100*'.",

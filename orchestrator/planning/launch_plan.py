@@ -19,6 +19,7 @@ from pydantic import (
 
 from orchestrator.hosts.cluster import mask, masked_env
 from orchestrator.planning.job_spec import JobSpec, key_of
+from orchestrator.planning.requirements import Requirements
 from orchestrator.record import SCHEMA, Owner, Record
 from orchestrator.units import format_figure, format_percent
 
@@ -260,6 +261,8 @@ class LaunchPlan(Record):
     """A command on the master, or the address of a webhook; it may contain a secret."""
     resumes: str | None = None
     """A script that resumes by itself starts with this job's files."""
+    requirements: Requirements | None = None
+    """Packages that hosts install for this job."""
     keep: tuple[str, ...] = ()
     """Folders taken over from the script's previous job."""
     measures_steps: bool = True

@@ -14,6 +14,7 @@ from orchestrator.planning.bundle import names_in, pack_folder, trainer_folder
 from orchestrator.planning.job_spec import HostRange, JobSpec
 from orchestrator.planning.launch_plan import LOCAL_RANK, Attempt, CodeFolder
 from orchestrator.planning.launchers import Program, is_bare, read_program
+from orchestrator.planning.requirements import Requirements, read_requirements
 from orchestrator.planning.variables import names_secret, read_variables, shows_secret
 from trainer.shared.config import EXPERIMENTS, parse_settings
 from trainer.shared.experiments import SCRIPT
@@ -68,6 +69,8 @@ class RunRequest:
     notify: str | None = field(default=None, repr=False)
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     """For this job only; overrides the inventory."""
+    requirements: Requirements | None = None
+    """Packages that hosts install for this job."""
     starter: Starter | None = None
     """None: orch starts the ranks."""
     job: str | None = None
@@ -118,9 +121,12 @@ def parse_job(spec: JobSpec, kept: Mapping[str, Any] = _NOTHING, pack: Pack = pa
     """kept: an earlier job's settings, overridden by the spec's. pack: remembers a folder for many jobs. Raises
     UsageError.
     """
+    requirements = read_requirements(Path(spec.requirements)) if spec.requirements else None
+    if spec.requirements:
+        spec = spec.updated(requirements=os.path.abspath(spec.requirements))  # a repeated job finds it from anywhere
     job = _read_program(spec, kept, pack)
     request = replace(
-        job.request, spec=spec, hosts=spec.host_range, attempt=_first_attempt(spec),
+        job.request, spec=spec, hosts=spec.host_range, attempt=_first_attempt(spec), requirements=requirements,
         env=read_variables(spec.env, spec.env_files, os.environ),
     )  # fmt: skip
     return replace(job, request=request)

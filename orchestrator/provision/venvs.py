@@ -6,108 +6,29 @@ The other end is `remote/environment.py`. Closing the connection ends the instal
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
-from orchestrator.errors import HostError, Mistake, ProbeError, UsageError
+from orchestrator.errors import HostError, ProbeError, UsageError
 from orchestrator.hosts import grammar
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.wheels import OLDEST_TORCH, RELEASES, WHEELS_FOR, has_cu126, misfit, newest_for, numbers
+from orchestrator.planning.requirements import Requirements
 from orchestrator.record import Owner
 from orchestrator.transport.ask import ConnectedHost, exchange, understood
 from orchestrator.transport.fanout import for_each
 from orchestrator.units import one_line
 
-# Requirements files for hosts, which have no files of this machine. Included files (`-r`, `-c`) are read too. Refused,
-# with file and line: local paths, options that trust a server without a certificate, addresses with a password. Pip
-# fills in `${NAME}` from the host's `env:`.
-
-MAX_BYTES, MAX_DEPTH = 1 << 20, 8
-_INCLUDE = re.compile(r"(-r|--requirement|-c|--constraint)(?:\s*=\s*|\s+|(?<=^-[rc]))(\S.*)")
-_OPTION = re.compile(
-    r"(-i|--index-url|--extra-index-url|-f|--find-links)(\s*=\s*|\s+)https?://\S+"
-    r"|--(pre|prefer-binary|require-hashes|no-index)|--(no-binary|only-binary)(\s*=\s*|\s+)\S+"
-)
-_PASSWORD = re.compile(r"//[^/@\s]*:(?!\$\{)[^/@\s]+@")
-_LOCAL = re.compile(r"[./~]|[A-Za-z]:\\|file:|\S+\.(whl|zip|tar\.gz)\b|.*@\s*(file:|[./~])", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class Requirements:
-    packages: tuple[str, ...] = ()
-    constraints: tuple[str, ...] = ()
-
-
-def read_requirements(path: Path) -> Requirements:
-    """Raises UsageError with all mistakes."""
-    packages, constraints, mistakes = list[str](), list[str](), list[Mistake]()
-    _read(path, packages, constraints, mistakes, ())
-    if mistakes:
-        raise UsageError("\n".join(str(mistake) for mistake in mistakes))
-    if not packages:
-        raise UsageError(f"{path}: names no package", "one a line, like tqdm or einops>=0.7")
-    return Requirements(tuple(packages), tuple(constraints))
-
-
-def _read(
-    path: Path, lines: list[str], constraints: list[str], mistakes: list[Mistake], within: tuple[Path, ...]
-) -> None:
-    """within: the including files."""
-    if path.resolve() in within or len(within) > MAX_DEPTH:
-        mistakes.append(Mistake(str(path), 0, "names itself, or files too deep within files"))
-        return
-    for number, line in _lines(path):
-        if include := _INCLUDE.fullmatch(line):
-            into = constraints if include[1] in ("-c", "--constraint") else lines
-            _read(path.parent / include[2].strip(), into, constraints, mistakes, (*within, path.resolve()))
-        elif problem := _problem(line):
-            mistakes.append(Mistake(str(path), number, problem))
-        else:
-            lines.append(line)
-
-
-def _problem(line: str) -> str:
-    if _PASSWORD.search(line):
-        return "an address holds a password; write ${NAME} in its place, and NAME under `env:` in the inventory"
-    if line.startswith(("-e", "--editable")):
-        return "an editable install is of this machine's files; `orch run --folder` ships code"
-    if line.startswith("-"):
-        return "" if _OPTION.fullmatch(line) else f"{grammar.show(line)} is not for hosts; leave it out"
-    if _LOCAL.match(line) and "://" not in line.partition("file:")[0]:
-        return f"{grammar.show(line)} is a file of this machine, which hosts lack; name a package or a URL"
-    return ""
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines without comments; a trailing backslash joins the next line. Raises UsageError."""
-    try:
-        with open(path, "rb") as opened:
-            content = opened.read(MAX_BYTES + 1)
-        text = content.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "is not UTF-8 text"
-        raise UsageError(f"{path}: {why}", "give the path of a requirements file, as pip reads it") from error
-    if len(content) > MAX_BYTES:
-        raise UsageError(f"{path}: is larger than 1 MiB", "give the path of a requirements file, as pip reads it")
-    held, begun = "", 1
-    for number, line in enumerate([*text.splitlines(), ""], start=1):
-        begun = begun if held else number
-        if line.endswith("\\"):
-            held += line[:-1]
-            continue
-        whole, held = re.sub(r"(^|\s)#.*", "", held + line).strip(), ""
-        if whole:
-            yield begun, whole
-
-
 LIMIT_S = 2 * 3600.0
 """Per host: torch with its CUDA libraries is 3 GB, 40 minutes at 10 Mbit/s."""
 _VERSION = r"[0-9]{1,4}(\.[0-9]{1,4}){1,3}[A-Za-z0-9.]{0,20}(\+[A-Za-z0-9.]{1,20})?"
+
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -241,14 +162,56 @@ def set_up(
         "limit_s": LIMIT_S,
     }
 
-    def one(host: ConnectedHost) -> Made:
+    return _asked(hosts, request, envs, show, Made)
+
+
+@dataclass(frozen=True)
+class JobPython:
+    """A job's environment on a host."""
+
+    python: Annotated[str, Field(pattern="^/"), AfterValidator(grammar.program)]
+    state: Literal["kept", "made"]
+
+
+def set_up_for_job(
+    hosts: Mapping[str, ConnectedHost],
+    wanted: Requirements,
+    envs: Mapping[str, Mapping[str, str]],
+    show: Callable[[SetupProgress], None],
+    *,
+    owner: Owner,
+    cluster: str,
+) -> dict[str, JobPython | HostError]:
+    """An environment with these packages on top of each host's own Python; it is made once for the same packages. See
+    `set_up`.
+    """
+    request = {
+        "owner": owner.model_dump(),
+        "cluster": cluster,
+        "for_job": True,
+        "keeps_torch": not wanted.name_torch,
+        "packages": wanted.packages,
+        "constraints": wanted.constraints,
+        "limit_s": LIMIT_S,
+    }
+    return _asked(hosts, request, envs, show, JobPython)
+
+
+def _asked(
+    hosts: Mapping[str, ConnectedHost],
+    request: Mapping[str, Any],
+    envs: Mapping[str, Mapping[str, str]],
+    show: Callable[[SetupProgress], None],
+    form: type[Answer],
+) -> dict[str, Answer | HostError]:
+    def one(host: ConnectedHost) -> Answer:
         progress = SetupProgress(host.node, "connects")
         own = {"workdir": host.workdir, "env": dict(envs.get(host.node, {}))}
         with exchange(host, "environment", {**request, **own}) as messages:
             for message in messages:
                 if "end" in message:
                     end = message["end"]
-                    return understood(host.node, lambda: TypeAdapter(Made).validate_python(end))  # noqa: B023
+                    return understood(host.node, lambda: TypeAdapter(form).validate_python(end))  # noqa: B023
                 if "waits" in message:
                     progress = SetupProgress(host.node, "waits for another setup")
                 elif "phase" in message:

@@ -2,12 +2,13 @@
 
 Request: {"workdir", "torch", "torchvision": None for the matching version, "requirements": to install, "any_torch":
 accept another version of torch, "packages", "constraints": lines of the user's requirements, "env": variables for pip,
-"limit_s", "owner", "cluster"}. Progress (see `progress_stream`):
+"limit_s", "owner", "cluster"}. "for_job": an environment on top of this Python whatever its torch, made once for these
+packages; "keeps_torch": with the versions that are here. Progress (see `progress_stream`):
 
     {"waits": 1}                                   another setup is at work in this work folder
     {"phase": "asks python" | "makes venv" | "installs torch" | "adds packages" | "tries torch"}
     {"line": TEXT}                                 last line of the installer
-    {"end": {"python", "torch", "torchvision", "state"}}
+    {"end": {"python", "torch", "torchvision", "state"}}          for a job: {"python", "state"}
 
 state: `own` if this Python has a fitting torch, `kept` if the environment existed, `made`, `added` if only packages
 were missing. Packages go into an environment of this cluster on top of the one with torch (or of this Python). The
@@ -17,6 +18,7 @@ installer ends when the controller leaves or the time is up.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -30,6 +32,7 @@ import sys
 import time
 from ast import literal_eval
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +74,8 @@ def main(request: dict[str, Any]) -> None:
 def set_up(request: dict[str, Any], progress: ProgressStream) -> dict[str, Any]:
     deadline = time.monotonic() + request["limit_s"]
     work = WorkFolder(request["workdir"])
+    if request.get("for_job"):
+        return for_job(work, request, progress, deadline)
     progress.send({"phase": "asks python"})
     own, _ = loaded_versions(sys.executable, progress, deadline)
     if own and not (request["any_torch"] or fits(own, request)):
@@ -87,6 +92,54 @@ def set_up(request: dict[str, Any], progress: ProgressStream) -> dict[str, Any]:
                 python, is_new = with_packages(work, python, found, request, progress, deadline)
                 state = state if state == "made" else "added" if is_new else "kept"
     return {**found, "python": python, "state": state}
+
+
+def for_job(work: WorkFolder, request: dict[str, Any], progress: ProgressStream, deadline: float) -> dict[str, Any]:
+    asked = [sys.executable, request["keeps_torch"], request["packages"], request["constraints"]]
+    venv = work.venv(f"0+{hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:24]}")
+    python = str(venv / "bin" / "python")
+    with claimed(work):
+        work.locks.mkdir(exist_ok=True)
+        with alone_at(work.venv_lock, progress):
+            marker = read_json(venv / VENV_MARKER)
+            users = {"users": users_of(marker, request)}
+            if marker.get("is_whole") and os.path.exists(python):
+                if marker["users"] != users["users"]:
+                    write_json(venv / VENV_MARKER, {**marker, **users})
+                return {"python": python, "state": "kept"}
+            make(venv, users, progress, deadline)
+            see_packages(venv, sys.executable)
+            progress.send({"phase": "adds packages"})
+            pins = pins_of(own_versions()) if request["keeps_torch"] else []
+            install_packages(venv, request, pins, progress, deadline)
+            write_json(venv / VENV_MARKER, {**users, "is_whole": True})
+    return {"python": python, "state": "made"}
+
+
+def own_versions() -> dict[str, str]:
+    """Versions of torch and torchvision for this Python, without importing them."""
+    site.main()  # finds this Python's usual folders, which we started without
+    found = {}
+    for name in ("torch", "torchvision"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def pins_of(found: dict[str, str]) -> list[str]:
+    return [f"{name}=={version.partition('+')[0]}" for name, version in found.items()]
+
+
+def install_packages(
+    venv: Path, request: dict[str, Any], pins: list[str], progress: ProgressStream, deadline: float
+) -> None:
+    files = {"-r": venv / "requirements.txt", "-c": venv / "constraints.txt"}
+    files["-r"].write_text("\n".join(request["packages"]) + "\n")
+    files["-c"].write_text("\n".join([*request["constraints"], *pins]) + "\n")
+    words = [word for pair in files.items() for word in map(str, pair)]
+    # uv does not see the packages of the Python below, and would install its torch again.
+    if request.get("keeps_torch", True) or not by_uv(venv, words, request["env"], progress, deadline, brings=False):
+        pip(venv, words, request["env"], progress, deadline)
 
 
 def with_torch(
@@ -145,11 +198,7 @@ def with_packages(
         see_packages(venv, below)
     write_json(venv / VENV_MARKER, {**half, "found": found})
     progress.send({"phase": "adds packages"})
-    pins = [f"{name}=={version.partition('+')[0]}" for name, version in found.items()]
-    files = {"-r": venv / "requirements.txt", "-c": venv / "constraints.txt"}
-    files["-r"].write_text("\n".join(request["packages"]) + "\n")
-    files["-c"].write_text("\n".join([*request["constraints"], *pins]) + "\n")
-    pip(venv, [word for pair in files.items() for word in map(str, pair)], request["env"], progress, deadline)
+    install_packages(venv, request, pins_of(found), progress, deadline)
     try_torch(venv, found, "look at what the requirements bring along", progress, deadline)
     write_json(venv / VENV_MARKER, {**half, **asked})
     return python, True
@@ -214,22 +263,34 @@ def make(venv: Path, marker: dict[str, Any], progress: ProgressStream, deadline:
 
 
 def install_torch(venv: Path, request: dict[str, Any], progress: ProgressStream, deadline: float) -> None:
-    # By uv if it is here or pip can install it: it is faster. Otherwise, or if uv fails, by pip: the settings are meant
-    # for pip, and people know its messages.
     progress.send({"phase": "installs torch"})
-    python, env = str(venv / "bin" / "python"), {"TMPDIR": str(temporary(venv)), **request["env"]}
+    if not by_uv(venv, request["requirements"], request["env"], progress, deadline):
+        pip(venv, request["requirements"], request["env"], progress, deadline)
+
+
+def by_uv(
+    venv: Path,
+    words: list[str],
+    env: dict[str, str],
+    progress: ProgressStream,
+    deadline: float,
+    *,
+    brings: bool = True,
+) -> bool:
+    # uv is faster, if it is here or (brings) pip can install it. Otherwise, or if uv fails, pip has to do it: the
+    # settings are meant for pip, and people know its messages.
+    python, env = str(venv / "bin" / "python"), {"TMPDIR": str(temporary(venv)), **env}
     brought = temporary(venv) / "uv"
     places = f"{os.environ.get('PATH', '')}:{os.path.expanduser('~/.local/bin')}:{brought / 'bin'}"
-    if not shutil.which("uv", path=places):
+    if brings and not shutil.which("uv", path=places):
         run([python, *PIP, *INSTALL, "--retries=0", f"--target={brought}", "uv"], env, progress, deadline, quiet=True)
+    code = 1
     if uv := shutil.which("uv", path=places):
         settings, options = uv_settings(python, env)
         argv = [uv, "pip", "install", "--no-cache", "--no-progress", "--color=never", f"--python={python}", *options]
-        code, _ = run([*argv, *request["requirements"]], {**settings, **env}, progress, deadline)
+        code, _ = run([*argv, *words], {**settings, **env}, progress, deadline)
         shutil.rmtree(temporary(venv), ignore_errors=True)
-        if code == 0:
-            return
-    pip(venv, request["requirements"], request["env"], progress, deadline)
+    return code == 0
 
 
 def uv_settings(python: str, env: dict[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -278,6 +339,8 @@ def remedy_for(said: list[str]) -> str:
     if any("ResolutionImpossible" in line or "conflicting dependencies" in line for line in said):
         return "the requirements contradict each other, or the torch that is there; pip's own output shows which"
     version = "{}.{}".format(*sys.version_info)
+    if any("No matching distribution" in line and "torch" not in line for line in said):
+        return f"no package index that it uses has this for Python {version}: check the name, or set PIP_INDEX_URL"
     return f"choose a --torch that exists for Python {version} on this kind of machine, or set another `python:`"
 
 

@@ -92,7 +92,7 @@ _KNOWN = [
     ),
     (
         r"No module named '?[A-Za-z_]",
-        "this host's Python lacks a module; `orch setup -r requirements.txt` installs packages on all hosts",
+        "this host's Python lacks a module; `orch run --requirements FILE` installs packages for the job",
     ),
     (
         r"client socket has timed out|RendezvousTimeoutError|timed out after \d+ seconds waiting for clients",

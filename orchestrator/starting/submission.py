@@ -268,6 +268,10 @@ def _options(node: Node) -> tuple[tuple[str, str], ...]:
 def travelling(request: RunRequest) -> JobSpec:
     """The specification for another machine: paths below the shipped folder, settings as decided here, no variables."""
     spec = request.spec
+    if spec.requirements:
+        raise UsageError(
+            "--requirements does not reach Slurm's hosts", "install the packages in the `python:` of the file"
+        )
     settings = {**request.chosen, **({"strategy": AUTO} if request.best_way else {})}
     changed: dict[str, Any] = {name: [] for name in ("nodes", "env_files") if spec.given(name)}
     changed |= {"env": {}} if spec.given("env") else {}

@@ -5,7 +5,19 @@ from typing import TYPE_CHECKING
 from trainer.shared.doors import door
 
 JOB_FIELDS = (
-    *("exp", "settings", "folder", "batch", "no_metrics", "env", "env_files", "nodes", "share", "grace_s"),
+    *(
+        "exp",
+        "settings",
+        "folder",
+        "batch",
+        "no_metrics",
+        "env",
+        "env_files",
+        "requirements",
+        "nodes",
+        "share",
+        "grace_s",
+    ),
     *("time_limit_s", "name", "note", "cluster"),
 )
 """Fields of JobSpec with an option in `orch sweep`; its file also has the program's."""

@@ -45,6 +45,8 @@ class Trial(Record):
     """Earlier jobs that went with their hosts."""
     why: str = ""
     """It failed or was stopped."""
+    began: float | None = None
+    """Seconds since 1970, by the local clock."""
     seconds: float | None = None
     """From its start to its end."""
     step: int | None = None

@@ -74,7 +74,13 @@ def workplace(folder: Path, python: str = sys.executable) -> Path:
     }
     files |= {"hostfile": "a slots=4\n", "hosts.ini": "[rack]\na\nb\n", "../.ssh/config": "Host gpu01 v100\n"}
     files |= {"job.yaml": "# A job of orch 0.1.0\nscript: train.py\n"}
-    files |= {"requirements.txt": "", "mypackage/__init__.py": "", "inventory/lab_pair.yaml": "", "data/x": ""}
+    files |= {
+        "requirements.txt": "tqdm\n",
+        "job.sh": "echo hi\n",
+        "mypackage/__init__.py": "",
+        "inventory/lab_pair.yaml": "",
+        "data/x": "",
+    }
     for name, text in files.items():
         (folder / "work" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "work" / name).write_text(text)

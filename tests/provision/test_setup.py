@@ -19,7 +19,8 @@ import pytest
 from orchestrator.cli.hosts import setup_question
 from orchestrator.errors import HostError, UsageError
 from orchestrator.hosts import RELEASES, Cluster, Venv
-from orchestrator.provision import Made, Requirements, WantedVersions, choose, venvs
+from orchestrator.planning import Requirements
+from orchestrator.provision import Made, WantedVersions, choose, venvs
 from orchestrator.record import Owner
 from orchestrator.remote import environment
 from orchestrator.transport import ConnectedHost, LocalTransport

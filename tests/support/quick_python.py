@@ -11,6 +11,7 @@ import compileall
 import importlib.util
 import shutil
 import sys
+import warnings
 from pathlib import Path
 
 from tests.support.warm_python import listen_at
@@ -84,7 +85,10 @@ def with_quick_venv(python: str, folder: Path) -> str:
     Python's own wheel takes 5 s of the processor each time. Environments above its own install it as ever, and so do
     all of them where the tests have none.
     """
-    if pip := importlib.util.find_spec("pip"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # setuptools' finder complains if another test has imported distutils
+        pip = importlib.util.find_spec("pip")
+    if pip:
         here = Path(str(pip.origin)).parents[1]
         for part in (here / "pip", *here.glob("pip-*.dist-info")):
             shutil.copytree(part, folder / part.name)

@@ -3,7 +3,7 @@
 import pytest
 
 from orchestrator.errors import UsageError
-from orchestrator.provision import Requirements, read_requirements
+from orchestrator.planning import Requirements, read_requirements
 
 
 def write(folder, text, name="requirements.txt"):
@@ -42,7 +42,7 @@ def test_files_within_it_are_read_along(tmp_path):
         ("pkg @ file:///x", "is a file of this machine"),
         ("pkg-1.0.whl", "is a file of this machine"),
         ("--trusted-host wheels.example", "is not for hosts"),
-        ("--find-links /mnt/wheels", "is not for hosts"),
+        ("--find-links wheels", "is not for hosts"),
         ("-i http://me:s3cret@host/simple", "an address holds a password"),
         ("--pre; rm -rf /", "is not for hosts"),
     ],
