@@ -169,6 +169,7 @@ def node_request(plan: LaunchPlan, node: NodePlan, token: str, needed_bytes: int
         "command": node.command,
         "is_program": plan.kind == "program",
         "starts_ranks": node.starts_ranks,
+        "preload": not plan.asked.no_preload,
         "env": node.env,
         "shares": node.shares,
         "rank_numbers": list(node.rank_numbers),

@@ -199,6 +199,9 @@ class JobSpec(Written):
     batch: Count = option(None, "Global batch size; each rank finds its share in ORCH_SHARE.", "N", on_page=True)
     pass_local_rank: bool = option(False, "Give the script --local_rank=N, as torch.distributed.launch does.")
     no_metrics: bool = option(False, "Do not measure the steps of a script: install no hooks in its torch.")
+    no_preload: bool = option(
+        False, "Let each rank import torch by itself, instead of once per host before they are forked."
+    )
     env: Variables = option(
         {},
         "A variable for the ranks of this job; repeatable. Without =VALUE it is taken from here.",

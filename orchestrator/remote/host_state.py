@@ -106,6 +106,7 @@ class Ranks:
     def started(self, event: dict[str, Any]) -> None:
         record = self.records[str(event["rank"])]
         record.update({"pid": event["pid"], "wrapper": event.get("wrapper"), "started": time.time()})
+        record["parent"] = event.get("parent") or record["wrapper"]
 
     def reported(self, event: dict[str, Any]) -> None:
         record = self.records[str(event["rank"])]

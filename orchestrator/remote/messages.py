@@ -45,7 +45,8 @@ class RankRecord(TypedDict, total=False):
     """One rank, in its supervisor's record; times are seconds since the epoch."""
 
     pid: int
-    wrapper: int | None  # the pid of `rank`, the script's parent
+    wrapper: int | None  # the pid of `rank`
+    parent: int | None  # the script's parent: `rank`, or a process of `preload`
     started: float
     ended: float
     met: bool  # it has joined other ranks; absent until known

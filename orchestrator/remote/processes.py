@@ -222,6 +222,14 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def reap_orphans(script: int) -> None:
+    """Reaps daemonised descendants of a script, our children now; leaves the script itself."""
+    look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitid(os.P_ALL, 0, look)) and found.si_pid != script:
+            os.waitpid(found.si_pid, 0)
+
+
 def die_with_parent(signum: int) -> None:
     """The kernel sends us `signum` when our parent ends. The caller checks that it has not ended before."""
     _prctl(_PR_SET_PDEATHSIG, signum)

@@ -25,6 +25,7 @@ from .link import asyncio
 from .logs import advice, is_secondary, log_tail, telling_line
 from .messages import Failure, Order, failure
 from .ports import Rendezvous
+from .preloading import Preloading
 from .processes import (
     MARK,
     Identity,
@@ -56,6 +57,12 @@ class Programs:
         self.children, self.failures = Children(job, node, attempt), FailureDiagnosis(node["name"])
         self._job, self._node, self._state = job, node, state
         self._drain, self._rendezvous = drain, rendezvous
+        self._preloading = Preloading(job, node, self.children)
+
+    def begin(self) -> None:
+        """What takes time and may be done before `go`."""
+        if not self._node.get("prepare"):  # it may install what is imported
+            self._preloading.begin()
 
     async def prepare(self) -> bool:
         """Runs once per host and job, before any rank."""
@@ -70,6 +77,8 @@ class Programs:
             reason = f"{_NAMES['prepare']} {how_it_ended(code)}"
             self._state.fail(self.failures.of_program("prepare", reason, self._job.prepare_log, code))
         self.failures.forget_memory_kills()  # later kills are the ranks'
+        if code == 0:
+            self._preloading.begin()
         return code == 0
 
     def torchrun_argv(self, order: Order) -> list[str]:
@@ -98,11 +107,17 @@ class Programs:
             self._state.fail(failed)
 
     def _start_torchrun(self, argv: list[str]) -> asyncio.Future[int] | None:
-        if not (self._rendezvous and self._rendezvous.store):
-            return self._start("torchrun", argv, self._job.torchrun_log, self._job.bin)
-        with self._rendezvous.store as store:
-            environment = {**self.children.environment(), "ORCH_STORE": str(store.fileno())}
-            return self._start("torchrun", argv, self._job.torchrun_log, self._job.bin, environment, [store.fileno()])
+        with contextlib.ExitStack() as after:
+            store = self._rendezvous.store if self._rendezvous else None
+            handles = [after.enter_context(store).fileno()] if store else []
+            try:
+                with open(self._job.torchrun_log, "wb") as log:
+                    if ended := self._preloading.launch(argv[1:], [log.fileno(), *handles]):
+                        return ended
+            except OSError:
+                pass  # a full disk: `_start` reports it
+            environment = self.children.environment() | ({"ORCH_STORE": str(handles[0])} if handles else {})
+            return self._start("torchrun", argv, self._job.torchrun_log, self._job.bin, environment, handles)
 
     def _start(
         self,

@@ -23,12 +23,22 @@ from typing import Any
 
 from . import answer
 from .cgroups import let_go_first
+from .forked import Forked, fork_script, watched
 from .layout import JobFolder, write_json
 from .meeting import Meeting
 from .output_writer import OutputWriter
 from .print_times import PrintTimes
-from .processes import adopt_orphans, catches, descendants, die_with_parent, end_all, pulse, signal_name
-from .script_start import ANY, PACKAGE, STACKS, WATCH
+from .processes import (
+    adopt_orphans,
+    catches,
+    descendants,
+    die_with_parent,
+    end_all,
+    pulse,
+    reap_orphans,
+    signal_name,
+)
+from .script_start import ANY, WATCH
 
 PARENT_DIED = signal.SIGUSR1
 FORWARDED = (signal.SIGINT, signal.SIGTERM)
@@ -40,8 +50,10 @@ very many connections.
 STILL_S = 22.0
 """A supervisor frozen for this long has lost its lease (`membership`) and cannot end us: we end ourselves."""
 END_S = 5.0
+LOST_S = 1.0
 NOT_FINITE = "metrics.jsonl.not_finite"
 MARK_BYTES = 512
+Script = subprocess.Popen[bytes] | Forked
 LOCAL_RANK = "--local_rank={LOCAL_RANK}"  # argument for scripts written for torch.distributed.launch; part of the plan
 
 
@@ -65,7 +77,8 @@ def main() -> None:
         why = answer.describe(error) if isinstance(error, OSError) else f"{error}: see `ulimit -u` on that host"
         _report(job, ranks, {"event": "ended", **_describe(1, None), "trouble": why})
         sys.exit(f"rank {ranks[0]} did not start: {why}")
-    _report(job, ranks, {"event": "started", "pid": child.pid, "wrapper": os.getpid()})
+    parent = child.parent if isinstance(child, Forked) else os.getpid()
+    _report(job, ranks, {"event": "started", "pid": child.pid, "wrapper": os.getpid(), "parent": parent})
     look = _look_out(job, ranks, child.pid, meeting)
     cause = _watch(child, wakeup, alive, int(agent.get("pid", 0)), look)
     end = _describe(child.wait(), cause)
@@ -81,12 +94,10 @@ def main() -> None:
         with contextlib.suppress(OSError):
             write_json(job.rank(rank) / "exit.json", end)
     _report(job, ranks, {"event": "ended", **end})
-    sys.exit(end["exit_code"] if end["signal"] is None else 128 - child.returncode)
+    sys.exit(end["exit_code"] if end["signal"] is None else 128 - child.wait())
 
 
-def _start(
-    job: JobFolder, node: dict[str, Any], ranks: list[int]
-) -> tuple[subprocess.Popen[bytes], list[OutputWriter]]:
+def _start(job: JobFolder, node: dict[str, Any], ranks: list[int]) -> tuple[Script, list[OutputWriter]]:
     folder = job.rank(ranks[0])
     folder.mkdir(exist_ok=True)
     ours = {"ORCH_METRICS": str(folder / "metrics.jsonl"), "ORCH_CHECKPOINTS": str(job.checkpoints)}
@@ -107,6 +118,17 @@ def _start(
     writers = [
         OutputWriter(folder / f"{name}.log", PrintTimes(folder / f"{name}.times")) for name in ("stdout", "stderr")
     ]
+    forked = fork_script(job, ranks[0], environment, [writer.entry for writer in writers])
+    child = forked or _start_afresh(job, node, environment, writers)
+    let_go_first(child.pid)
+    for writer in writers:  # after the fork: forking with threads is unsafe
+        writer.start()
+    return child, writers
+
+
+def _start_afresh(
+    job: JobFolder, node: dict[str, Any], environment: Mapping[str, str], writers: list[OutputWriter]
+) -> subprocess.Popen[bytes]:
     command = [LOCAL_RANK.format(**os.environ) if part == LOCAL_RANK else part for part in node["command"]]
     wrapper = os.getpid()
 
@@ -115,8 +137,8 @@ def _start(
         if os.getppid() != wrapper:
             os._exit(1)
 
-    child = subprocess.Popen(
-        command if is_program else [sys.executable, *command],
+    return subprocess.Popen(
+        command if node.get("is_program") else [sys.executable, *command],
         stdin=subprocess.DEVNULL,
         stdout=writers[0].entry,
         stderr=writers[1].entry,
@@ -125,10 +147,6 @@ def _start(
         start_new_session=True,
         preexec_fn=leave_no_orphan,
     )
-    let_go_first(child.pid)
-    for writer in writers:  # after the fork: forking with threads is unsafe
-        writer.start()
-    return child, writers
 
 
 def _catch_signals() -> int:
@@ -174,12 +192,10 @@ def _not_finite(job: JobFolder, rank: int) -> dict[str, Any]:
     return {}
 
 
-def _watch(
-    child: subprocess.Popen[bytes], wakeup: int, alive: int, supervisor: int, look: Callable[[], None]
-) -> str | None:
+def _watch(child: Script, wakeup: int, alive: int, supervisor: int, look: Callable[[], None]) -> str | None:
     """Waits for the child's end; calls `look` every LOOK_S. Returns why we ended it, None if it ended by itself."""
     cause = None
-    watched = [wakeup, alive]
+    watched: list[int | Forked] = [wakeup, alive, *([child] if isinstance(child, Forked) else [])]
     beats, still = pulse(supervisor), 0
     while child.poll() is None:
         ready, _, _ = select.select(watched, [], [], LOOK_S)
@@ -195,7 +211,7 @@ def _watch(
             cause = cause or "the supervisor died"
             _kill(child, signal.SIGKILL)
         if wakeup in ready:
-            _reap_orphans(child)
+            reap_orphans(child.pid)
             for signum in os.read(wakeup, 512):
                 if signum == PARENT_DIED:
                     cause = cause or "torchrun died"
@@ -204,7 +220,17 @@ def _watch(
                     signum = _expected(child.pid, signum)
                     cause = cause or f"asked by {signal.Signals(signum).name}"
                     _kill(child, signum)
+    if cause is None and isinstance(child, Forked) and child.was_lost:
+        cause = _why_lost(wakeup, alive)
     return cause
+
+
+def _why_lost(wakeup: int, alive: int) -> str:
+    # Whoever killed its parent may have killed others, of which we are about to receive word.
+    ready, _, _ = select.select([wakeup, alive], [], [], LOST_S)
+    if alive in ready:
+        return "the supervisor died"
+    return "torchrun died" if wakeup in ready and PARENT_DIED in os.read(wakeup, 512) else "its parent was killed"
 
 
 def _expected(pid: int, signum: int) -> int:
@@ -213,24 +239,19 @@ def _expected(pid: int, signum: int) -> int:
     return signal.SIGTERM if signum == signal.SIGINT and catches(pid, signal.SIGTERM) else signum
 
 
-def _reap_orphans(child: subprocess.Popen[bytes]) -> None:
-    # Reaps daemonised descendants, our children now; leaves the script itself to `child.poll`.
-    look = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    with contextlib.suppress(ChildProcessError):
-        while (found := os.waitid(os.P_ALL, 0, look)) and found.si_pid != child.pid:
-            os.waitpid(found.si_pid, 0)
-
-
-def _end_all_below(child: subprocess.Popen[bytes]) -> None:
+def _end_all_below(child: Script) -> None:
     # Ends everything that the script started: without supervisor and keeper no other process could identify it.
     _kill(child, signal.SIGKILL)
     deadline = time.monotonic() + END_S
-    while (left := descendants(os.getpid())) and time.monotonic() < deadline:
+    parent = child.parent if isinstance(child, Forked) else os.getpid()
+    while (left := descendants(parent)) and time.monotonic() < deadline:
         end_all(left, signal.SIGKILL)
         time.sleep(0.01)
+    if isinstance(child, Forked):
+        child.close()
 
 
-def _kill(child: subprocess.Popen[bytes], signum: int) -> None:
+def _kill(child: Script, signum: int) -> None:
     # The child leads a session, so its process group is everything it started and did not daemonise.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signum)
@@ -250,28 +271,6 @@ def _report(job: JobFolder, ranks: list[int], event: dict[str, Any]) -> None:
                 os.write(handle, json.dumps({"rank": rank, **event}).encode() + b"\n")
         finally:
             os.close(handle)
-
-
-def watched(
-    job: JobFolder, environment: Mapping[str, str], *, watch: str = "", steps: bool = True, stacks: Path | None = None
-) -> dict[str, str]:
-    """Variables that make Python run `script_start` first, from a folder of its own. For a child of this process. {} if
-    a full disk has no room for the folder. watch: ANY, or "" for a child of this process.
-    """
-    folder = job.bin / "start"
-    try:
-        folder.mkdir(exist_ok=True)
-        with contextlib.suppress(FileExistsError):  # another rank of this host created it
-            os.symlink(f"../{PACKAGE}/script_start.py", folder / "sitecustomize.py")
-    except OSError:
-        return {}
-    paths = filter(None, (str(folder), environment.get("PYTHONPATH")))
-    found = {"PYTHONPATH": os.pathsep.join(paths)}
-    if steps:
-        found[WATCH] = watch or str(os.getpid())
-    if stacks:
-        found[STACKS] = f"{os.getpid()}:{stacks}"
-    return found
 
 
 # One wrapper stands for a command that starts all ranks of its host. The command sees no variables of torchrun. Each

@@ -1,6 +1,6 @@
 """Runs before a rank's script, as `sitecustomize`: enables stack dumps on request (`stacks`), and measures steps.
 
-Python imports it from a folder that `rank` puts into PYTHONPATH. It removes that folder for the script and its
+Python imports it from a folder that `forked` puts into PYTHONPATH. It removes that folder for the script and its
 children, then imports the host's own `sitecustomize`. Without torch nothing else is loaded. In a program that is not
 Python itself, any Python that it starts is measured; the folder stays in the environment until torch is imported.
 """
@@ -22,6 +22,7 @@ PACKAGE = "orch_remote"
 WATCH = "ORCH_STEP_METRICS"  # pid of the process that starts the script, so that only its child is measured
 ANY = "any"  # in its place for a program: any Python that imports torch
 STACKS = "ORCH_STACKS"  # that pid and the file for stacks: `4711:/.../rank-0/stacks`
+PRELOAD = "ORCH_PRELOAD"  # this is no script yet (`preload`)
 FIRST_HANDLE = 100  # lowest descriptor for the file, so that the script's own numbers do not change
 
 
@@ -51,18 +52,23 @@ class OnTorch:
 
 
 def watch(torch: ModuleType) -> None:
+    try:
+        module_of_ours("step_hooks").install(torch)
+    except Exception as error:
+        sys.stderr.write(f"orch: steps are not measured: {type(error).__name__}: {error}\n")
+
+
+def module_of_ours(name: str) -> Any:
     import importlib.util
 
-    try:
+    if PACKAGE not in sys.modules:
         folder = os.path.dirname(os.path.realpath(__file__))
         spec = importlib.util.spec_from_file_location(
             PACKAGE, os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
         )
         assert spec
         sys.modules[PACKAGE] = importlib.util.module_from_spec(spec)
-        importlib.import_module(f"{PACKAGE}.step_hooks").install(torch)
-    except Exception as error:
-        sys.stderr.write(f"orch: steps are not measured: {type(error).__name__}: {error}\n")
+    return importlib.import_module(f"{PACKAGE}.{name}")
 
 
 # ---- stacks ---------------------------------------------------------------------------------------------------------
@@ -150,10 +156,14 @@ def forget() -> None:
 
 
 if __name__ == "sitecustomize":
+    if PRELOAD in os.environ:
+        module_of_ours("preload").main()
     is_measured, stacks = leave_no_trace()
     if stacks:
         write_stacks_when_asked(stacks)
-    if is_measured:
+    if is_measured and "torch" in sys.modules:
+        watch(sys.modules["torch"])
+    elif is_measured:
         sys.meta_path.insert(0, OnTorch())
     del sys.modules["sitecustomize"]
     importlib.import_module("sitecustomize")  # the host's; Python ignores its absence

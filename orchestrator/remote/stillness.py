@@ -43,7 +43,7 @@ class Stillness:
     def look(self, ranks: Mapping[str, Mapping[str, Any]], now_s: float) -> dict[str, str]:
         """ranks: the supervisor's records; ended ranks are left out. now_s: on a monotonic clock."""
         running = {rank: record for rank, record in ranks.items() if record.get("pid") and "ended" not in record}
-        found = uses({record["pid"]: record["wrapper"] for record in running.values()})
+        found = uses({record["pid"]: record.get("parent") or record["wrapper"] for record in running.values()})
         for rank, record in running.items():
             printed = (record["pid"], self._sizes(rank))
             if self._printed.get(rank) != printed or record["pid"] not in found:

@@ -103,6 +103,8 @@ class Supervisor:
         if answer is not None:
             os.write(answer, json.dumps({key: record.get(key) for key in ("pid", "hub_port", "peer_port")}).encode())
             os.close(answer)
+            if not self._queue:
+                self._programs.begin()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._decided.wait(), GO_S)
         if self._go is None:
@@ -153,6 +155,7 @@ class Supervisor:
         if self._stopping is not None:
             return
         self.state.phase = "joining"
+        self._programs.begin()
         if limit_s := self._node.get("time_limit_s"):
             asyncio.get_running_loop().call_later(limit_s, self._time_is_up, limit_s)
         if self._coordinator:

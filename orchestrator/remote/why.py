@@ -117,7 +117,7 @@ def _looks(job: JobFolder, ranks: Mapping[int, Mapping[str, Any]]) -> dict[int, 
         list(pool.map(RankLooks.first, found.values()))
         for look in range(LOOKS):
             time.sleep(LOOK_S if look else 0)
-            used = uses({record["pid"]: record["wrapper"] for record in ranks.values()})
+            used = uses({record["pid"]: record.get("parent") or record["wrapper"] for record in ranks.values()})
             for number, record in ranks.items():
                 if use := used.get(record["pid"]):
                     found[number].samples.append(Sample(time.monotonic(), use))

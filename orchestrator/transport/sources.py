@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = "orch_remote"
-_STARTED = {"prepare": ("keeper", "launch", "rank", "gpus", "step_hooks")}
+_STARTED = {"prepare": ("keeper", "launch", "rank", "gpus", "step_hooks", "preload")}
 """Programs that this one starts from the job's folder."""
 _IMPORT = re.compile(r"^ *from \.(\w*) import (.*)", re.MULTILINE)
 

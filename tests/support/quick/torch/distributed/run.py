@@ -8,10 +8,10 @@ import fake_torchrun
 from .elastic.rendezvous import static_tcp_rendezvous
 
 
-def main():
-    end = sys.argv.index("--no-python")
-    options = dict(zip(sys.argv[1:end:2], sys.argv[2:end:2], strict=True))
-    command = sys.argv[end + 1 :]
+def main(words):
+    end = words.index("--no-python")
+    options = dict(zip(words[:end:2], words[1:end:2], strict=True))
+    command = words[end + 1 :]
     nodes, node_rank, ranks = (int(options[name]) for name in ("--nnodes", "--node-rank", "--nproc-per-node"))
     given = getattr(static_tcp_rendezvous.TCPStore, "keywords", {})
     store = socket.socket(fileno=given["master_listen_fd"]) if given else None
