@@ -15,9 +15,7 @@ from orchestrator.doctor.observations import Host, Level, Observations, RawFindi
 from orchestrator.doctor.table import Finding, checks_at, finding_of, judge
 from orchestrator.errors import HostError, ProbeError, RefusedError
 from orchestrator.forecast.gpu_catalogue import RESERVED_BYTES, activation_bytes
-from orchestrator.forecast.inputs import computed_shares
 from orchestrator.forecast.layers import gradient_bytes, is_known, layers_in, network_of
-from orchestrator.forecast.tensor_step import weight_bytes
 from orchestrator.hosts import occupied
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.inventory import Node
@@ -147,6 +145,8 @@ def needed_bytes(plan: LaunchPlan, node: NodePlan) -> int:
     kept = activation_bytes(layers) * (0.5 if settings.amp in HALF else 1.0)
     weights = gradient_bytes(layers)
     if settings.strategy == "tensor" and plan.shares:
+        from orchestrator.forecast.tensor_step import weight_bytes  # slow to load
+
         last = node.first_rank + node.ranks
         weights = max(weight_bytes(layers, plan.shares)[node.first_rank : last])
     return round(RESERVED_BYTES + 3 * weights + _samples_at_once(settings, plan.shares, node) * kept)
@@ -156,6 +156,8 @@ def _samples_at_once(settings: Settings, shares: Sequence[int], node: NodePlan) 
     """Per GPU; 0 for a profile, which finds out what fits. shares: of all ranks."""
     if settings.profile_s:
         return 0
+    from orchestrator.forecast.inputs import computed_shares  # slow to load
+
     own = computed_shares(settings.strategy, node.shares, sum(shares))
     share = max(own, default=0) * node.ranks / max(1, len(node.gpu_uuids))
     return round(min(share / max(1, settings.accumulate), settings.local_batch or share))

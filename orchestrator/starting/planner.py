@@ -7,12 +7,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from orchestrator.clusters import Clusters, now_utc
 from orchestrator.errors import HostError, HostsError, UnlikeError, UsageError
-from orchestrator.forecast.inputs import ForecastInputs, inputs_of, with_rounds
-from orchestrator.forecast.links import COLLECTIVES, read_network
-from orchestrator.forecast.what_if import by_memory, by_speed, left_out_words, predicted_plan
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.paths import RUNS
 from orchestrator.planning import naming
@@ -35,6 +33,9 @@ from orchestrator.planning.profiles import Profiles, kinds_of, split_batch_of, s
 from orchestrator.planning.request import RunRequest
 from orchestrator.store import Store
 
+if TYPE_CHECKING:  # slow to load, and a script without a profile has no forecast
+    from orchestrator.forecast.inputs import ForecastInputs
+
 
 class Planner:
     def __init__(self, store: Store, clusters: Clusters) -> None:
@@ -47,6 +48,8 @@ class Planner:
         plan, better = self._plan_on(cluster, request, code, only)
         notes: tuple[str, ...] = ()
         while better and least and len(better.hosts) >= least and request.leaves_out:
+            from orchestrator.forecast.what_if import left_out_words
+
             notes += (left_out_words(plan, better, request),)
             plan, better = self._plan_on(cluster, request, code, better.hosts)
         return plan.model_copy(update={"notes": (*plan.notes, *notes)})
@@ -64,6 +67,9 @@ class Planner:
         """The plan and all inputs of its forecast. out: a folder of collected runs; None: the default and all
         remembered ones. Raises UsageError if too little is known, HostsError for unusable hosts.
         """
+        from orchestrator.forecast.inputs import inputs_of, with_rounds
+        from orchestrator.forecast.links import COLLECTIVES, read_network
+
         draft, profiles, _ = self._drawn(cluster, request, code, only)
         if draft.request.kind != "experiment" and not draft.request.batch:
             raise UsageError(
@@ -84,11 +90,15 @@ class Planner:
 
     def worth(self, cluster: Cluster, request: RunRequest, code: CodeFolder, there: Sequence[str]) -> Worth:
         """By speed if known, else by memory."""
+        from orchestrator.forecast.what_if import by_memory
+
         worth = self.speeds(cluster, request, code, there)
         return worth or by_memory(self._clusters.ready(cluster, there).election.candidates)
 
     def speeds(self, cluster: Cluster, request: RunRequest, code: CodeFolder, there: Sequence[str]) -> Worth | None:
         """Samples/s of each host by itself; None if a speed is unknown."""
+        from orchestrator.forecast.what_if import by_speed
+
         with suppress(UsageError, UnlikeError):  # the chosen hosts may not cause this error
             draft, profiles, _ = self._drawn(cluster, request, code, there)
             return by_speed(build_plan(draft), profiles)
@@ -104,7 +114,13 @@ class Planner:
             split = split_batch_of(draft.training, ranks, profiles, not_kept)
         else:
             split = split_equally(request.batch, ranks)
-        return predicted_plan(draft.with_split(split), profiles, self._store.runs_of(COLLECTIVES))
+        draft = draft.with_split(split)
+        if request.kind != "experiment" and not draft.training:
+            return build_plan(draft), None
+        from orchestrator.forecast.links import COLLECTIVES
+        from orchestrator.forecast.what_if import predicted_plan
+
+        return predicted_plan(draft, profiles, self._store.runs_of(COLLECTIVES))
 
     def _drawn(
         self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str]
