@@ -212,20 +212,25 @@ def _follow_to_end(
     controller: Controller, job: RunningJob, after: Callable[[RunningJob], RunningJob | None], way: RunMode
 ) -> None:
     """after: waits for the next attempt, if there is one."""
+    told = set[str]()
     if not way.detach:
-        job = _follow_all(job, after, way)
+        job = _follow_all(job, after, way, told)
         if way.notify and not is_webhook(way.notify):
             notify(way.notify, job.record)
-    _finish(job, controller.checks.findings if way.as_json else None, detached=way.detach)
+    findings = controller.checks.findings if way.as_json else None
+    _finish(job, findings, detached=way.detach, is_told=job.id in told)
 
 
-def _follow_all(job: RunningJob, after: Callable[[RunningJob], RunningJob | None], way: RunMode) -> RunningJob:
+def _follow_all(
+    job: RunningJob, after: Callable[[RunningJob], RunningJob | None], way: RunMode, told: set[str]
+) -> RunningJob:
+    """told: gets the ids of jobs whose end has been printed."""
     from orchestrator.views import console
 
     again: RunningJob | None = job
     while again:
         job = again
-        _follow(job, as_json=way.as_json)
+        _follow(job, told, as_json=way.as_json)
         try:
             again = after(job)
         except OrchError as error:
@@ -264,14 +269,19 @@ def _launch(controller: Controller, asked: Asked) -> RunningJob:
     return job
 
 
-def _follow(job: RunningJob, *, as_json: bool) -> None:
+def _follow(job: RunningJob, told: set[str], *, as_json: bool) -> None:
     """The first Ctrl-C detaches, a second within SECOND_CTRL_C_S cancels."""
     import threading
 
-    from orchestrator.views import console, following
+    from orchestrator.views import console, following, job_table
+
+    def ended(record: JobRecord) -> None:
+        told.add(record.id)
+        job_table.print_outcome(record)
 
     try:
-        following.print_events(job.follow(), stream=console.err if as_json else console.out)
+        stream = console.err if as_json else console.out
+        following.print_events(job.follow(folds=True), stream=stream, ended=ended)
     except KeyboardInterrupt:
         try:
             also = ", and is not tried again" if job.plan.attempt else ""
@@ -284,8 +294,8 @@ def _follow(job: RunningJob, *, as_json: bool) -> None:
         raise
 
 
-def _finish(job: RunningJob, findings: Sequence[Finding] | None, *, detached: bool = False) -> None:
-    """findings: for the JSON document."""
+def _finish(job: RunningJob, findings: Sequence[Finding] | None, *, detached: bool = False, is_told: bool) -> None:
+    """findings: for the JSON document. is_told: all but the exit code has been printed."""
     from orchestrator.views import console, documents, job_table
 
     record = job.record
@@ -297,7 +307,9 @@ def _finish(job: RunningJob, findings: Sequence[Finding] | None, *, detached: bo
         if findings is None:
             click.echo(job.id)
         return
-    job_table.print_end(record)
+    if not is_told:
+        job_table.print_outcome(record)
+    job_table.print_exit_code(record)
     if record.state != "succeeded":
         sys.exit(1)
     console.say(f"next: orch collect --job {job.id}")

@@ -5,6 +5,8 @@ except for the clock and the thread that diagnoses stalls.
     for event in follow.events(watch(...)):     lines that came together, Notice, RunProgress, Bars, Silence, Standstill
         ...
     for event in follow.last_words():           lost output, final progress
+
+With `folds`, tracebacks wait for the job's end (`tracebacks`), and the end is an event: Ending.
 """
 
 from __future__ import annotations
@@ -23,17 +25,21 @@ from orchestrator.jobs.job_store import FINAL_STATES, JobRecord
 from orchestrator.jobs.lines import Bars, LogLine, Splitter
 from orchestrator.jobs.live import LiveView, Notice, RunProgress, Silence, Standstill
 from orchestrator.jobs.stall import News, StallProbe, lost_output_words, standstill
+from orchestrator.jobs.tracebacks import Ending, Tracebacks
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost
 
 LATE_S = 10.0
-"""After the job's end, hosts that still send get this long to finish."""
+"""After the job's end, hosts that still send get this long to finish; others get GONE_S since their last sign."""
+GONE_S = 3.0
+SETTLE_S = 0.5
+"""For the last lines of all hosts, before the end is told."""
 PROGRESS_S = 0.25
 BARS_S = 1.0
 """For redrawn lines and `Silence`."""
 
-Event = tuple[LogLine, ...] | Notice | RunProgress | Bars | Silence | Standstill
+Event = tuple[LogLine, ...] | Notice | RunProgress | Bars | Silence | Standstill | Ending
 
 
 class Follow:
@@ -48,8 +54,12 @@ class Follow:
         *,
         until_end: bool,
         ask: Callable[[], JobRecord] | None = None,
+        folds: bool = False,
     ) -> None:
-        self.liveness = HostLiveness()
+        self.liveness = HostLiveness(node.name for node in plan.nodes)
+        self._tracebacks = Tracebacks(plan.job) if folds else None
+        self._record: JobRecord | None = None
+        """Of a job that has ended, until that is told."""
         self.ended_at_s: float | None = None
         """None while the job runs; else the time of its end, or of later data. A lost job may be found again."""
         self._plan, self._remember, self._until_end = plan, remember, until_end
@@ -72,10 +82,28 @@ class Follow:
             if is_changed:
                 yield from self._update(now_s)
             yield from self._when_due()
-            if self.ended_at_s is not None and time.monotonic() > self.ended_at_s + LATE_S:
+            if self.ended_at_s is not None and self._is_enough(self.ended_at_s, time.monotonic()):
                 break
-        if lines := tuple(self._splitter.rest()):
+        if lines := self._held_back(self._splitter.rest()):
             yield lines
+        if self._tracebacks:
+            yield from self._ending()
+            if lines := self._tracebacks.rest():
+                yield lines
+
+    def _is_enough(self, ended_at_s: float, now_s: float) -> bool:
+        return now_s > ended_at_s + LATE_S or self.liveness.only_gone_are_left(now_s)
+
+    def _held_back(self, lines: Iterable[LogLine]) -> tuple[LogLine, ...]:
+        return self._tracebacks.take(lines, time.monotonic()) if self._tracebacks else tuple(lines)
+
+    def _ending(self) -> Iterator[Event]:
+        if self._record and self._tracebacks:
+            if self._has_progress:
+                self._has_progress = False
+                yield self._progress()
+            yield self._tracebacks.end(self._record)
+            self._record = None
 
     def last_words(self) -> Iterator[Event]:
         """Raises HostsError if hosts refused the connection while the job runs."""
@@ -91,7 +119,7 @@ class Follow:
     def _piece(self, name: str, piece: FilePiece) -> Iterator[Event]:
         if piece.restarted:
             yield Notice(f"{name}: {piece.file} was cut, replaced or rotated on its host; it starts again here")
-        if lines := tuple(self._splitter.split(name, piece)):
+        if lines := self._held_back(self._splitter.split(name, piece)):
             self._is_silent = False
             yield lines
         self._has_progress |= self._until_end and self._view.take(name, piece)
@@ -108,11 +136,11 @@ class Follow:
         if self._until_end and not (self._probe and self._probe.is_at_work):
             yield from self._stall_events(record)
         if record.state not in FINAL_STATES:
-            self.ended_at_s = None
+            self.ended_at_s = self._record = None
         elif self.ended_at_s is None:
             if missed := self.liveness.missed(now_s):
                 yield Notice(f"{', '.join(sorted(missed))}: no answer; the job's state is as the other hosts report it")
-            self.ended_at_s = time.monotonic()
+            self.ended_at_s, self._record = time.monotonic(), record
 
     def _stall_events(self, record: JobRecord) -> Iterator[Event]:
         if (now := standstill(record)) != self._last_standstill:
@@ -121,6 +149,11 @@ class Follow:
         yield from map(Notice, self._news.of(record))
 
     def _when_due(self) -> Iterator[Event]:
+        now_s = time.monotonic()
+        if self._tracebacks and (lines := self._tracebacks.due(now_s, is_failing=self.liveness.is_failing)):
+            yield lines
+        if self.ended_at_s is not None and (self.liveness.all_have_ended or now_s > self.ended_at_s + SETTLE_S):
+            yield from self._ending()
         if self._probe and (record := self._probe.answer()):
             yield from self._stall_events(record)
         if self._has_progress and time.monotonic() > self._progress_due_s:
@@ -129,7 +162,7 @@ class Follow:
             yield self._progress()
         if self._until_end and time.monotonic() > self._bars_due_s:
             self._bars_due_s = time.monotonic() + BARS_S
-            if lines := tuple(self._splitter.settle()):
+            if lines := self._held_back(self._splitter.settle()):
                 yield lines
             if bars := self._splitter.bars():
                 self._is_silent = False
@@ -183,8 +216,10 @@ broke.
 class HostLiveness:
     """records: each host's last, whatever its age."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected: Iterable[str] = ()) -> None:
         self.records: dict[str, Mapping[str, Any]] = {}
+        self._open = {*expected}
+        """Hosts that have not sent all."""
         self._refused: dict[str, HostError] = {}
         self._silent_since_s: dict[str, float] = {}
         self._missed = frozenset[str]()
@@ -192,7 +227,7 @@ class HostLiveness:
     def take(self, name: str, item: Frame | HostError, now_s: float) -> bool:
         """name: "" for the local clock's beat. Returns whether `found` may have changed."""
         if not name:
-            for silent in self.records:
+            for silent in {*self.records, *self._open}:
                 self._silent_since_s.setdefault(silent, now_s)
         elif isinstance(item, ConnectError) or item == Beat():  # the local clock's beat: nothing came
             self._silent_since_s.setdefault(name, now_s)
@@ -202,8 +237,25 @@ class HostLiveness:
             self._silent_since_s.pop(name, None)
         if isinstance(item, Agent):
             self.records[name] = item.record
+        if name and not isinstance(item, End):
+            self._open.add(name)
+        elif name:
+            self._open.discard(name)
         before, self._missed = self._missed, self.missed(now_s)
         return isinstance(item, Agent) or name in self._refused or self._missed != before
+
+    @property
+    def is_failing(self) -> bool:
+        ends = ("stopping", "ended")
+        return any(record.get("failures") or record.get("phase") in ends for record in self.records.values())
+
+    @property
+    def all_have_ended(self) -> bool:
+        return all(record.get("state") in [*FINAL_STATES] for record in self.records.values())
+
+    def only_gone_are_left(self, now_s: float) -> bool:
+        """Every host has sent all, or has not been heard of for a while."""
+        return all(now_s - self._silent_since_s.get(name, now_s) > GONE_S for name in self._open)
 
     def missed(self, now_s: float) -> frozenset[str]:
         """Hosts whose record of a living supervisor has expired."""

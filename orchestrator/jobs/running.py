@@ -125,14 +125,15 @@ class RunningJob:
         last_lines: Mapping[int, int | None] | None = None,
         since_wall: float | None = None,
         times: bool = False,
+        folds: bool = False,
         wanted: Callable[[], bool] = lambda: True,
     ) -> Iterator[Event]:
         """Lines that came together are one event. Updates the job's record. until_end: see `Follow`. last_lines: by
         rank, lines of each log (None: all). since_wall: only lines printed since then, by the local clock. times: lines
-        carry the time of printing. wanted: asked at least once a second; False ends it. Raises OrchError if no host
-        holds anything of the job.
+        carry the time of printing. folds: tracebacks wait for the job's end (`tracebacks`). wanted: asked at least once
+        a second; False ends it. Raises OrchError if no host holds anything of the job.
         """
-        follow = Follow(self.plan, self._remember, until_end=until_end, ask=self.ask_why)
+        follow = Follow(self.plan, self._remember, until_end=until_end, ask=self.ask_why, folds=folds)
         reopen = self._connections.reopen
         offsets: dict[str, dict[str, Held]] = {}
         if last_lines is not None:

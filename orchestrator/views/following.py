@@ -16,8 +16,10 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.jobs.job_store import JobRecord
 from orchestrator.jobs.lines import Bars, LogLine
 from orchestrator.jobs.live import HostRow, Notice, RunProgress, Silence, Standstill
+from orchestrator.jobs.tracebacks import Ending
 from orchestrator.units import one_line
 from orchestrator.views import console
 from orchestrator.views.console import LEAST_NAME, clock, figure, local_second, percent
@@ -30,14 +32,15 @@ BARS_SHOWN = 8
 
 
 def print_events(
-    events: Iterable[tuple[LogLine, ...] | Notice | Shown],
+    events: Iterable[tuple[LogLine, ...] | Notice | Shown | Ending],
     show: Callable[[LogLine], bool] = lambda line: True,
     stream: Console = console.out,
     *,
     times: bool = False,
+    ended: Callable[[JobRecord], None] = lambda record: None,
 ) -> int:
-    """Prints lines with node and rank, and progress below or between them. times: with the time of printing. Returns
-    the number of lines.
+    """Prints lines with node and rank, and progress below or between them. times: with the time of printing. ended:
+    called at an Ending, when its lines are printed. Returns the number of lines.
     """
     words, printed = _LineWords(stream, times=times), 0
     board: _LiveTable | _Sentences = _LiveTable(stream) if _is_screen(stream) else _Sentences()
@@ -54,9 +57,16 @@ def print_events(
                     board.show(event)
                 else:
                     board.lines_come()
-                    shown = [words.of(line) for line in event if show(line)]
+                    if isinstance(event, Ending):
+                        board.close()
+                        for line in event.folded:
+                            console.say(line)
+                    lines = event.lines if isinstance(event, Ending) else event
+                    shown = [words.of(line) for line in lines if show(line)]
                     _print_lines("".join(shown), stream)
                     printed += len(shown)
+                    if isinstance(event, Ending):
+                        ended(event.record)
     finally:
         board.close()
     return printed
@@ -137,6 +147,7 @@ class _LiveTable:
             self._shown = {kind: event for kind, event in self._shown.items() if kind is RunProgress}
             self._draw()  # redrawn lines have come as lines
             self._live.stop()
+            self._live, self._shown = None, {}
 
     def _draw(self) -> None:
         if self._live is None:

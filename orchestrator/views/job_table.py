@@ -132,14 +132,22 @@ def warn_unheard(unheard: Mapping[str, Mapping[str, HostError]]) -> None:
 
 def print_end(job: JobRecord) -> None:
     """The exit code is on the last line."""
+    print_outcome(job)
+    print_exit_code(job)
+
+
+def print_exit_code(job: JobRecord) -> None:
+    if job.exit_code:
+        console.err.print(f"exit code {job.exit_code}")
+
+
+def print_outcome(job: JobRecord) -> None:
     colour = STATE_COLOURS.get(job.state, "default")
     console.err.print(Text.assemble((job.state, colour), " ", console.plain(job.id)))
     if job.not_finite:
         console.warn(job.not_finite.words)
     if job.first_failure:
         console.say(failure_words(job.first_failure))
-    if job.exit_code:
-        console.err.print(f"exit code {job.exit_code}")
 
 
 def failure_words(failure: FirstFailure) -> str:
