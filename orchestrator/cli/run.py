@@ -212,25 +212,25 @@ def _follow_to_end(
     controller: Controller, job: RunningJob, after: Callable[[RunningJob], RunningJob | None], way: RunMode
 ) -> None:
     """after: waits for the next attempt, if there is one."""
-    told = set[str]()
+    ended = set[str]()
     if not way.detach:
-        job = _follow_all(job, after, way, told)
+        job = _follow_all(job, after, way, ended)
         if way.notify and not is_webhook(way.notify):
             notify(way.notify, job.record)
     findings = controller.checks.findings if way.as_json else None
-    _finish(job, findings, detached=way.detach, is_told=job.id in told)
+    _finish(job, findings, detached=way.detach, is_printed=job.id in ended)
 
 
 def _follow_all(
-    job: RunningJob, after: Callable[[RunningJob], RunningJob | None], way: RunMode, told: set[str]
+    job: RunningJob, after: Callable[[RunningJob], RunningJob | None], way: RunMode, ended: set[str]
 ) -> RunningJob:
-    """told: gets the ids of jobs whose end has been printed."""
+    """ended: filled with the ids of jobs whose end has been printed."""
     from orchestrator.views import console
 
     again: RunningJob | None = job
     while again:
         job = again
-        _follow(job, told, as_json=way.as_json)
+        _follow(job, ended, as_json=way.as_json)
         try:
             again = after(job)
         except OrchError as error:
@@ -269,14 +269,14 @@ def _launch(controller: Controller, asked: Asked) -> RunningJob:
     return job
 
 
-def _follow(job: RunningJob, told: set[str], *, as_json: bool) -> None:
+def _follow(job: RunningJob, printed: set[str], *, as_json: bool) -> None:
     """The first Ctrl-C detaches, a second within SECOND_CTRL_C_S cancels."""
     import threading
 
     from orchestrator.views import console, following, job_table
 
     def ended(record: JobRecord) -> None:
-        told.add(record.id)
+        printed.add(record.id)
         job_table.print_outcome(record)
 
     try:
@@ -294,8 +294,8 @@ def _follow(job: RunningJob, told: set[str], *, as_json: bool) -> None:
         raise
 
 
-def _finish(job: RunningJob, findings: Sequence[Finding] | None, *, detached: bool = False, is_told: bool) -> None:
-    """findings: for the JSON document. is_told: all but the exit code has been printed."""
+def _finish(job: RunningJob, findings: Sequence[Finding] | None, *, detached: bool = False, is_printed: bool) -> None:
+    """findings: for the JSON document. is_printed: its end has been printed, without the exit code."""
     from orchestrator.views import console, documents, job_table
 
     record = job.record
@@ -307,7 +307,7 @@ def _finish(job: RunningJob, findings: Sequence[Finding] | None, *, detached: bo
         if findings is None:
             click.echo(job.id)
         return
-    if not is_told:
+    if not is_printed:
         job_table.print_outcome(record)
     job_table.print_exit_code(record)
     if record.state != "succeeded":

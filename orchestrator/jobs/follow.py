@@ -34,7 +34,7 @@ LATE_S = 10.0
 """After the job's end, hosts that still send get this long to finish; others get GONE_S since their last sign."""
 GONE_S = 3.0
 SETTLE_S = 0.5
-"""For the last lines of all hosts, before the end is told."""
+"""For the last lines of all hosts, before the Ending."""
 PROGRESS_S = 0.25
 BARS_S = 1.0
 """For redrawn lines and `Silence`."""
@@ -59,7 +59,7 @@ class Follow:
         self.liveness = HostLiveness(node.name for node in plan.nodes)
         self._tracebacks = Tracebacks(plan.job) if folds else None
         self._record: JobRecord | None = None
-        """Of a job that has ended, until that is told."""
+        """The ended job's, until an Ending was yielded."""
         self.ended_at_s: float | None = None
         """None while the job runs; else the time of its end, or of later data. A lost job may be found again."""
         self._plan, self._remember, self._until_end = plan, remember, until_end
@@ -254,7 +254,7 @@ class HostLiveness:
         return all(record.get("state") in [*FINAL_STATES] for record in self.records.values())
 
     def only_gone_are_left(self, now_s: float) -> bool:
-        """Every host has sent all, or has not been heard of for a while."""
+        """Every host has sent all, or has been silent for GONE_S."""
         return all(now_s - self._silent_since_s.get(name, now_s) > GONE_S for name in self._open)
 
     def missed(self, now_s: float) -> frozenset[str]:

@@ -21,7 +21,7 @@ from orchestrator.units import counted, one_line
 HOLD_S = 2.0
 """A rank that dies of its error ends the job sooner; others go on, and only logged it."""
 MOST_LINES = 2000
-"""Of a rank."""
+"""Limit for a rank."""
 _BEGINS = re.compile(r"(\[rank\d+\]: ?)?Traceback \(most recent call last\):")
 _PREFIX = re.compile(r"\[rank\d+\]: ?")
 _FRAME = re.compile(r'  File "(.+)", line (\d+)')

@@ -25,7 +25,7 @@ READY_S = 20.0
 
 
 class Forked:
-    """The part of `subprocess.Popen` that a wrapper needs. parent: the script's, a process that leads to it alone."""
+    """The part of `subprocess.Popen` that a wrapper needs. parent: the script's own, with no other child."""
 
     def __init__(self, connection: socket.socket, pid: int, parent: int) -> None:
         self.pid, self.parent = pid, parent

@@ -8,8 +8,8 @@ torchrun; the server forks a process for each rank wrapper that asks (`forked`),
 does. So the script's arguments, `__main__`, flags, command line and variables are its own. Between the two stands a
 minder, the script's parent: it dies with the wrapper, takes the script's orphans, and reports how it ended.
 
-torch is hidden from the script until its own import, so that nothing differs if it imports none, and step hooks come
-when they always do. What cannot be shared (`Imported.obstacle`) is started afresh, as with `--no-preload`.
+torch is hidden from the script until its own import, so that nothing differs if it imports none, and step hooks are
+installed as usual. If the import cannot be shared (`Imported.obstacle`), all start afresh, as with `--no-preload`.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ READ_AT_IMPORT = re.compile(
 def main() -> None:
     """Returns only in a rank's process, on its way to the script."""
     handles, _, names = os.environ.pop(PRELOAD).partition(":")
-    line, said = (int(handle) for handle in handles.split(","))
+    line, output = (int(handle) for handle in handles.split(","))
     try:
-        _serve_or_be_torchrun(Imported(names.split(","), said), socket.socket(fileno=line))
+        _serve_or_be_torchrun(Imported(names.split(","), output), socket.socket(fileno=line))
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -72,7 +72,7 @@ def _serve_or_be_torchrun(imported: Imported, line: socket.socket) -> None:
     log, *store = handles
     _take(log, 1, 2)
     if imported.obstacle:
-        print(f"orch: ranks import torch by themselves: {imported.obstacle}", flush=True)
+        _note(imported.obstacle)
         _run_afresh(order, store)
     place = os.path.join(order["folder"], SOCKET)
     listener = _listen(order["folder"])
@@ -87,8 +87,13 @@ def _serve_or_be_torchrun(imported: Imported, line: socket.socket) -> None:
     if len(os.listdir("/proc/self/task")) > 1:  # a library's threads that its handlers do not end for a fork
         os.unlink(place)
         os.kill(server, signal.SIGKILL)
-        print("orch: ranks import torch by themselves: its import starts threads", flush=True)
+        _note("its import starts threads")
     _be_torchrun(order, store)
+
+
+def _note(obstacle: str) -> None:
+    """In torchrun's log."""
+    os.write(2, f"orch: ranks import torch by themselves: {obstacle}\n".encode())
 
 
 def _run_afresh(order: Mapping[str, Any], store: Sequence[int]) -> NoReturn:
@@ -128,12 +133,12 @@ def _listen(folder: str) -> socket.socket:
 
 @dataclass
 class Imported:
-    """What is shared. said: a descriptor with what the imports print. obstacle: why it cannot be shared, else ""."""
+    """The shared import. output: bytes printed by it. obstacle: why it cannot be shared, else ""."""
 
     names: Sequence[str]
-    said_at: int
+    output_at: int
     obstacle: str = ""
-    said: bytes = b""
+    output: bytes = b""
     before: dict[str, str] = field(default_factory=lambda: {**os.environ})
 
     def __post_init__(self) -> None:
@@ -144,10 +149,10 @@ class Imported:
             self.obstacle = self._import(folder)
         sys.stdout.flush()
         sys.stderr.flush()
-        os.set_blocking(self.said_at, False)
+        os.set_blocking(self.output_at, False)
         with contextlib.suppress(BlockingIOError):
-            self.said = os.read(self.said_at, MOST_SAID)
-        os.close(self.said_at)
+            self.output = os.read(self.output_at, MOST_SAID)
+        os.close(self.output_at)
 
     def _import(self, folder: str) -> str:
         gc.disable()  # which takes a tenth of an import's time
@@ -177,7 +182,7 @@ class Imported:
 
 
 def script_folder(words: Sequence[str]) -> str | None:
-    """What Python puts first into `sys.path` for this command line; "" for nothing, None if unknown."""
+    """The first entry of `sys.path` for this command line; "" for none, None if unknown."""
     while words and words[0] == "-u":
         words = words[1:]
     if not words or (words[0].startswith("-") and words[0] != "-m"):
@@ -248,7 +253,7 @@ def _attend(connection: socket.socket, imported: Imported) -> None:
 
 
 def _mind(script: int, connection: socket.socket, wakeup: tuple[int, int], title: str) -> NoReturn:
-    # The script stays a zombie until the wrapper is done with it, so that its number is nobody else's.
+    # The script stays a zombie until the wrapper is done with it, so that its number is not reused.
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakeup[1], warn_on_full_buffer=False)
     show_as(title)
@@ -275,7 +280,7 @@ def _mind(script: int, connection: socket.socket, wakeup: tuple[int, int], title
 
 
 def _become(minder: int, request: Mapping[str, Any], handles: Sequence[int], imported: Imported) -> None:
-    """What a process is that has just begun."""
+    """Makes this fork equal to a process that has just begun."""
     die_with_parent(signal.SIGKILL)
     if os.getppid() != minder:
         os._exit(1)
@@ -291,8 +296,8 @@ def _become(minder: int, request: Mapping[str, Any], handles: Sequence[int], imp
         if name in os.environ:
             os.environ[name] = str(minder) + os.environ[name].lstrip("0123456789")
     os.chdir(request["folder"])
-    if imported.said:
-        os.write(2, imported.said)
+    if imported.output:
+        os.write(2, imported.output)
     _draw_anew()
     importlib.invalidate_caches()
     if len(imported.names) == 1:
@@ -354,7 +359,7 @@ class Hidden:
             self._look_at_variables()
 
     def _look_at_variables(self) -> None:
-        """A package may have set some since, where no text of the script's shows it."""
+        """A package may have set some since, unseen in the script's text."""
         changed = [name for name in os.environ if os.environ[name] != self._variables.get(name)]
         late = [name for name in changed if READ_AT_IMPORT.fullmatch(f"'{name}'".encode()) and name not in self._made]
         if "OMP_NUM_THREADS" in late and os.environ["OMP_NUM_THREADS"].isdecimal():
@@ -378,7 +383,7 @@ _own_line = b""  # the command line with which it began, while another is shown
 
 
 def show_as(words: str) -> None:
-    """What `ps` shows of this process: until now it shows the script, of which this is only the launcher. "": again."""
+    """Changes the command line in `ps`: this is no script, only its launcher. "" restores it."""
     global _own_line
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

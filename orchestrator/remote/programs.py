@@ -60,7 +60,7 @@ class Programs:
         self._preloading = Preloading(job, node, self.children)
 
     def begin(self) -> None:
-        """What takes time and may be done before `go`."""
+        """Begins work that needs no `go`."""
         if not self._node.get("prepare"):  # it may install what is imported
             self._preloading.begin()
 

@@ -226,7 +226,7 @@ def _watch(child: Script, wakeup: int, alive: int, supervisor: int, look: Callab
 
 
 def _why_lost(wakeup: int, alive: int) -> str:
-    # Whoever killed its parent may have killed others, of which we are about to receive word.
+    # The same killer may have ended torchrun or the supervisor; their end is about to be reported.
     ready, _, _ = select.select([wakeup, alive], [], [], LOST_S)
     if alive in ready:
         return "the supervisor died"
