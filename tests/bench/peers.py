@@ -367,7 +367,9 @@ def main() -> None:
     asked = _options()
     end_orderly_on_term()
     found: dict[str, dict[str, list[Figures]]] = {column: {} for column in asked.columns}
-    with tempfile.TemporaryDirectory() as folder, lab(INVENTORY) as hosts:
+    torchrunx = importlib.util.find_spec("torchrunx")  # PYTHONPATH may lead to it
+    shown = [str(Path(torchrunx.origin).parents[1])] if torchrunx and torchrunx.origin else []
+    with tempfile.TemporaryDirectory() as folder, lab(INVENTORY, binds=shown) as hosts:
         person = Person(hosts, Path(folder, "home"), Path(folder))
         peers = Peers(hosts, person)
         rows = [row for row in asked.rows if not _left_out(row, peers.missing(row))]
