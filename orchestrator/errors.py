@@ -87,6 +87,10 @@ class ConnectError(HostError):
     pass
 
 
+class LateError(ConnectError):
+    """A connection or login took too long."""
+
+
 class HostKeyError(HostError):
     pass
 

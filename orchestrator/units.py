@@ -179,3 +179,37 @@ def fits(pattern: str, name: str) -> bool:
         return pattern == name
     # fnmatch would read the brackets of [host]:port as a set of characters.
     return re.fullmatch(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", "."), name) is not None
+
+
+_NUMBERED = re.compile(r"(.*?)([0-9]+)")
+
+
+def name_ranges(names: Sequence[str]) -> list[str]:
+    """Three or more names in a row as a range, as `--nodes` takes it: `gpu[01-50]`."""
+    rows = list[list[str]]()
+    for name in names:
+        if rows and name == _next_name(rows[-1][-1]):
+            rows[-1].append(name)
+        else:
+            rows.append([name])
+    parts = list[str]()
+    for row in rows:
+        parts += [_range_of(row[0], row[-1])] if len(row) > 2 else row
+    return parts
+
+
+def _range_of(first: str, last: str) -> str:
+    begin, end = _NUMBERED.fullmatch(first), _NUMBERED.fullmatch(last)
+    return f"{begin[1]}[{begin[2]}-{end[2]}]" if begin and end else f"{first}, {last}"
+
+
+def _next_name(name: str) -> str | None:
+    """The next numbered name, with as many digits."""
+    numbered = _NUMBERED.fullmatch(name)
+    return numbered and f"{numbered[1]}{int(numbered[2]) + 1:0{len(numbered[2])}d}"
+
+
+def by_number(name: str) -> tuple[str, int, str]:
+    """Sorts h2 before h10."""
+    numbered = _NUMBERED.fullmatch(name)
+    return (numbered[1], int(numbered[2]), name) if numbered else (name, -1, name)

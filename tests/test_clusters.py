@@ -157,7 +157,7 @@ def test_another_file_that_takes_a_clusters_place_meanwhile_is_told(rack: Rack, 
     other.write_text(FILE.replace("PYTHON", python).replace("FOLDER", str(tmp_path / "elsewhere")))
     rack.meanwhile(lambda: rack.theirs.up(load_inventory(other)))
     up = rack.ours.up(rack.inventory)
-    assert any(f"was defined by {other} until now" in warning for warning in up.warnings)
+    assert any(f"was defined by {other} with different hosts" in warning for warning in up.warnings)
     assert rack.now.file == str(rack.file)
 
 

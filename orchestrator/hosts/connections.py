@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
-from orchestrator.errors import ConnectError, HostError
+from orchestrator.errors import ConnectError, HostError, LateError
 from orchestrator.paths import Home
 from orchestrator.transport import Transport
 from orchestrator.transport.ask import ConnectedHost
@@ -31,6 +31,10 @@ CONNECT_S = 10.0
 DIAL_S, LOGIN_S = 2.0, 6.0
 """For `silent`: seconds to reach a host, and for a busy host to finish the login."""
 FILES_PER_HOST = 12
+CROWD = 32
+"""From so many hosts on, those whose login was late are tried once more: a few hosts that are off would only delay."""
+AT_ONCE, ROUNDS = 8, 4
+"""Late hosts are tried so many at a time, or more, to end after so many rounds."""
 
 R = TypeVar("R")
 
@@ -97,7 +101,14 @@ class Connections:
         if self._ask:
             self._unlock_keys(nodes, self._ask)
         names = {node.name: node.name for node in nodes}
-        return for_each(names, lambda name: action(self.reopen(name)), deadline_s=CONNECT_S + deadline_s)
+        deadline_s += CONNECT_S
+        found = for_each(names, lambda name: action(self.reopen(name)), deadline_s=deadline_s)
+        late = {name: name for name, outcome in found.items() if isinstance(outcome, LateError)}
+        if len(names) < CROWD or len(late) == len(names):
+            return found
+        # Hosts that all share a busy network, or this machine, log in once fewer of them do so at a time.
+        at_once = max(AT_ONCE, math.ceil(len(late) / ROUNDS))
+        return found | for_each(late, lambda name: action(self.reopen(name)), deadline_s=deadline_s, at_once=at_once)
 
     def silent(self, nodes: Sequence[Node]) -> dict[str, HostError]:
         """Hosts that cannot be logged in to now, and why; takes a few seconds."""

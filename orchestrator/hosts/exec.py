@@ -17,7 +17,7 @@ from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import Node
 from orchestrator.transport import shell
 from orchestrator.transport.ask import ConnectedHost, exchange, understood
-from orchestrator.units import clean_lines
+from orchestrator.units import by_number, clean_lines, name_ranges
 
 MOST_BYTES = 1 << 20
 END_S = 15.0
@@ -74,11 +74,10 @@ def _ran(end: Mapping[str, Any], output: Mapping[str, bytearray]) -> Ran:
     return Ran(None if code is None else int(code), stdout, stderr, *cut)
 
 
-# Grouping of errors that many hosts share, into one line like "50 hosts (gpu01..gpu50): no SSH login within 10 s".
+# Grouping of errors that many hosts share, into one line like "50 hosts (gpu[01-50]): no SSH login within 10 s".
 # Errors belong together if they differ only in the host's name and its address (`at`). Pure.
 
 _PLACE = re.compile(r"^\[?HOST\]?(:[0-9]+)?: ")
-_NUMBERED = re.compile(r"(.*?)([0-9]+)")
 SHOWN = 12
 
 
@@ -94,10 +93,8 @@ def reasons(errors: Iterable[OrchError]) -> list[str]:
 
 
 def host_set(names: Sequence[str]) -> str:
-    """`gpu01..gpu50, v100`: ranges of three or more, at most SHOWN parts."""
-    parts = list[str]()
-    for row in _rows(names):
-        parts += [f"{row[0]}..{row[-1]}"] if len(row) > 2 else row
+    """`gpu[01-50], v100`, as `--nodes` takes it; at most SHOWN parts."""
+    parts = name_ranges(sorted(names, key=by_number))
     more = f" and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
     return ", ".join(parts[:SHOWN]) + more
 
@@ -122,24 +119,3 @@ def _as_one(sentence: tuple[str, str, str], group: Sequence[OrchError]) -> OrchE
         return group[0]
     _, message, remedy = sentence
     return OrchError(f"{len(names)} hosts ({host_set(names)}): {message}", remedy)
-
-
-def _rows(names: Sequence[str]) -> list[list[str]]:
-    rows = list[list[str]]()
-    for name in sorted(names, key=_by_number):
-        if rows and name == _next(rows[-1][-1]):
-            rows[-1].append(name)
-        else:
-            rows.append([name])
-    return rows
-
-
-def _by_number(name: str) -> tuple[str, int, str]:
-    numbered = _NUMBERED.fullmatch(name)
-    return (numbered[1], int(numbered[2]), name) if numbered else (name, -1, name)
-
-
-def _next(name: str) -> str | None:
-    """The next numbered name, with as many digits."""
-    numbered = _NUMBERED.fullmatch(name)
-    return numbered and f"{numbered[1]}{int(numbered[2]) + 1:0{len(numbered[2])}d}"

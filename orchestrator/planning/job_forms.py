@@ -32,6 +32,7 @@ from orchestrator.planning.launch_plan import LOCAL_RANK, HostChoice, LaunchPlan
 from orchestrator.planning.launchers import is_bare, read_program
 from orchestrator.planning.request import AUTO
 from orchestrator.planning.variables import RESERVED, names_secret, shows_secret
+from orchestrator.units import name_ranges
 from trainer.shared.config import EXPERIMENTS, fields_of, parse_settings
 from trainer.shared.experiments import SCRIPT
 from trainer.shared.setting_fields import SettingsError
@@ -277,7 +278,7 @@ def spec_of(plan: LaunchPlan, nodes: Collection[str] = (), settings: AnySettings
         "settings": _settings(plan, settings),
         "env": dict.fromkeys(plan.variables),
         "env_files": [],
-        "nodes": list(choice.candidates) if choice else names,
+        "nodes": name_ranges(choice.candidates if choice else names),
         "hosts": choice.words if choice and not plan.asked.waits else None,  # a later attempt has both
         "share": plan.share_gpus,
         "grace_s": plan.grace_s,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import paramiko
 
-from orchestrator.errors import ConnectError
+from orchestrator.errors import ConnectError, LateError
 from orchestrator.transport.deadline import Deadline
 from orchestrator.transport.route import Hop
 from orchestrator.transport.ssh_session import HUNG_UP, LinkLostError, SignalAwareTransport
@@ -35,14 +35,17 @@ def translated(
     deadline: Deadline | None = None,
     late_remedy: str = "check that the host is up, not overloaded, and reachable",
 ) -> Iterator[None]:
-    """Raises errors as ConnectError, with their cause. late: message for a time-out."""
+    """Raises errors as ConnectError, with their cause. late: message for a time-out. deadline: of a login, which
+    ends in a LateError.
+    """
     try:
         yield
     except (paramiko.SSHException, OSError, EOFError, LinkLostError) as error:
         timed_out = isinstance(error, TimeoutError) or "timeout" in str(error).lower()
         if timed_out or (deadline is not None and not deadline.left()):
             named = hop.origin_of("host") if hop.peer.jump else ""  # for hosts, a line would keep equal errors apart
-            ours = ConnectError(hop.peer.node, f"{_where(hop)}: {late}{named}", late_remedy)
+            kind = LateError if deadline else ConnectError
+            ours = kind(hop.peer.node, f"{_where(hop)}: {late}{named}", late_remedy)
         else:
             ours = translate(hop, error, is_up=deadline is None)
         ours.at = "" if hop.peer.jump else hop.host

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import UsageError
 from orchestrator.hosts import MOST_NAMES, NAME, names_in
+from orchestrator.units import name_ranges
 
 GPUS = [f"gpu{number:02d}" for number in range(1, 17)]
 KNOWN = [*GPUS, "v100", "v100-b", "a2000"]
@@ -16,6 +17,12 @@ NAMES = st.from_regex(NAME, fullmatch=True)
 
 def wanted(listed, known=KNOWN):
     return names_in(listed, known, "cluster rack")
+
+
+@given(st.lists(st.tuples(st.sampled_from(["h", "gpu"]), st.integers(0, 130), st.integers(1, 3)), unique=True))
+def test_ranges_that_stand_for_names_are_read_as_these(parts):
+    names = list(dict.fromkeys(f"{word}{number:0{digits}d}" for word, number, digits in parts))
+    assert wanted(",".join(name_ranges(names)), [*names, "other"]) == names
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def test_healthy_hosts_behind_64_silent_ones_are_heard_and_each_silent_one_is_na
     status = {node["name"]: node["status"] for node in json.loads(done.stdout)["nodes"]}
     assert heard == HEALTHY
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert errors == ["error: 64 hosts (s1..s64): no SSH login within 10 s"]
+    assert errors == ["error: 64 hosts (s[1-64]): no SSH login within 10 s"]
     assert [name for name, status in status.items() if status in ("connected", "master")] == [
         f"h{n}" for n in range(1, HEALTHY + 1)
     ]

@@ -62,7 +62,7 @@ def test_with_too_few_each_that_is_missing_is_named_with_its_reason() -> None:
     assert found.value.exit_code == 3
     assert found.value.message.splitlines() == [
         "--hosts 4:6: 2 of 8 hosts can take part, and 4 are needed; nothing was started",
-        "5 hosts (gpu01..gpu05): no SSH login within 10 s: check that it is up",
+        "5 hosts (gpu[01-05]): no SSH login within 10 s: check that it is up",
         "gpu07: is released: restore it",
     ]
     assert "--hosts 2:6" in found.value.remedy
@@ -111,7 +111,7 @@ def test_notes_name_who_is_left_out_and_why_others_are_spare() -> None:
     away = {name: off(name) for name in NAMES[2:6]}
     choice = choice_of(HostRange(1, 2), away, ["gpu08", "gpu01"], NAMES)
     assert choice_notes(choice, away, Worth({}, "the fastest alone by profile")) == (
-        "left out: 4 hosts (gpu03..gpu06): no SSH login within 10 s",
+        "left out: 4 hosts (gpu[03-06]): no SSH login within 10 s",
         "spare: gpu08, gpu01; the job takes 2 hosts at most, the fastest alone by profile",
     )
     assert choice_notes(choice, {**away}, None)[1:] == ()

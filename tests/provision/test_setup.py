@@ -364,7 +364,7 @@ def test_the_question_names_only_what_is_missing():
     assert named == "Install torch 2.3.1 and torchvision 0.18.1 on h0, h1?"
     assert setup_question(known, nodes[2:], anything, None) == ""
     asked = setup_question(known, nodes, replace(anything, extra=extra), Path("r.txt"))
-    assert asked == f"{both}, and 1 requirement of r.txt on h0..h3?"
+    assert asked == f"{both}, and 1 requirement of r.txt on h[0-3]?"
 
 
 # ---- on a lab -------------------------------------------------------------------------------------------------
