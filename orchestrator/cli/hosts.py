@@ -31,17 +31,18 @@ if TYPE_CHECKING:
     from orchestrator.controller import Controller
     from orchestrator.hosts.cluster import Cluster
     from orchestrator.hosts.inventory import Node
-    from orchestrator.provision.push import Pushed
+    from orchestrator.provision.push import DataSets, Pushed
     from orchestrator.provision.service import Setup
     from orchestrator.provision.venvs import Made, WantedVersions
 
 
 @click.group()
 def data() -> None:
-    """Manage data sets on the hosts.
+    """Copy data sets to the hosts, list and remove them.
 
     \b
     orch data push ~/data
+    orch data list
     """
 
 
@@ -90,6 +91,69 @@ def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | No
     _show(found, _pushed_words, whole if as_json else None)
     if target != DATA_FOLDER:
         console.say(f"use it: orch run ... --set {shlex.quote(f'data_dir={target}')}")
+
+
+@data.command("list")
+@click.argument("folder", metavar="[NAME_OR_PATH]", required=False)
+@nodes_option
+@cluster_option
+@json_option
+def data_list(folder: str | None, nodes: str | None, cluster: str | None, as_json: bool) -> None:
+    """List the data sets that `orch data push` brought to each host: in ~/data and its folders, or another place.
+
+    \b
+    orch data list
+    orch data list /mnt/data --nodes v100
+    """
+    target, found = _data_sets(folder, nodes, cluster, remove=False)
+    _show(found, _sets_words, {"folder": target} if as_json else None)
+
+
+@data.command("remove")
+@click.argument("folder", metavar="NAME_OR_PATH")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@nodes_option
+@cluster_option
+@json_option
+def data_remove(folder: str, nodes: str | None, cluster: str | None, yes: bool, as_json: bool) -> None:
+    """Remove a data set that `orch data push` brought to the hosts, after asking.
+
+    Only files that came by a push, and have not changed since, are removed; then folders that are empty.
+
+    \b
+    orch data remove birds              what came with --to birds
+    orch data remove '~/data' --yes     and the sets in its folders
+    """
+    from orchestrator.views import console
+
+    target, found = _data_sets(folder, nodes, cluster, remove=False)
+    there = {name: answer for name, answer in found.items() if not isinstance(answer, HostError) and answer.sets}
+    if there and not yes:
+        console.print_answers(there, _sets_words)
+        insist(f"Remove this from {counted(len(there), 'host')}?")
+    if there:
+        _, found = _data_sets(folder, nodes, cluster, remove=True)
+    _show(found, lambda sets: _sets_words(sets, done="removed "), {"folder": target} if as_json else None)
+
+
+def _data_sets(
+    to: str | None, nodes: str | None, cluster: str | None, *, remove: bool
+) -> tuple[str, dict[str, DataSets | HostError]]:
+    """The folder, and each host's answer."""
+    from orchestrator.provision.service import Provision, data_folder
+
+    with open_controller() as controller:
+        known = controller.store.own_cluster(cluster)
+        wanted, target = known.chosen(known.names(nodes)), data_folder(to)
+        return target, Provision(controller.store, controller.connections).data_sets(wanted, target, remove=remove)
+
+
+def _sets_words(answer: DataSets, done: str = "") -> str:
+    words = []
+    for found in answer.sets:
+        kept = f"; left {counted(found.kept, 'file')} that changed or is not yours" if found.kept else ""
+        words.append(f"{done}{found.folder}: {counted(found.files, 'file')}, {format_bytes(found.bytes)}{kept}")
+    return "; ".join(words) or "no data set that `orch data push` brought"
 
 
 def _pushed_words(pushed: Pushed) -> str:

@@ -32,9 +32,9 @@ DIAL_S, LOGIN_S = 2.0, 6.0
 """For `silent`: seconds to reach a host, and for a busy host to finish the login."""
 FILES_PER_HOST = 12
 CROWD = 32
-"""From so many hosts on, those whose login was late are tried once more: a few hosts that are off would only delay."""
+"""Number of hosts from which late ones are tried once more: among a few, a host that is off would only delay."""
 AT_ONCE, ROUNDS = 8, 4
-"""Late hosts are tried so many at a time, or more, to end after so many rounds."""
+"""Late hosts tried at a time, at least; the rounds they take, at most."""
 
 R = TypeVar("R")
 

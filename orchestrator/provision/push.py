@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from orchestrator.errors import HostError, ProbeError, UsageError
 from orchestrator.planning.variables import LOGINS, is_secret, refuse_home
-from orchestrator.transport.ask import ConnectedHost, exchange, understood
+from orchestrator.transport.ask import ConnectedHost, ask, exchange, understood
 from orchestrator.transport.fanout import on_each_link
 from orchestrator.units import one_line
 
@@ -44,6 +44,34 @@ class Pushed:
     folder: str
     files: int
     bytes: int
+
+
+SETS_S = 120.0
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """On a host. kept: files that were not removed, since they have changed or are not ours."""
+
+    folder: str
+    files: int
+    bytes: int
+    kept: int = 0
+
+
+@dataclass(frozen=True)
+class DataSets:
+    sets: tuple[DataSet, ...]
+
+
+def data_sets(host: ConnectedHost, folder: str, *, remove: bool) -> DataSets:
+    """Raises HostError."""
+    answer = ask(host, "datasets", {"action": "remove" if remove else "list", "folders": [folder]}, timeout_s=SETS_S)
+    return understood(host.node, lambda: DataSets(tuple(_data_set(**found) for found in answer["sets"])))
+
+
+def _data_set(folder: str, files: int, bytes: int, kept: int) -> DataSet:
+    return DataSet(one_line(folder), max(0, int(files)), max(0, int(bytes)), max(0, int(kept)))
 
 
 def push(

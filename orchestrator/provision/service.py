@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from orchestrator.clusters import Clusters, Up
 from orchestrator.errors import HostError, UsageError
@@ -17,7 +18,7 @@ from orchestrator.hosts.inventory import Node
 from orchestrator.hosts.inventory_file import with_secrets
 from orchestrator.owner import read_owner
 from orchestrator.provision import push, venvs
-from orchestrator.provision.push import Manifest, Pushed
+from orchestrator.provision.push import DataSets, Manifest, Pushed
 from orchestrator.provision.venvs import Made, WantedVersions
 from orchestrator.store import Store
 from orchestrator.transport.fanout import errors_by_node, values
@@ -56,6 +57,11 @@ class Provision:
             **push.push(values(found), manifest, folder, show, self._connections.reopen),
             **errors_by_node(found),
         }
+
+    def data_sets(self, nodes: Sequence[Node], folder: str, *, remove: bool = False) -> dict[str, DataSets | HostError]:
+        """Data sets that were pushed into this folder, or directly below it; remove: as far as they were removed."""
+        action = partial(push.data_sets, folder=folder, remove=remove)
+        return self._connections.each(nodes, action, deadline_s=push.SETS_S)
 
     def set_up(
         self,

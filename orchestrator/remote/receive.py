@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from .answer import Refused
+from .datasets import write_mark
 from .progress_stream import STDIN, ControllerLeft, ProgressStream, alone_at, serve
 from .safe_open import READ, UnsafeError, chosen_folder, holder, is_trusted
 
@@ -76,6 +77,7 @@ def receive(request: dict[str, Any], progress: ProgressStream) -> dict[str, Any]
             progress.send({"go": 1})
             settle_all(top, (take(top, file) for file in lacking.values()))
             remove_partials(top, {file.name.rpartition("/")[0] for file in lacking.values()})
+            write_mark(top, {file.name: file.size for file in files})
     except UnsafeError as error:
         raise Refused(
             f"{folder / error.filename} {error.strerror}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ import pytest
 from orchestrator.errors import ConnectError, HostError, ProbeError, UsageError
 from orchestrator.provision import DATA_FOLDER, Pushed, data_folder, read_manifest
 from orchestrator.provision import push as datapush
+from orchestrator.remote import datasets
 from orchestrator.transport import ConnectedHost, LocalTransport
 from tests.support.lab import lab
 from tests.support.terminal import Person
@@ -53,7 +55,9 @@ def push(root, there, hosts=None, reopen=None):
 
 def contents(root):
     return {
-        p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file() and p.name != ".lock"
+        p.relative_to(root).as_posix(): p.read_bytes()
+        for p in root.rglob("*")
+        if p.is_file() and p.name not in (".lock", datasets.MARK)
     }
 
 
@@ -458,3 +462,60 @@ def test_a_disk_that_is_too_small_is_reported_before_anything_is_sent(person, he
     done = person.types("data", "push", str(here), "--to", "~/small", "--nodes", "alpha", exit_code=3)
     assert "needs 67 MiB more, and 40 MiB are free there" in done.stderr
     assert person.lab.host_exec("alpha", ["find", "/home/lab/small", "-type", "f", "-size", "+0"]).stdout == ""
+
+
+# ---- listed and removed ---------------------------------------------------------------------------------------------
+
+
+def sets_in(there, *, remove=False):
+    return datapush.data_sets(host(), str(there), remove=remove).sets
+
+
+def test_data_sets_that_came_are_listed_and_removed_and_nothing_else(here, tmp_path):
+    there = tmp_path / "data"
+    push(here, there)
+    push(here, there / "birds")
+    (there / "own.txt").write_text("mine")
+    (there / RAW / "labels").write_bytes(b"changed")
+    assert [(found.folder, found.files, found.bytes) for found in sets_in(there)] == [
+        (str(there), 4, 3_001_001),
+        (str(there / "birds"), 4, 3_001_001),
+    ]
+    gone = sets_in(there, remove=True)
+    assert [(found.files, found.bytes, found.kept) for found in gone] == [(3, 3_000_001, 1), (4, 3_001_001, 0)]
+    assert contents(there) == {"own.txt": b"mine", f"{RAW}/labels": b"changed"}
+    assert not (there / "birds").exists() and sets_in(there) == ()
+
+
+def test_a_second_data_set_in_a_folder_is_listed_with_the_first(here, tmp_path):
+    there, more = tmp_path / "data", tmp_path / "more"
+    more.mkdir()
+    (more / "other").write_bytes(b"12345")
+    push(here, there)
+    push(more, there)
+    (found,) = sets_in(there)
+    assert (found.files, found.bytes) == (5, 3_001_006)
+
+
+def test_a_list_that_leads_elsewhere_removes_nothing(here, tmp_path):
+    there, victim = tmp_path / "data", tmp_path / "victim"
+    victim.write_bytes(b"v")
+    push(here, there)
+    mark = there / datasets.MARK
+    (there / "link").symlink_to(tmp_path)
+    mark.write_text(json.dumps({"files": {"../victim": 1, "link/victim": 1, "/victim": 1}}))
+    assert [found.kept for found in sets_in(there, remove=True)] == [1]
+    assert victim.read_bytes() == b"v"
+    mark.write_text("{")
+    with pytest.raises(HostError, match="list: "):
+        sets_in(there)
+
+
+def test_nothing_is_removed_while_a_push_is_at_work(here, tmp_path):
+    there = tmp_path / "data"
+    push(here, there)
+    with open(there / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(HostError, match="a push or a job is at work"):
+            sets_in(there, remove=True)
+    assert len(contents(there)) == 4
