@@ -19,26 +19,20 @@ if TYPE_CHECKING:
     from orchestrator.hosts.forms.imported import Imported
 
 FORMS = ("hostfile", "ssh-config", "ansible", "slurm")
+_SOURCE = (click.Choice(FORMS), str)
 STDOUT = Path("-")
-_FILE = click.Path(path_type=Path)
 
 
 @click.command()
-@click.argument("file", type=_FILE, default=Path("rack.yaml"))
-@click.option("--hostfile", type=_FILE, help="A hostfile of DeepSpeed or MPI: `host slots=4`, `host:4`.")
-@click.option("--ssh-config", metavar="A,B", help="Hosts of ~/.ssh/config: names, ranges, patterns like 'gpu*'.")
-@click.option("--ansible", type=_FILE, help="An inventory that Ansible reads, by its `ansible-inventory`.")
-@click.option("--slurm", metavar="LOGIN", help="A Slurm cluster: its login host, [user@]host[:port], or localhost.")
+@click.argument("file", type=click.Path(path_type=Path), default=Path("rack.yaml"))
+@click.option("--from", "source", type=_SOURCE, metavar="FORM SOURCE", help="The list of hosts, see above.")
 @accept_option
 @click.option("--user", metavar="NAME", help="The login name on hosts that name none.")
 @click.option("--cluster", metavar="NAME", help="The cluster's name.  [default: the file's]")
 @click.option("--force", is_flag=True, help="Replace a file that is there.")
 def init(
     file: Path,
-    hostfile: Path | None,
-    ssh_config: str | None,
-    ansible: Path | None,
-    slurm: str | None,
+    source: tuple[str, str] | None,
     accept_new_host_keys: bool,
     user: str | None,
     cluster: str | None,
@@ -50,11 +44,18 @@ def init(
     Anything an inventory cannot express is listed on standard error. Passwords are left out.
 
     \b
+    FORM SOURCE:
+      hostfile FILE     a hostfile of DeepSpeed or MPI: `host slots=4`, `host:4`
+      ssh-config A,B    hosts of ~/.ssh/config: names, ranges, patterns: 'gpu*'
+      ansible FILE      an inventory of Ansible, read by `ansible-inventory`
+      slurm LOGIN       a login host of Slurm: [user@]host[:port], localhost
+
+    \b
     orch init
-    orch init --hostfile /job/hostfile --user ubuntu
-    orch init --ssh-config 'gpu*,v100' lab.yaml
-    orch init --ansible hosts.ini - | less
-    orch init --slurm me@login.hpc hpc.yaml
+    orch init --from hostfile /job/hostfile --user ubuntu
+    orch init --from ssh-config 'gpu*,v100' lab.yaml
+    orch init --from ansible hosts.ini - | less
+    orch init --from slurm me@login.hpc hpc.yaml
     """
     from orchestrator.hosts import grammar
     from orchestrator.hosts.forms.sources import Wanted, checked_template, inventory_text
@@ -64,11 +65,11 @@ def init(
     _fits("--user", user, grammar.user)
     name = cluster or (file.stem if re.fullmatch(r"[A-Za-z0-9][\w.-]{0,62}", file.stem, re.ASCII) else "rack")
     target = "rack.yaml" if file == STDOUT else str(file)
-    _refuse_two(hostfile, ssh_config, ansible, slurm)
-    if slurm:
-        return _write(file, *_from_slurm(slurm, name, target, accept_new_host_keys), force)
-    source, found = _read(hostfile, ssh_config, ansible)
-    wanted = Wanted(name, source, user, target)
+    form, place = source or ("", "")
+    if form == "slurm":
+        return _write(file, *_from_slurm(place, name, target, accept_new_host_keys), force)
+    title, found = _read(form, place)
+    wanted = Wanted(name, title, user, target)
     text = inventory_text(found, wanted) if found else checked_template(wanted)
     count = counted(len(found.hosts), "host") if found else "to fill in"
     return _write(file, text, found.left_out if found else (), count, force)
@@ -86,19 +87,13 @@ def _free(file: Path, force: bool) -> None:
         raise UsageError(f"{file} already exists", "choose another name, or --force replaces it")
 
 
-def _refuse_two(*values: Path | str | None) -> None:
-    given = [name for name, value in zip(FORMS, values, strict=True) if value is not None]
-    if len(given) > 1:
-        raise UsageError(f"--{given[0]} and --{given[1]} at once", "take one of them; a file may be added to by hand")
-
-
 def _from_slurm(login: str, cluster: str, target: str, accept: bool) -> tuple[str, list[str], str]:
     from orchestrator.hosts import grammar
     from orchestrator.hosts.forms.slurm import slurm_inventory
     from orchestrator.hosts.inventory import Node
     from orchestrator.slurm.login import SlurmLogin
 
-    _fits("--slurm", login, grammar.login)
+    _fits("--from slurm", login, grammar.login)
     place = grammar.login_parts(login)
     node = Node.model_validate({"name": place["host"], "transport": "slurm", **place})
     with open_controller(accept) as controller, busy(f"asking Slurm on {place['host']}"):
@@ -111,16 +106,17 @@ def _from_slurm(login: str, cluster: str, target: str, accept: bool) -> tuple[st
     return text, said, f"{counted(text.count(chr(10) + '  - '), 'type')} of host"
 
 
-def _read(hostfile: Path | None, ssh_config: str | None, ansible: Path | None) -> tuple[str, Imported | None]:
+def _read(form: str, place: str) -> tuple[str, Imported | None]:
+    """Also returns what the comment in the inventory names."""
     from orchestrator.hosts.forms import sources
 
-    if hostfile:
-        return f"the hostfile {hostfile}", sources.from_hostfile(hostfile)
-    if ansible:
-        return f"the Ansible inventory {ansible}", sources.from_ansible(ansible)
-    if ssh_config is not None:
-        found = sources.from_ssh_config(ssh_config)
-        return f"the hosts {ssh_config} of {found.file}", found
+    if form == "hostfile":
+        return f"the hostfile {place}", sources.from_hostfile(Path(place))
+    if form == "ansible":
+        return f"the Ansible inventory {place}", sources.from_ansible(Path(place))
+    if form == "ssh-config":
+        found = sources.from_ssh_config(place)
+        return f"the hosts {place} of {found.file}", found
     return "", None
 
 

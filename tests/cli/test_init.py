@@ -42,7 +42,7 @@ def test_an_inventory_to_fill_in_is_one(types):
 
 
 def test_hosts_of_a_hostfile_have_the_user_that_is_given(types):
-    out, err = types("init", "--hostfile", str(DATA / "open_mpi_hostfile"), "--user", "me", "lab.yaml")
+    out, err = types("init", "--from", "hostfile", str(DATA / "open_mpi_hostfile"), "--user", "me", "lab.yaml")
     assert out == "lab.yaml: 4 hosts; then `orch up lab.yaml`\n"
     assert err.splitlines()[0].endswith("open_mpi_hostfile:3: max-slots is not carried over")
     found = load_inventory(types.here / "lab.yaml")
@@ -51,7 +51,7 @@ def test_hosts_of_a_hostfile_have_the_user_that_is_given(types):
 
 def test_what_all_hosts_have_goes_into_defaults_and_a_comment_says_where_from(types):
     (types.here / "hosts").write_text("a slots=4\nb slots=4\n")
-    out, _ = types("init", "--hostfile", "hosts", "--user", "yes", "--cluster", "mine", "-")
+    out, _ = types("init", "--from", "hostfile", "hosts", "--user", "yes", "--cluster", "mine", "-")
     assert out == (
         "# Written by `orch init` from the hostfile hosts: 2 hosts.\ncluster: mine\n# Common to both.\n"
         'defaults: {user: "yes", ranks: 4}\nnodes:\n  - {name: a, host: a}\n  - {name: b, host: b}\n'
@@ -60,9 +60,9 @@ def test_what_all_hosts_have_goes_into_defaults_and_a_comment_says_where_from(ty
 
 
 def test_hosts_of_the_ssh_configuration(types):
-    out, _ = types("init", "--ssh-config", "gpu*", "-")
+    out, _ = types("init", "--from", "ssh-config", "gpu*", "-")
     assert out.splitlines()[-1] == "  - {name: gpu1, host: 10.0.0.1, user: me}"
-    assert "no node of" in types("init", "--ssh-config", "x*", "-", code=2)[1]
+    assert "no node of" in types("init", "--from", "ssh-config", "x*", "-", code=2)[1]
 
 
 def test_a_file_that_is_there_stays_unless_forced(types):
@@ -77,7 +77,7 @@ def test_a_file_that_is_there_stays_unless_forced(types):
 
 def test_mistakes_come_all_at_once_and_nothing_is_written(types):
     (types.here / "hosts").write_text("a slots=x\nb:1\nc frobs=1\nme:x\n")
-    out, err = types("init", "--hostfile", "hosts", code=2)
+    out, err = types("init", "--from", "hostfile", "hosts", code=2)
     assert (out, [line.split(" ")[1] for line in err.splitlines()]) == ("", ["hosts:1:", "hosts:3:", "hosts:4:"])
     assert not (types.here / "rack.yaml").exists()
 
@@ -85,12 +85,16 @@ def test_mistakes_come_all_at_once_and_nothing_is_written(types):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--hostfile", "a", "--ansible", "b"), "--hostfile and --ansible at once"),
+        (("--from", "slurm"), "Option '--from' requires 2 arguments"),
+        (("--from", "slurm", "-x@y", "-"), "--from slurm: '-x' must be a login name"),
         (("--user", "no one"), "--user: 'no one' must be a login name"),
         (("--cluster", ""), "--cluster: '' must be letters"),
-        (("--hostfile", "none"), "none: cannot be read (No such file or directory); give the path of a hostfile"),
-        (("--ansible", "none"), "none: no such file"),
-        (("--ssh-config", ""), "names no host"),
+        (
+            ("--from", "hostfile", "none"),
+            "none: cannot be read (No such file or directory); give the path of a hostfile",
+        ),
+        (("--from", "ansible", "none"), "none: no such file"),
+        (("--from", "ssh-config", ""), "names no host"),
     ],
 )
 def test_what_cannot_be_is_refused(words, said, types):

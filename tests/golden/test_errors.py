@@ -89,8 +89,8 @@ sweep train.py
 data push missing
 exec --
 exec --nodes h100 -- ls
-init --hostfile missing
-init --ansible missing
+init --from hostfile missing
+init --from ansible missing
 doctor missing.yaml
 doctor --fix --json
 setup --nodes h100

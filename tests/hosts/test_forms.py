@@ -185,7 +185,7 @@ def test_without_ansible_its_listing_from_elsewhere_will_do(tmp_path, ansible, m
     )
     with pytest.raises(UsageError, match="no `ansible-inventory`") as refused:
         sources.from_ansible(DATA / "ansible_hosts.ini")
-    assert "--list > hosts.json` on a machine that has it, then `orch init --ansible hosts.json`" in str(
+    assert "--list > hosts.json` on a machine that has it, then `orch init --from ansible hosts.json`" in str(
         refused.value.remedy
     )
 

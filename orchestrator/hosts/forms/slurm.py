@@ -81,7 +81,7 @@ def hosts_of(
         if not found:
             raise UsageError(
                 f"{inventory.file}:{node.line}: node {node.name}: Slurm declares no such host",
-                f"`orch init --slurm {inventory.engine.login} -` prints the types that it declares",
+                f"`orch init --from slurm {inventory.engine.login} -` prints the types that it declares",
             )
         if not any(host.is_up for host in found):
             states = Counter(host.state for host in found)

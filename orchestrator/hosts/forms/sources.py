@@ -57,7 +57,7 @@ def _listed(path: Path) -> str:
         line = f"`ansible-inventory -i {path} --list > hosts.json`"
         raise UsageError(
             "this machine has no `ansible-inventory`",
-            f"run {line} on a machine that has it, then `orch init --ansible hosts.json`",
+            f"run {line} on a machine that has it, then `orch init --from ansible hosts.json`",
         )
     environment = {
         **os.environ,
