@@ -43,6 +43,10 @@ class GpuCount:
     count: int
 
 
+_NO_NEW_JOBS = frozenset({"drain", "drained", "draining", "fail", "failing", "invalid_reg", "not_responding"})
+"""Flags of a state, next to what the host does now."""
+
+
 @dataclass(frozen=True)
 class DeclaredHost:
     """A host as Slurm declares it. state: without flags, in lower case."""
@@ -56,7 +60,8 @@ class DeclaredHost:
 
     @property
     def is_up(self) -> bool:
-        return self.state.partition("+")[0] in ("idle", "mixed", "allocated", "completing", "planned")
+        base, *flags = self.state.split("+")
+        return base in ("idle", "mixed", "allocated", "completing", "planned") and not _NO_NEW_JOBS & {*flags}
 
 
 def read_hosts(text: str) -> tuple[list[DeclaredHost], list[str]]:
@@ -149,6 +154,7 @@ NEVER = {
     "BadConstraints": "no host has what it asks for",
     "PartitionNodeLimit": "the partition is not that large",
     "PartitionTimeLimit": "the partition does not allow that time",
+    "Nodes_required_for_job_are_DOWN": "hosts that it needs are down, drained or reserved",
     "ReqNodeNotAvail": "a host that it needs is down or reserved",
     "AssocMaxJobsLimit": "the account's limit of jobs is reached",
     "QOSMaxGRESPerUser": "it asks for more GPUs than your QOS allows",

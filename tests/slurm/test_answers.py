@@ -1,5 +1,8 @@
 """Pure functions that read what scontrol prints, and the text for sbatch."""
 
+import time
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +38,44 @@ def test_hosts_as_slurm_declares_them():
     assert by_name["cpu1"].gpus == ()
     assert by_name["cpu1"].is_up
     assert [line.partition(": ")[2] for line in broken] == ["NodeName is 'gpu[01'", "NodeName is ''"]
+
+
+VERSIONS = (Path(__file__).parents[1] / "data/slurm/nodes.txt").read_text()
+
+
+def test_hosts_as_versions_from_17_to_25_print_them():
+    """S1."""
+    hosts, broken = read_hosts(VERSIONS)
+    assert broken == []
+    assert {host.name: (host.gpus, host.partitions[0], host.state, host.is_up) for host in hosts} == {
+        "gpu01": ((GpuCount(None, 4),), "gpu", "mixed", True),
+        "nid00009": ((GpuCount(None, 1),), "system", "idle", True),
+        "cn0001": ((GpuCount("a100", 4),), "interactive", "down+drain", False),
+        "dgx01": ((GpuCount("A800", 8),), "defq", "mixed", True),
+        "g01": ((GpuCount("ampere", 2),), "gpgpu", "idle+planned", True),
+        "cg14": ((GpuCount("a40", 1),), "gpua40", "mixed+drain", False),
+        "hpc-gpu-16": ((GpuCount("V100", 4),), "free-gpu", "mixed", True),
+        "cloud-1": ((GpuCount("l4", 1),), "main", "idle+cloud+powered_down", True),
+    }
+    by_name = {host.name: host for host in hosts}
+    assert by_name["dgx01"].features == ("location=local",)
+    assert by_name["cn0001"].reason == "Not responding [slurm@2022-12-21T15:00:01]"
+
+
+def test_a_line_that_is_cut_is_named_and_the_others_count():
+    lines = VERSIONS.splitlines()
+    hosts, broken = read_hosts("\n".join([lines[0][: lines[0].index(" State=")], *lines[1:]]))
+    assert len(hosts) == len(lines) - 1
+    assert [line.partition(": ")[2] for line in broken] == ["it has no State"]
+
+
+def test_200_hosts_are_read_in_time():
+    """S14: in less than 0.2 s."""
+    text = "\n".join(line.replace("NodeName=", f"NodeName=n{n}") for n in range(25) for line in VERSIONS.splitlines())
+    began_s = time.process_time()
+    hosts, _ = read_hosts(text)
+    assert len(hosts) == 200
+    assert time.process_time() - began_s < 0.2
 
 
 def test_a_text_that_an_administrator_wrote_changes_no_state():
@@ -111,6 +152,22 @@ def test_ends(state, phase, code):
 
 def test_every_state_has_a_phase():
     assert {"PENDING", "RUNNING", "COMPLETED", "PREEMPTED", "OUT_OF_MEMORY"} <= PHASES.keys()
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        (
+            "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions",
+            "are down, drained",
+        ),
+        ("ReqNodeNotAvail,_Reserved_for_maintenance", "is down or reserved"),
+        ("QOSMaxJobsPerUserLimit", "(QOSMaxJobsPerUserLimit)"),
+        ("BeginTime", "(BeginTime), expected start 2026-11-28T21:00:00"),
+    ],
+)
+def test_reasons_as_versions_print_them(reason, words):
+    assert words in read_job(PENDING.replace("Resources", reason), "12").words
 
 
 def test_another_jobs_line_is_broken():
