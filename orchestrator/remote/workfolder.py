@@ -202,7 +202,9 @@ def _tried(root: Path) -> OSError | None:
             folder = folder.parent
         for folder in reversed(made):
             os.makedirs(folder, 0o700, exist_ok=True)
-        file = root / f".probe-{os.urandom(8).hex()}"
+        file, fifo = (root / f".probe-{os.urandom(8).hex()}" for _ in range(2))
+        os.mkfifo(fifo, 0o600)
+        made.insert(0, fifo)
         with open(file, "xb") as handle:
             made.insert(0, file)
             handle.write(b"x" * 4096)
@@ -222,7 +224,7 @@ def _remove_old_trials(root: Path) -> None:
     long_ago = time.time() - 600  # longer than any running probe takes
     with contextlib.suppress(OSError):
         for entry in os.scandir(root):
-            is_trial = _TRIAL.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
+            is_trial = _TRIAL.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False)
             if is_trial and entry.stat().st_mtime < long_ago:
                 os.unlink(entry)
 
