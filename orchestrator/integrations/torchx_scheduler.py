@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -26,7 +26,7 @@ from torchx.util.types import to_dict
 from orchestrator.controller import opened
 from orchestrator.errors import OrchError, UsageError
 from orchestrator.hosts.inventory import nearest
-from orchestrator.jobs.job_store import JobRecord
+from orchestrator.jobs.job_store import JobRecord, QueuedError
 from orchestrator.paths import Home
 from orchestrator.planning.job_spec import OPTIONS, PYTHON, JobSpec, checked, from_text, words
 from orchestrator.planning.launch_plan import LaunchPlan
@@ -42,6 +42,7 @@ _ELSEWHERE: Final = ("exp", "settings", "env", "retries", "retry_on", "rejoin", 
 RUN_OPTIONS: Final = tuple(name for name in OPTIONS if name not in _ELSEWHERE)
 """Named as for `Cluster.run`."""
 STATES: Final = {
+    "queued": AppState.PENDING,
     "starting": AppState.PENDING,
     "running": AppState.RUNNING,
     "succeeded": AppState.SUCCEEDED,
@@ -53,6 +54,14 @@ _MACROS: Final = (macros.img_root, macros.app_id, macros.replica_id, macros.rank
 _JOB_ID: Final = "TORCHX_JOB_ID"
 """A variable with the job's id, which orch chooses at the start; it is left out."""
 _SHELL_OPERATORS: Final = frozenset("();<>|&")
+
+
+class CancelError(OrchError, SystemExit):
+    """`torchx cancel` catches no error: as a SystemExit it ends with the message, without a traceback."""
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(message, remedy)
+        self.code = str(self)
 
 
 @dataclass(frozen=True)
@@ -100,15 +109,20 @@ class OrchScheduler(Scheduler[Mapping[str, Any]]):
                 logger.info(note)
 
         with _refused(), opened(Home.default(), say=logger.info) as controller:
+            if request.asked.cluster.engine:
+                return controller.submissions.submit(request.asked).id
             job = controller.start(request.asked, show)
         request.role.num_replicas = len(job.plan.nodes)  # `torchx run --log` reads as many logs
         return job.id
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
         """Returns None, and logs why, if there is no such job or its record is damaged."""
+        away: Mapping[str, OrchError] = {}
         try:
             with opened(Home.default()) as controller:
                 record, away = controller.jobs.find(app_id).asked_after()
+        except QueuedError as queued:
+            record = queued.record
         except OrchError as error:
             logger.error(error)
             return None
@@ -132,10 +146,17 @@ class OrchScheduler(Scheduler[Mapping[str, Any]]):
         return [ListAppResponse(record.id, STATES[record.state]) for record in found.records]
 
     def _cancel_existing(self, app_id: str) -> None:
-        with opened(Home.default()) as controller:
-            _, left = controller.jobs.find(app_id).cancel()
+        left: Sequence[str] = ()
+        try:
+            with opened(Home.default()) as controller:
+                try:
+                    _, left = controller.jobs.find(app_id).cancel()
+                except QueuedError as queued:
+                    controller.jobs.slurm.cancel(queued.record)
+        except OrchError as error:
+            raise CancelError(str(error)) from error
         if left:
-            raise OrchError("\n".join(left), "`orch reap` lists what is left on the hosts")
+            raise CancelError("\n".join(left), "`orch reap` lists what is left on the hosts")
 
     def log_iter(
         self,
