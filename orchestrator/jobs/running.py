@@ -32,12 +32,13 @@ from orchestrator.jobs.live_stats import Gauge
 from orchestrator.jobs.pull import Output, Outputs, outputs
 from orchestrator.jobs.slurm_queue import SlurmQueue
 from orchestrator.jobs.stall import HostSnapshot, StallProbe, answered, lost_output_words, needs_diagnosis
-from orchestrator.jobs.state import combine, ended_by, is_gone, is_half_started
+from orchestrator.jobs.state import combine, ended_by, is_gone, is_half_started, is_weak
 from orchestrator.owner import read_owner
 from orchestrator.paths import RunFolder
 from orchestrator.planning.job_forms import spec_of, write_job
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.record import write_record
+from orchestrator.slurm.answers import SlurmJob
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost, understood, words_of
 from orchestrator.transport.fanout import errors_by_node, for_each, values
@@ -211,16 +212,26 @@ class RunningJob:
         return self._remember(records, launched=launched), errors_by_node(records)
 
     def _remember(self, records: Mapping[str, Mapping[str, Any] | HostError], *, launched: bool = False) -> JobRecord:
-        now = datetime.now(timezone.utc)
+        now, unsettled = datetime.now(timezone.utc), list[JobRecord]()
 
-        def combined(known: JobRecord) -> JobRecord:
-            return combine(self.plan, records, known, now, launched=launched)
+        def combined(known: JobRecord, slurm: SlurmJob | None = None) -> JobRecord:
+            record = combine(self.plan, records, known, now, launched=launched)
+            return ended_by(record, slurm) if slurm else record
 
-        if (known := self.record).slurm and known.state not in ENDED and combined(known).state in FINAL_STATES:
+        def unless_slurm_decides(known: JobRecord) -> JobRecord:
+            record = combined(known)
+            if not (record.slurm and known.state not in ENDED and is_weak(record)):
+                return record
+            unsettled.append(record)
+            return known
+
+        record = self._jobs.change_job(self.id, unless_slurm_decides)
+        if unsettled:
+            slurm = None
             with suppress(HostError):  # then it is as the hosts report it
-                slurm = SlurmQueue(self._jobs, self._connections).settled(known)
-                return self._jobs.change_job(self.id, lambda known: ended_by(combined(known), slurm))
-        return self._jobs.change_job(self.id, combined)
+                slurm = SlurmQueue(self._jobs, self._connections).settled(record)  # takes too long under the lock
+            record = self._jobs.change_job(self.id, lambda known: combined(known, slurm))
+        return record
 
     # ---- its end --------------------------------------------------------------------------------------------------
 

@@ -164,13 +164,15 @@ def _ended(known: JobRecord, record: Mapping[str, Any], code: CodeFolder) -> Job
     )
 
 
-def ended_by(record: JobRecord, slurm: SlurmJob) -> JobRecord:
-    """Completes a record without a final word of a host by what Slurm did to the job.
-
-    A supervisor that Slurm has ended reports only that; any other cause that a host reports is better.
-    """
+def is_weak(record: JobRecord) -> bool:
+    """Whether no host reports a cause of its end: a supervisor that Slurm has ended reports only that."""
     failure = record.first_failure
-    is_weak = record.state == "lost" or (record.state == "failed" and failure and failure.kind == "supervisor")
+    return record.state == "lost" or (record.state == "failed" and failure is not None and failure.kind == "supervisor")
+
+
+def ended_by(record: JobRecord, slurm: SlurmJob) -> JobRecord:
+    """Completes a record without a cause by what Slurm did to the job; any cause that a host reports is better."""
+    failure = record.first_failure
     phase = slurm.phase
     if (
         failure
@@ -179,7 +181,7 @@ def ended_by(record: JobRecord, slurm: SlurmJob) -> JobRecord:
         and slurm.left_s < STOP_S + LATE_S
     ):
         phase = "time"  # Slurm has asked for the end before the limit
-    if not is_weak or phase in ("runs", "ending", "done", "unknown"):
+    if not is_weak(record) or phase in ("runs", "ending", "done", "unknown"):
         return record
     if phase == "cancelled":
         return record.model_copy(update={"state": "cancelled", "first_failure": None, "exit_code": None})
