@@ -38,10 +38,9 @@ def look(
     host: ConnectedHost, peers: Sequence[str], *, torch: bool, timeout_s: float, memory: str = ""
 ) -> tuple[NodeFacts, Health]:
     """Retries with SLOW_TORCH_S if torch does not load in time. memory: a folder there that keeps facts about torch."""
-    file = f"{memory}/{host.node}.json" if memory else ""
-    facts, answer = _asked(host, peers, torch, timeout_s, memory=file)
+    facts, answer = _asked(host, peers, torch, timeout_s, memory=memory)
     if facts.torch_is_slow:
-        facts, answer = _asked(host, peers, torch, SLOW_TORCH_S + SPARE_S, SLOW_TORCH_S, memory=file)
+        facts, answer = _asked(host, peers, torch, SLOW_TORCH_S + SPARE_S, SLOW_TORCH_S, memory=memory)
     return facts, read_health(host.node, answer)
 
 

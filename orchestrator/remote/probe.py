@@ -1,7 +1,7 @@
 """Gathers facts about a host in one request, named as in `NodeFacts` and `Health` (`orchestrator/hosts/`).
 
 Request: {"workdir", "peers": [addresses or names], "torch": bool, "limit_s"}; with "computes", torch also computes on
-each GPU. "torch_memory": a file that keeps the facts about torch, used until something that they depend on has changed.
+each GPU. "torch_memory": a folder that keeps facts about installations of torch, which other hosts may share.
 The answer, which the controller checks (`orchestrator/hosts/probe.py`):
 
     {"clock": {"began", "ended"}, "facts": {...}, "health": {...}}
@@ -17,6 +17,7 @@ import ipaddress
 import json
 import os
 import re
+import shutil
 import socket
 import sys
 import time
@@ -140,7 +141,7 @@ def command_lines(request: dict[str, Any], peers: list[str], limit_s: float) -> 
         "workdir": [*python, workdir_trial(), request["workdir"]],
         "own name": [*python, OWN_NAME],
         "names": [*python, NAMES, str(names_s), *names] if names else ["true"],
-        "slurm": ["sinfo", "--noheader", "--Node", f"--nodes={slurm_name()}", "--format=%t"],
+        "slurm": [shutil.which("sinfo") or "true", "--noheader", "--Node", f"--nodes={slurm_name()}", "--format=%t"],
     }
 
 
@@ -210,10 +211,10 @@ os._exit(0)
 
 COMPUTES, MEMORY = "computes", "memory"
 # Prints facts about this torch; parts that this build or version lacks are null. With the argument COMPUTES each GPU
-# multiplies a matrix: {index: error, or null}. With MEMORY and a file, facts in it spare the import, which takes longer
-# than everything else.
+# multiplies a matrix: {index: error, or null}. With MEMORY and a folder, facts in it about this installation spare the
+# import, which takes longer than everything else; the driver counts the GPUs.
 TORCH = """
-import ctypes, importlib.metadata, importlib.util, json, os, subprocess, sys, threading, types, warnings
+import ctypes, hashlib, importlib.metadata, importlib.util, json, os, subprocess, sys, threading, types, warnings
 os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi counts them
 class Compiler(types.ModuleType):
     # Replaces torch's, which torchvision imports without need here, and which takes longer than everything else.
@@ -236,23 +237,35 @@ def attempt(ask):
         return ask()
     except Exception:
         return None
-def text(path):
-    with open(path) as file:
-        return file.read()
-def conditions():
-    # All that the facts depend on. A package that comes or goes changes the time of the folder of packages.
-    packages = os.path.dirname(os.path.dirname(importlib.util.find_spec("torch").origin))
-    names = ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "PYTHONPATH")
-    boot, driver = text("/proc/sys/kernel/random/boot_id"), attempt(lambda: text("/proc/driver/nvidia/version"))
-    here = [sys.executable, packages, os.stat(packages).st_mtime_ns, boot, driver, verbs()]
-    return [*here, *map(os.environ.get, names)]
 def verbs():
     # Without this library NCCL uses no InfiniBand device, whatever the kernel lists.
     return bool(attempt(lambda: ctypes.CDLL("libibverbs.so.1")))
-memory = sys.argv[2] if sys.argv[1:2] == ["memory"] else ""
+def installation():
+    # A package that comes or goes changes the time of the folder of packages.
+    packages = os.path.dirname(os.path.dirname(importlib.util.find_spec("torch").origin))
+    about = [sys.executable, packages, os.stat(packages).st_mtime_ns]
+    about += [os.environ.get("LD_LIBRARY_PATH"), os.environ.get("PYTHONPATH")]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16] + ".json"
+OF_HOST = ("devices", "cuda_error", "verbs")
 def remembered():
-    then, facts = json.loads(text(memory))
-    return facts if then == conditions() else None
+    with open(os.path.join(memory, installation())) as file:
+        facts = json.load(file)
+    return {**facts, "devices": devices(facts["cuda"]), "cuda_error": None, "verbs": verbs()}
+def devices(cuda):
+    # As torch counts them. Raises an error if only torch can explain why it would use none.
+    try:
+        driver = ctypes.CDLL("libcuda.so.1") if cuda else None
+    except OSError:
+        driver = None
+    if driver is None:
+        return 0
+    version, count = ctypes.c_int(), ctypes.c_int()
+    codes = [driver.cuInit(0), driver.cuDriverGetVersion(ctypes.byref(version))]
+    codes.append(driver.cuDeviceGetCount(ctypes.byref(count)))
+    if any(codes) or version.value // 1000 < int(cuda.split(".")[0]):
+        raise OSError(codes)
+    return count.value
+memory = os.path.expanduser(sys.argv[2]) if sys.argv[1:2] == ["memory"] else ""
 if memory and (known := attempt(remembered)):
     print("\\n" + json.dumps(known), flush=True)
     os._exit(0)
@@ -295,10 +308,12 @@ else:
     facts["torchvision_error" if done.returncode else "torchvision"] = lines[-1]
 print("\\n" + json.dumps(facts), flush=True)
 def remember():
-    with open(memory + ".new", "w") as file:
-        json.dump([conditions(), facts], file)
-    os.replace(memory + ".new", memory)
-if memory and not facts["cuda_error"]:
+    os.makedirs(memory, mode=0o700, exist_ok=True)
+    path = os.path.join(memory, installation())
+    with open("%s.%d" % (path, os.getpid()), "w") as file:
+        json.dump({name: fact for name, fact in facts.items() if name not in OF_HOST}, file)
+    os.replace(file.name, path)
+if memory and not getattr(torch.version, "hip", None):
     attempt(remember)
 os._exit(0)  # to take torch down takes as long as a quarter of its start
 """
