@@ -19,7 +19,8 @@
 # -o UserKnownHostsFile=$LAB/ssh/known_hosts. All hosts share $LAB/work/$LAB_USER, a folder of the lab's user. `up` with
 # another LAB_USER adds a user, with a key and a folder of its own.
 #
-# NODES: a word a node, name:GPU type:GPUs:CPUs:link rate ("-" in place of type or rate: none).
+# NODES: a word a node, name:GPU type:GPUs:CPUs:link rate ("-" in place of type or rate: none). The type "any" stands for
+# GPUs without a type, "a16+v100" for as many of each.
 # CGROUP=1 (the default where cgroup v1's freezer can be mounted): steps are tracked by cgroup, as on nearly every real
 # cluster, so that nothing outlives its step. CGROUP=0: by parentage, and what daemonises escapes.
 set -euo pipefail
@@ -137,23 +138,34 @@ SlurmdParameters=config_overrides
 CONF
     local n gpu i=11
     for n in $NODES; do
-        gpu=$(field 2 "$n")
+        gpu=$(gres "$n")
         printf 'NodeName=%s NodeHostname=%s NodeAddr=%s.%d CPUs=%d RealMemory=4000 State=UNKNOWN' \
             "$(field 1 "$n")" "$(field 1 "$n")" "$NET" $((i++)) "$(field 4 "$n")"
-        [ "$gpu" = - ] && echo || echo " Gres=gpu:$gpu:$(field 3 "$n") Feature=$gpu"
+        [ -z "$gpu" ] && echo || echo " Gres=$gpu Feature=$(field 2 "$n" | tr + ,)"
     done
     echo "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1"
     echo "PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF"
 }
 
+kinds() { local kinds=$(field 2 "$1"); [ "$kinds" = - ] || tr + ' ' <<<"$kinds"; }
+
+gres() {    # gpu:a16:2; gpu:2 without a type
+    local kind found=
+    for kind in $(kinds "$1"); do found+=,gpu:${kind/#any/}:$(field 3 "$1"); done
+    found=${found#,}
+    echo "${found//::/:}"
+}
+
 gres_conf() {   # slurmd wants a device for each GPU, and takes its number from the name's last digits
-    local n name count g
+    local n name count kind first g
     for n in $NODES; do
-        [ "$(field 2 "$n")" = - ] && continue
-        name=$(field 1 "$n") count=$(field 3 "$n")
+        name=$(field 1 "$n") count=$(field 3 "$n") first=0
         mkdir -p "$LAB/dev/$name"
-        for ((g = 0; g < count; g++)); do ln -sfn /dev/null "$LAB/dev/$name/nvidia$g"; done
-        echo "NodeName=$name Name=gpu Type=$(field 2 "$n") File=$LAB/dev/$name/nvidia[0-$((count - 1))]"
+        for kind in $(kinds "$n"); do
+            for ((g = first; g < first + count; g++)); do ln -sfn /dev/null "$LAB/dev/$name/nvidia$g"; done
+            echo "NodeName=$name Name=gpu $([ "$kind" = any ] || echo "Type=$kind")" \
+                "File=$LAB/dev/$name/nvidia[$first-$((first += count, first - 1))]"
+        done
     done
 }
 

@@ -64,6 +64,14 @@ class SlurmLab:
     def on(self, node: str, *argv: str) -> str:
         return self._program("on", node, *argv)
 
+    def ssh_address(self, node: str) -> str:
+        """Starts an SSH server on this node, which clusters with Slurm may not have."""
+        config = self.folder / "ssh/sshd_config.nodes"
+        lines = (self.folder / "ssh/sshd_config").read_text().splitlines()
+        config.write_text("\n".join(line for line in lines if not line.startswith("ListenAddress")) + "\n")
+        self.on(node, "/usr/sbin/sshd", "-f", str(config))
+        return self.on(node, "hostname", "--all-ip-addresses").split()[0]
+
     def crash(self, node: str) -> None:
         self._program("crash", node)
 
