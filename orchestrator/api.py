@@ -34,6 +34,7 @@ from orchestrator.planning.job_spec import PYTHON, checked
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.results.summary import Summary
 from orchestrator.starting.retries import Asked, Retries
+from orchestrator.starting.submission import Submissions
 
 
 class Cluster:
@@ -66,7 +67,7 @@ class Cluster:
                         f"{inventory} would run commands on this machine: {listed}", "allow_local=True, if you trust it"
                     )
                 allow(home, commands)
-            found = controller.clusters.up(loaded)
+            found = controller.up(loaded)
         if found.problems:
             raise HostsError([*found.problems.values()])
         if found.unlike:
@@ -87,12 +88,16 @@ class Cluster:
         return self._controller.plan(self._asked(command, options))
 
     def run(self, *command: str, **options: Any) -> Job:
-        """`orch run --detach`: starts a script with its arguments, or an experiment, on all hosts or on none. options:
-        fields of `JobSpec`. Raises OrchError.
+        """`orch run --detach`: starts a script with its arguments, or an experiment, on all hosts or on none; on Slurm,
+        returns when Slurm has started it. options: fields of `JobSpec`. Raises OrchError.
         """
         asked = self._asked(command, options)
         job = self._controller.start(asked)
-        retries = self._controller.retries(asked, self._controller.start) if asked.request.attempt else None
+        retries: Retries | Submissions | None = None
+        if asked.cluster.engine:
+            retries = self._controller.submissions
+        elif asked.request.attempt:
+            retries = self._controller.retries(asked, self._controller.start)
         return Job(self._controller, job, retries)
 
     def _asked(self, command: Sequence[str], options: Mapping[str, Any]) -> Asked:
@@ -141,7 +146,7 @@ class Cluster:
 class Job:
     """With `retries`, the newest attempt."""
 
-    def __init__(self, controller: Controller, job: RunningJob, retries: Retries | None = None) -> None:
+    def __init__(self, controller: Controller, job: RunningJob, retries: Retries | Submissions | None = None) -> None:
         self._controller, self._job, self._retries = controller, job, retries
 
     @property

@@ -134,7 +134,13 @@ class Clusters:
             defaults=inventory.defaults,
             engine=inventory.engine,
         )
-        saved = self.store.save_cluster(cluster, current=True)
+
+        def with_facts() -> Cluster:
+            known = self._usable_before(cluster.name)
+            facts = only(known.facts if known else {}, {node.name for node in nodes})
+            return cluster.model_copy(update={"facts": facts})
+
+        saved = self.store.save_cluster(with_facts, current=True)
         return Up(saved, None, {}, (*inventory.warnings, *warnings))
 
     def _usable_before(self, name: str) -> Cluster | None:
@@ -217,6 +223,13 @@ class Clusters:
 
         return self.store.change_cluster(cluster.name, pinned)
 
+    def silent(self, cluster: Cluster) -> dict[str, HostError]:
+        """Hosts without a login now, and why."""
+        if not cluster.engine:
+            return self.connections.silent(cluster.nodes)
+        away = [*self.connections.silent([cluster.login]).values()]
+        return {node.name: error for node in cluster.nodes for error in away}
+
     def on_gpus(self, cluster: Cluster, without: Collection[str] = ()) -> dict[str, NodeFacts]:
         """Current facts of the GPU nodes that answer in time; not remembered. without: nodes known not to answer."""
         known = {node.name: node for node in cluster.nodes if node.name in cluster.facts and node.name not in without}
@@ -225,7 +238,9 @@ class Clusters:
         def look(host: ConnectedHost) -> NodeFacts:
             return probe(host, (), torch=False, timeout_s=GPUS_S)
 
-        return values(self.connections.each(asked, look, deadline_s=GPUS_S)) if asked else {}
+        if not asked or cluster.engine:  # Slurm's hosts are there only within a job
+            return {}
+        return values(self.connections.each(asked, look, deadline_s=GPUS_S))
 
     def _look_at(self, cluster: Cluster, nodes: Sequence[Node], torch_memory: str = "") -> Look:
         peers = {node.name: _peers(node, cluster.nodes) for node in nodes}

@@ -23,10 +23,10 @@ from orchestrator.store import Store
 from orchestrator.transport.fanout import errors, values
 
 if TYPE_CHECKING:
-    from orchestrator.clusters import Clusters
+    from orchestrator.clusters import Clusters, Up
     from orchestrator.doctor.start import StartChecks
     from orchestrator.hosts.cluster import Cluster
-    from orchestrator.hosts.inventory import Node
+    from orchestrator.hosts.inventory import Inventory, Node
     from orchestrator.hosts.work_folders import Cleared
     from orchestrator.jobs.collect import HeldError
     from orchestrator.jobs.job_list import JobList, JobRecovery
@@ -134,6 +134,13 @@ class Controller:
 
     # ---- running ----------------------------------------------------------------------------------------------
 
+    def up(self, inventory: Inventory) -> Up:
+        """Raises OrchError."""
+        up = self.clusters.up(inventory)
+        if not up.cluster.engine:
+            return up
+        return replace(up, warnings=(*up.warnings, *self.submissions.prepare(up.cluster)))
+
     def read(self, spec: JobSpec) -> Asked:
         """Raises OrchError."""
         from orchestrator.planning.request import parse_job
@@ -192,9 +199,11 @@ class Controller:
 
     def start(self, asked: Asked, shown: Callable[[LaunchPlan], None] = lambda _: None) -> RunningJob:
         """Plans and launches a job; with `waits`, after its turn in the queue. With `request.hosts`, hosts that refuse
-        are replaced by spares while enough remain. shown: called with each plan before it is tried. Raises OrchError,
-        also TurnError.
+        are replaced by spares while enough remain. On Slurm, returns when it has started the job. shown: called with
+        each plan before it is tried. Raises OrchError, also TurnError.
         """
+        if asked.cluster.engine:
+            return self.submissions.started(self.submissions.submit(asked), self.say)
         cluster, request, code = asked.cluster, asked.request, asked.job.code
         if request.hosts is None or request.spec.waits:
             shown(plan := self.choice.plan(cluster, request, code, asked.only))

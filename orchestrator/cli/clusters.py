@@ -66,7 +66,7 @@ def up(inventory: Path, accept_new_host_keys: bool, allow_local: bool, as_json: 
         nodes = controller.clusters.nodes_of(loaded)
         ask_about_local(controller.store.home, loaded.file, nodes, allow_local)
         with busy(f"probing {counted(len(loaded.nodes), 'host')}"):
-            probed = controller.clusters.up(loaded)
+            probed = controller.up(loaded)
         refresh_kept(controller.store.home, probed.cluster)
         terminals = controller.store.terminals()
     if terminals and terminals.name != loaded.cluster:
@@ -111,7 +111,7 @@ def status(no_look: bool, cluster: str | None, as_json: bool) -> None:
         silent = on_gpus = None
         if not no_look:
             with busy(f"looking at {counted(len(known.nodes), 'host')}"):
-                silent = controller.connections.silent(known.nodes)
+                silent = controller.clusters.silent(known)
                 on_gpus = controller.clusters.on_gpus(known, without=silent)
         listed = controller.jobs.all(known.name, silent, why=not no_look)
         jobs = listed.records[:10]
@@ -155,7 +155,8 @@ def master(name: str | None, elect: bool, cluster: str | None) -> None:
         what = f"{name} and --elect at once" if name else "neither a node nor --elect was given"
         raise UsageError(what, "`orch master NODE`, or `orch master --elect`")
     with open_controller() as controller:
-        host_tables.print_cluster(controller.clusters.pin_master(controller.store.own_cluster(cluster), name))
+        known = controller.store.own_cluster(cluster, "each job elects its master")
+        host_tables.print_cluster(controller.clusters.pin_master(known, name))
 
 
 @click.command()
@@ -276,7 +277,7 @@ def reap(yes: bool, cluster: str | None, as_json: bool) -> None:
     with open_controller() as controller:
         if yes:
             controller.jobs.settle_half_starts()
-        answers = controller.clusters.reap(controller.store.own_cluster(cluster), end=yes)
+        answers = controller.clusters.reap(controller.store.own_cluster(cluster, "`orch cancel`, `orch down`"), end=yes)
     found = [leftover for answer in answers.values() if not isinstance(answer, Exception) for leftover in answer.found]
 
     def words(answer: Reaped) -> str:

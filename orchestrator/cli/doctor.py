@@ -86,7 +86,7 @@ def doctor(
             name, wanted = _of_file(controller, inventory, nodes, allow_local)
             seen = _look(controller, wanted, None)
         else:
-            known = controller.store.own_cluster(cluster)
+            known = controller.store.own_cluster(cluster, "`orch up` checks the login host, and each job its hosts")
             name, wanted = known.name, known.chosen(known.names(nodes))
             fixed = fix_leftovers(controller, known, wanted, yes) if fix else {}
             seen = _look(controller, wanted, known.master)

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from orchestrator.provision.venvs import Made, WantedVersions
 
 
+TYPES = "change the types in its file, then `orch up` again"
+"""For commands about single hosts, on a cluster of Slurm."""
+
+
 @click.group()
 def data() -> None:
     """Copy data sets to the hosts, list and remove them.
@@ -72,7 +76,7 @@ def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | No
     from orchestrator.views import console
 
     with open_controller() as controller:
-        known = controller.store.own_cluster(cluster)
+        known = controller.store.own_cluster(cluster, "copy it to the shared disk once; then --set data_dir=")
         wanted = known.chosen(known.names(nodes))
         target = data_folder(to)
         for note in expanded_here("--to", "", target, str(Path.home()), homes_of(wanted, known.facts)):
@@ -212,7 +216,7 @@ def setup(
 
     extra = read_requirements(requirements) if requirements else None
     with open_controller() as controller:
-        known = controller.store.own_cluster(cluster)
+        known = controller.store.own_cluster(cluster, "make an environment on the shared disk, and set `python:`")
         picked = known.chosen(known.names(nodes))
         wanted = choose(torch, torchvision, gpu_hosts(known, picked))
         if extra:
@@ -341,7 +345,7 @@ def node_add(
 
     checked = keys_of_new_node(name, parse_pairs(keys, "KEY=VALUE"))
     with open_controller(accept_new_host_keys) as controller:
-        known = controller.store.own_cluster(cluster)
+        known = controller.store.own_cluster(cluster, TYPES)
         new, inherited = node_with_defaults(known, checked)
         ask_about_local(controller.store.home, f"node {name}", [new], allow_local)
         if inherited:
@@ -363,7 +367,8 @@ def node_remove(name: str, cluster: str | None) -> None:
     from orchestrator.views import host_tables
 
     with open_controller() as controller:
-        host_tables.print_cluster(controller.clusters.remove_node(controller.store.own_cluster(cluster), name))
+        known = controller.store.own_cluster(cluster, TYPES)
+        host_tables.print_cluster(controller.clusters.remove_node(known, name))
 
 
 @node.command("release")
@@ -395,7 +400,7 @@ def _release(name: str, cluster: str | None, *, restore: bool) -> None:
 
     with open_controller() as controller:
         host_tables.print_cluster(
-            controller.clusters.release_node(controller.store.own_cluster(cluster), name, restore=restore)
+            controller.clusters.release_node(controller.store.own_cluster(cluster, TYPES), name, restore=restore)
         )
 
 

@@ -26,10 +26,14 @@ from orchestrator.errors import UsageError
 from orchestrator.studies import study_names
 
 if TYPE_CHECKING:
+    from orchestrator.controller import Controller
+    from orchestrator.forecast.imagined import HostGroup
+    from orchestrator.hosts.cluster import Cluster
     from orchestrator.jobs.running import RunningJob
+    from orchestrator.measuring.profiling import ProfileRequest
     from orchestrator.measuring.study_run import Follow
     from orchestrator.planning.job_spec import JobSpec
-    from orchestrator.planning.profiles import Profile
+    from orchestrator.planning.profiles import Profile, RankProfile
     from orchestrator.studies.study import StudyRow
     from orchestrator.views.plan_rows import Outlook
 
@@ -76,14 +80,15 @@ def plan(
     orch plan --exp mnist_lenet --json | jq '.best.exact'
     orch plan --set fidelity=local -- train.py --width 512
     """
-    from orchestrator.forecast.imagined import is_imagined
+    from orchestrator.forecast.imagined import is_imagined, parse_groups
     from orchestrator.views import console
     from orchestrator.views.documents import plan_json
 
     spec = spec_of(ctx, options)
-    if nodes and is_imagined(nodes):
-        outlook = _imagined(spec, nodes, bandwidth)
-    else:
+    outlook = _on_slurm(spec, nodes, bandwidth, out, cluster)
+    if outlook is None and nodes and is_imagined(nodes):
+        outlook = _imagined(spec, parse_groups(nodes), bandwidth)
+    elif outlook is None:
         outlook = _own(spec, nodes, bandwidth, out, cluster)
     console.print_json(plan_json(outlook)) if as_json else _show(outlook)
 
@@ -95,19 +100,51 @@ def _own(spec: JobSpec, nodes: str | None, bandwidth: float | None, out: Path, c
     job = parse_job(spec)
     refuse_without_trainer(job)
     with open_controller() as controller:
-        chosen = controller.store.own_cluster(cluster)
+        chosen = controller.store.cluster(cluster)
         made, view = controller.planner.outlook(
             chosen, job.request, job.code, chosen.names(nodes), out=given_out(out), bandwidth_bps=bandwidth
         )
     return outlook_of(made, view, job.request.chosen)
 
 
-def _imagined(spec: JobSpec, nodes: str, bandwidth: float | None) -> Outlook:
-    from orchestrator.forecast.imagined import parse_groups
+def _on_slurm(
+    spec: JobSpec, nodes: str | None, bandwidth: float | None, out: Path, cluster: str | None
+) -> Outlook | None:
+    """On hosts of a Slurm cluster's types: as a job has examined them, else as the inventory declares them. None for
+    other clusters, and for hosts that one does not have.
+    """
+    from orchestrator.forecast.imagined import groups_of_types, is_imagined
+    from orchestrator.hosts.inventory_file import load_inventory
+    from orchestrator.planning.request import parse_job
+    from orchestrator.starting.submission import wanted_types
+    from orchestrator.views.plan_rows import outlook_of
+
+    with open_controller() as controller:
+        known = controller.store.cluster(cluster) if cluster or controller.store.cluster_names() else None
+        if known is None or known.engine is None:
+            return None
+        inventory = load_inventory(Path(known.file))
+        try:
+            counts = wanted_types(inventory, names_of(nodes))
+        except UsageError:
+            if nodes and is_imagined(nodes):
+                return None
+            raise
+        examined = known.of_types(counts)
+        if examined is None:
+            groups, declared_bps = groups_of_types(inventory, counts)
+            return _imagined(spec, groups, bandwidth or declared_bps)
+        job = parse_job(spec)
+        made, view = controller.planner.outlook(
+            examined, job.request, job.code, out=given_out(out), bandwidth_bps=bandwidth
+        )
+    return outlook_of(made, view, job.request.chosen)
+
+
+def _imagined(spec: JobSpec, groups: Sequence[HostGroup], bandwidth: float | None) -> Outlook:
     from orchestrator.planning.request import parse_job
     from orchestrator.views.plan_rows import imagined_outlook
 
-    groups = parse_groups(nodes)
     if bandwidth is None:
         raise UsageError("the links of hosts that you do not have are unknown", "give --bandwidth 2.5Gbps")
     request = parse_job(spec).request
@@ -170,25 +207,40 @@ def profile(
     orch profile -- train.py --width 512
     orch run --set shares=measured -- train.py --width 512
     """
-    from orchestrator.measuring.profiling import Profiling
+    from orchestrator.measuring.profiling import ProfileRequest, Profiling
     from orchestrator.views import console, documents, host_tables
 
-    spec = spec_of(ctx, options)
+    wanted = ProfileRequest.of(spec_of(ctx, options))
+    if wanted.left_out:
+        console.warn(f"ignored, since they change nothing that a host does alone: {', '.join(wanted.left_out)}")
     with open_controller() as controller:
-        known = controller.store.own_cluster(cluster)
-        one = Profiling(controller, known, spec, only=known.names(nodes), each=each)
-        if one.left_out:
-            console.warn(f"ignored, since they change nothing that a host does alone: {', '.join(one.left_out)}")
-        found = one.run(_follower(), again=again)
-    batch = one.batch_of(found)
+        known = controller.store.cluster(cluster)
+        if known.engine:
+            found = _profile_on_slurm(controller, known, wanted, nodes, each=each, again=again)
+        else:
+            profiling = Profiling(controller, known, wanted, only=known.names(nodes), each=each)
+            found = profiling.run(follow_measurement(), again=again)
+    batch = wanted.batch_of(found)
     if as_json:
-        console.print_json(documents.profile_json(one.job.request.name, batch, found))
+        console.print_json(documents.profile_json(wanted.job.request.name, batch, found))
     else:
         host_tables.print_profiles(batch, found)
-    _judge(one.line, list({each.profile.node: each.profile for each in found}.values()))
+    _judge(wanted.line, list({each.profile.node: each.profile for each in found}.values()))
 
 
-def _follower() -> Callable[[RunningJob], None]:
+def _profile_on_slurm(
+    controller: Controller, cluster: Cluster, wanted: ProfileRequest, nodes: str | None, *, each: bool, again: bool
+) -> list[RankProfile]:
+    from orchestrator.measuring.slurm_profile import SlurmProfiling
+    from orchestrator.views import console
+
+    if each:
+        raise UsageError("--each does not work on Slurm", "a profile holds for all hosts of a type")
+    types = names_of(nodes) or list(cluster.types)
+    return SlurmProfiling(controller, cluster, wanted.on(types)).run(console.say, again=again)
+
+
+def follow_measurement() -> Callable[[RunningJob], None]:
     from orchestrator.views import console, dry_run, following
 
     printed = set[str]()
@@ -272,7 +324,8 @@ def study(
             raise UsageError(f"{name} has no row {row!r}", f"its rows: {', '.join(known)}")
     overrides = parse_pairs(settings, "--set KEY=VALUE")
     with open_controller() as controller:
-        one = StudyRun(name, published, controller, controller.store.own_cluster(cluster), out, overrides)
+        hosts = controller.store.own_cluster(cluster, "`orch run` for each row")
+        one = StudyRun(name, published, controller, hosts, out, overrides)
         outcomes = one.run(_study_follower(), only=only, again=again, repeats=repeats)
     if as_json:
         return console.print_json(documents.study_json(name, published, outcomes))

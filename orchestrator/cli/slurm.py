@@ -35,19 +35,23 @@ def slurm_batch() -> None:
     from orchestrator.cli.run import RunMode, run_asked
     from orchestrator.hosts.inventory_file import load_inventory
     from orchestrator.record import require_record
-    from orchestrator.starting.submission import FILE, Submitted
+    from orchestrator.starting.submission import FILE, TORCH, Submitted
 
     folder = Path.cwd()
     submitted = require_record(folder / FILE, Submitted, "submit it again")
     with _keepers() as keepers, open_controller() as controller:
         inventory = _write_inventory(folder, submitted, keepers)
         os.chdir(folder / "src")
-        up = controller.clusters.up(load_inventory(inventory), torch_memory=_torch_memory())
+        memory = Path(__file__).resolve().parents[2] / TORCH
+        up = controller.clusters.up(load_inventory(inventory), torch_memory=str(memory))
         for error in up.problems.values():
             click.echo(f"{error}", err=True)
+        if submitted.measures:
+            return _measure(controller, submitted, folder)
         asked = _asked(controller, submitted, folder)
         way = RunMode(detach=False, dry_run=False, notify=None, save=None, as_json=False)
         run_asked(controller, asked, way, keepers.note)
+    return None
 
 
 class Keepers:
@@ -102,8 +106,7 @@ class Keepers:
 
     def note(self, job: RunningJob) -> None:
         """Reports this job to followers elsewhere."""
-        from orchestrator.jobs.slurm_queue import started_line
-        from orchestrator.starting.submission import STARTED
+        from orchestrator.jobs.slurm_queue import STARTED, started_line
 
         hosts = {name: each for names, each in zip(self.gpus, self.allocations, strict=True) for name in names}
         own = {node.name: hosts[node.name] for node in job.plan.nodes}
@@ -129,13 +132,6 @@ def _keepers() -> Iterator[Keepers]:
         yield keepers
     finally:
         keepers.close()
-
-
-def _torch_memory() -> str:
-    """A folder next to this code, on the disk all hosts share: the next job's hosts need not import torch again."""
-    folder = Path(__file__).resolve().parents[2] / "torch"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return str(folder)
 
 
 def _write_inventory(folder: Path, submitted: Submitted, keepers: Keepers) -> Path:
@@ -164,6 +160,23 @@ def _asked(controller: Controller, submitted: Submitted, folder: Path) -> Asked:
     asked = controller.read(spec)
     asked = with_submitted(asked, submitted, (folder / CODE).read_bytes())
     return asked if not before else replace(asked, job=replace(asked.job, request=replace(asked.job.request, job=None)))
+
+
+def _measure(controller: Controller, submitted: Submitted, folder: Path) -> None:
+    from dataclasses import replace
+
+    from orchestrator.cli.plan import follow_measurement
+    from orchestrator.files import write_atomic
+    from orchestrator.measuring.profiling import ProfileRequest, Profiling
+    from orchestrator.measuring.slurm_profile import FILE, Measured
+    from orchestrator.starting.submission import CODE
+
+    wanted = ProfileRequest.of(submitted.spec)
+    request = replace(wanted.job.request, env=submitted.env)
+    job = replace(wanted.job, request=request, code=submitted.code, blob=(folder / CODE).read_bytes())
+    profiling = Profiling(controller, controller.store.cluster(), replace(wanted, job=job))
+    found = profiling.run(follow_measurement(), again=submitted.measures == "all")
+    write_atomic(folder / FILE, Measured.of(found).model_dump_json(by_alias=True))
 
 
 if __name__ == "__main__":

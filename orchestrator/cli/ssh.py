@@ -88,7 +88,8 @@ def forward(name: str, ports: tuple[str, ...], cluster: str | None) -> None:
     from orchestrator.views import console
 
     with open_controller() as controller:
-        node, home = controller.store.own_cluster(cluster).node(name), controller.store.home
+        node = controller.store.own_cluster(cluster, "`ssh -L` by way of the login host").node(name)
+        home = controller.store.home
     if node.transport == "local":
         raise UsageError(f"{name} is this machine (transport: local)", "its ports are here already")
     options = ["-N", "-o", "ExitOnForwardFailure=yes"]
@@ -177,7 +178,8 @@ def ssh_config(nodes: str | None, keep: bool, cluster: str | None) -> None:
     if keep and nodes:
         raise UsageError("--keep writes all hosts of the cluster", "leave out --nodes")
     with open_controller() as controller:
-        known, home = controller.store.own_cluster(cluster), controller.store.home
+        known = controller.store.own_cluster(cluster, "`orch ssh NODE` while a job of yours runs there")
+        home = controller.store.home
     chosen = known.chosen(known.names(nodes))
     for node in chosen:
         if node.transport == "local":
@@ -280,7 +282,7 @@ def execute(nodes: str | None, timeout: float, cluster: str | None, as_json: boo
 
     line = line_of(command)
     with open_controller() as controller:
-        known = controller.store.own_cluster(cluster)
+        known = controller.store.own_cluster(cluster, "`orch ssh NODE -- CMD` while a job of yours runs there")
         wanted = known.chosen(known.names(nodes))
         try:
             with busy(f"running on {counted(len(wanted), 'host')}"):

@@ -7,7 +7,7 @@ scene = imagine(groups, layers, bandwidth_bps=2.5e9, settings=settings)
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.errors import UsageError
@@ -17,6 +17,7 @@ from orchestrator.forecast.layers import Layer
 from orchestrator.forecast.links import GOODPUT, NCCL, LinkCosts, Site
 from orchestrator.forecast.step import HostSpeed, Workload
 from orchestrator.hosts.cards import Card, all_cards, find_card
+from orchestrator.hosts.inventory import Inventory
 from trainer.shared.settings import Settings
 
 MOST_RANKS = 20_000
@@ -65,6 +66,22 @@ def parse_groups(text: str) -> tuple[HostGroup, ...]:
     if ranks > MOST_RANKS:
         raise UsageError(f"{ranks} ranks are more than a plan considers", f"at most {MOST_RANKS}")
     return tuple(groups)
+
+
+def groups_of_types(inventory: Inventory, counts: Mapping[str, int]) -> tuple[tuple[HostGroup, ...], float | None]:
+    """Types of a Slurm cluster, and the slowest of their declared links. counts: hosts by type. Raises UsageError."""
+    groups, links = [], []
+    for name, hosts in counts.items():
+        node = inventory.node(name)
+        card = find_card(node.gpu) if node.gpu else None
+        if card is None:
+            raise UsageError(
+                f"{inventory.file}:{node.line}: type {name}: its `gpu:` is not in the catalogue of cards",
+                "`orch profile` measures its speed",
+            )
+        groups.append(HostGroup(hosts, node.gpus or 1, card))
+        links += [node.bandwidth_bps] if node.bandwidth_bps else []
+    return tuple(groups), min(links, default=None)
 
 
 def imagine(groups: Sequence[HostGroup], layers: tuple[Layer, ...], bandwidth_bps: float, settings: Settings) -> Scene:

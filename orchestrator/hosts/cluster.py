@@ -47,6 +47,9 @@ class Venv(Record):
     torchvision: str
 
 
+WITHIN_A_JOB = "`orch run`, then `orch top`, `why`, `logs`, `ssh`"
+
+
 class Cluster(Record):
     model_config = ConfigDict(frozen=True, defer_build=True, extra="ignore", populate_by_name=True)
 
@@ -88,11 +91,34 @@ class Cluster(Record):
         assert self.engine  # noqa: S101 - the caller's
         return self.nodes[0].model_copy(update={"name": self.nodes[0].host, "workdir": self.engine.workdir})
 
-    def refuse_engine(self) -> None:
+    @property
+    def types(self) -> Mapping[str, list[Node]]:
+        """The hosts of each type. Only with an engine."""
+        found: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            found.setdefault(node.kind or node.name, []).append(node)
+        return found
+
+    def of_types(self, counts: Mapping[str, int]) -> Cluster | None:
+        """Hosts that a job may get, as a cluster without an engine, for a plan. counts: hosts by type. None if no job
+        has examined a host of some type.
+        """
+        nodes, facts = list[Node](), dict[str, NodeFacts]()
+        for kind, count in counts.items():
+            seen = [node.name for node in self.types.get(kind, ()) if node.name in self.facts]
+            if not seen:
+                return None
+            for node in sorted(self.types[kind], key=lambda node: node.name not in seen)[:count]:
+                nodes.append(node.model_copy(update={"env": {}, "prepare": None}))
+                facts[node.name] = self.facts.get(node.name) or self.facts[seen[0]].model_copy(
+                    update={"node": node.name}
+                )
+        return self.model_copy(update={"engine": None, "nodes": tuple(nodes), "facts": facts})
+
+    def refuse_engine(self, instead: str = WITHIN_A_JOB) -> None:
         """Raises UsageError if its hosts are only there within a job."""
         if self.engine:
-            words = f"cluster {self.name} belongs to Slurm: its hosts are there only within a job"
-            raise UsageError(words, "`orch run`, then `orch top`, `why`, `logs`, `ssh`; docs/slurm.md")
+            raise UsageError(f"cluster {self.name} belongs to Slurm: its hosts are there only within a job", instead)
 
     def names(self, listed: str | Sequence[str] | None) -> list[str]:
         """Expands --nodes; plain names are not checked. Raises UsageError."""
@@ -248,10 +274,10 @@ class RememberedClusters:
         """The named cluster, else the current one. Raises UsageError."""
         return self._cluster(self.cluster_name(name))
 
-    def own_cluster(self, name: str | None = None) -> Cluster:
-        """A cluster whose hosts can be asked at any time. Raises UsageError also for a cluster of Slurm."""
+    def own_cluster(self, name: str | None = None, instead: str = WITHIN_A_JOB) -> Cluster:
+        """A cluster whose hosts can be asked at any time. instead: the remedy on Slurm. Raises UsageError."""
         cluster = self.cluster(name)
-        cluster.refuse_engine()
+        cluster.refuse_engine(instead)
         return cluster
 
     def cluster_name(self, name: str | None = None) -> str:

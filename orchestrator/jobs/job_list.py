@@ -154,6 +154,8 @@ class JobRecovery:
     def _rescan(self, cluster: Cluster, rescanned: Rescanned, asked_too: Sequence[str]) -> None:
         """asked_too: jobs of any other cluster found on these hosts become a notice."""
         known = self._known()
+        if cluster.engine:
+            return self._rescan_slurm(cluster, rescanned, known)
         asked = self._connections.each(
             cluster.nodes, lambda host: launch.recall(host, known), deadline_s=launch.RECALL_S
         )
@@ -167,6 +169,21 @@ class JobRecovery:
         for number, words in enumerate(recalled.left_out):
             rescanned.problems[f"{cluster.name} {number}"] = OrchError(words, "it stays on its host, untouched")
         rescanned.records += tuple(self._rebuilt(plan, answers) for plan in recalled.plans.values())
+        return None
+
+    def _rescan_slurm(self, cluster: Cluster, rescanned: Rescanned, known: Sequence[str]) -> None:
+        """Asks the login host: hosts are reachable only within a job."""
+        from orchestrator.jobs.slurm_queue import SlurmQueue
+
+        try:
+            for found in SlurmQueue(self._jobs, self._connections).recovered(cluster, known):
+                if isinstance(found, OrchError):
+                    rescanned.problems[f"{cluster.name} {len(rescanned.problems)}"] = found
+                else:
+                    self._spare_others(found)
+                    rescanned.records += (self._jobs.job_record(found.job),)
+        except HostError as error:
+            rescanned.problems[error.node] = error
 
     def _known(self) -> list[str]:
         damaged = self._jobs.damaged()
@@ -177,9 +194,12 @@ class JobRecovery:
         agents: dict[str, Mapping[str, Any] | HostError] = {**agents_of(plan.job, plan, answers)}
         record = combine(plan, agents, JobRecord.of(plan, "lost"), datetime.now(timezone.utc))
         self._jobs.save_job(record, plan)
-        if plan.owner != read_owner(self._jobs.home):  # `orch down` removes no other owner's files
-            self._jobs.nothing_to_collect(record.id)
+        self._spare_others(plan)
         return record
+
+    def _spare_others(self, plan: LaunchPlan) -> None:
+        if plan.owner != read_owner(self._jobs.home):  # `orch down` removes no other owner's files
+            self._jobs.nothing_to_collect(plan.job)
 
     def not_ours(self, clusters: Sequence[str]) -> dict[Owner | None, list[str]]:
         """By owner (None: an older orch, which recorded no owner)."""

@@ -257,10 +257,10 @@ class JobStore(RememberedClusters):
         path = self.home.launching(record.id)
         make_folder(path.parent)
         with locked(path):
-            self.save_job(record.model_copy(update={"number": self._next_number()}), plan)
+            self.save_job(record.model_copy(update={"number": self.next_number()}), plan)
             yield Start(path)
 
-    def _next_number(self) -> int:
+    def next_number(self) -> int:
         with self._locked():
             try:
                 last = int(self.home.last_number.read_text())

@@ -72,7 +72,7 @@ def adopt(record: Any, cluster: Cluster, *, node: str, job: str) -> LaunchPlan:
     nodes = []
     for planned in plan.nodes:
         here = cluster.node(planned.name)
-        where = {"python": here.python, "activate": here.activate, "workdir": here.workdir}
+        where = {"python": here.python, "activate": here.activate, "workdir": here.workdir, "kind": here.kind}
         nodes.append(planned.model_copy(update=where))
     return plan.model_copy(update={"nodes": tuple(nodes)})
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from datetime import datetime, timezone
 
@@ -25,11 +25,13 @@ from orchestrator.jobs import launch
 from orchestrator.jobs.job_store import ENDED, FirstFailure, JobRecord, JobStore, SlurmLoan
 from orchestrator.jobs.recalled_plans import recall
 from orchestrator.jobs.state import ended_by
+from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.record import Record, Words
 from orchestrator.slurm.answers import SlurmJob
 from orchestrator.slurm.login import SlurmLogin
 from orchestrator.transport.ask import ConnectedHost
 
+STARTED = "started"
 LOOK_S = 2.0
 ENDS_S = 90.0
 """Longest wait for Slurm to end a job's last processes (KillWait)."""
@@ -79,9 +81,10 @@ class SlurmQueue:
         found = self.state(record)  # first: what it started before its end is then in the file
         cluster = self._jobs.cluster(record.cluster)
         known = {job.id: job for job in self._jobs.jobs() if job.slurm and job.slurm.job == loan.job}
-        for started in _started(self.login(cluster).started(loan.folder)):
+        for started in _started(self.login(cluster).text_of(loan.folder, STARTED)):
             if started.job not in known or known[started.job].was_queued:
-                self._remember(cluster, started, loan)
+                number = 0 if started.job in known else self._jobs.next_number()
+                self._remember(cluster, started, loan, number)
         why = self.login(cluster).last_error(loan.folder) if found.is_over and record.was_queued else ""
         return self._jobs.change_job(record.id, lambda now: _now(now, found, cluster.login.name, why))
 
@@ -98,8 +101,36 @@ class SlurmQueue:
         self.settled(record)
         return self.refreshed(record)
 
-    def _remember(self, cluster: Cluster, started: Started, loan: SlurmLoan) -> None:
-        """Raises HostError, or OrchError for a plan that contradicts the inventory."""
+    def left(self, record: JobRecord, file: str) -> str:
+        """A file of its submission; "" without one. Raises HostError."""
+        assert record.slurm  # noqa: S101 - the caller's
+        return self.login(self._jobs.cluster(record.cluster)).text_of(record.slurm.folder, file)
+
+    def last_error(self, record: JobRecord) -> str:
+        """Raises HostError."""
+        assert record.slurm  # noqa: S101 - the caller's
+        return self.login(self._jobs.cluster(record.cluster)).last_error(record.slurm.folder)
+
+    def forget(self, record: JobRecord) -> None:
+        """Removes its submission and its record. Raises HostError."""
+        assert record.slurm  # noqa: S101 - the caller's
+        self.login(self._jobs.cluster(record.cluster)).drop(record.slurm.folder)
+        self._jobs.forget_job(record.id)
+
+    def recovered(self, cluster: Cluster, known: Collection[str]) -> Iterator[LaunchPlan | OrchError]:
+        """Remembers all jobs that have started and are not known. Raises HostError."""
+        for folder, lines in self.login(cluster).submissions():
+            for started in _started(lines):
+                if started.job in known or not started.hosts:
+                    continue
+                number = next(iter(started.hosts.values())).partition("+")[0]
+                try:
+                    yield self._remember(cluster, started, SlurmLoan(job=number, folder=folder))
+                except OrchError as error:
+                    yield error
+
+    def _remember(self, cluster: Cluster, started: Started, loan: SlurmLoan, number: int = 0) -> LaunchPlan:
+        """number: 0 keeps a known job's. Raises HostError, or OrchError for a plan that contradicts the inventory."""
         login, node = self._connections.kept(cluster.login), cluster.node(started.master)
         host = ConnectedHost(login.transport, node.python, node.activate, node.workdir)
         known = [job for job in self._jobs.job_ids() if job != started.job]
@@ -108,8 +139,20 @@ class SlurmQueue:
             raise OrchError(*(recalled.left_out[:1] or [f"{started.job} is gone from {node.workdir}"]))
         plan = recalled.plans[started.job]
         hosts = {name: each for name, each in started.hosts.items() if name in {node.name for node in plan.nodes}}
-        record = JobRecord.of(plan, "starting")
+        record = JobRecord.of(plan, "starting").model_copy(update={"number": number})
         self._jobs.save_job(record.model_copy(update={"slurm": loan.model_copy(update={"hosts": hosts})}), plan)
+        self.learn(cluster, loan.folder)
+        return plan
+
+    def learn(self, cluster: Cluster, folder: str) -> None:
+        """Remembers the facts of the hosts that this submission has examined, for plans. Raises HostError."""
+        with suppress(ValidationError):
+            text = self.login(cluster).text_of(folder, f"home/clusters/{cluster.name}.json")
+            own = {node.name for node in cluster.nodes}
+            seen = {name: facts for name, facts in Cluster.model_validate_json(text).facts.items() if name in own}
+            self._jobs.change_cluster(
+                cluster.name, lambda known: known.model_copy(update={"facts": {**known.facts, **seen}})
+            )
 
 
 def _now(record: JobRecord, found: SlurmJob, login: str, why: str) -> JobRecord:

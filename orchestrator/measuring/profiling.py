@@ -1,6 +1,6 @@
 """Speed profiles: measures each host by itself, in a job, and stores the result.
 
-    profiling = Profiling(controller, cluster, JobSpec(exp="resnet152_cifar"), each=False)
+    profiling = Profiling(controller, cluster, ProfileRequest.of(JobSpec(exp="resnet152_cifar")), each=False)
     for found in profiling.run(follow):
         found.rank, found.profile.samples_per_s(512), found.fresh
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -40,7 +40,7 @@ from orchestrator.planning.profiles import (
     profile_line,
     tf32_of,
 )
-from orchestrator.planning.request import parse_job, refuse_without_trainer, request_of
+from orchestrator.planning.request import ParsedJob, parse_job, refuse_without_trainer, request_of
 from orchestrator.results.events import Events, MetricsFile
 from orchestrator.results.tables import read_events
 
@@ -59,43 +59,69 @@ def _cuda_graph(exp: str, asked: Mapping[str, str]) -> str:
     return cuda_graph_of(settings) if settings else "auto"
 
 
-class Profiling:
-    """left_out: given settings that do not affect a rank by itself. line: the command for it. Raises UsageError for an
-    unknown experiment or setting, or a script that does not import `trainer`; HostsError for unusable hosts.
+@dataclass(frozen=True)
+class ProfileRequest:
+    """spec: with a measurement's settings. left_out: given settings that do not affect a rank by itself. line: the
+    command for it.
     """
+
+    spec: JobSpec
+    job: ParsedJob
+    left_out: tuple[str, ...]
+    batch: int
+    line: str
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> ProfileRequest:
+        """Raises UsageError for an unknown experiment or setting, or a script that does not import `trainer`."""
+        asked = spec.settings
+        left_out = tuple(f"{key}={asked[key]}" for key in _LEFT_OUT if asked.get(key, _LEFT_OUT[key]) != _LEFT_OUT[key])
+        if spec.exp == "collectives":
+            raise UsageError("collectives trains nothing that a host could do alone", "choose another --exp")
+        pairs = {"profile_s": str(BUDGET_S), **asked, **_LEFT_OUT}
+        if spec.exp:
+            pairs["cuda_graph"] = _cuda_graph(spec.exp, asked)
+        spec = spec.updated(settings=pairs)
+        job = parse_job(spec)
+        refuse_without_trainer(job)
+        training = job.request.training
+        if training is None or not training.profile_s:
+            raise UsageError("profile_s=0 measures nothing", "leave it out")
+        return cls(spec, job, left_out, training.batch, profile_line(training))
+
+    def on(self, nodes: Sequence[str]) -> ProfileRequest:
+        """nodes: types of hosts of a Slurm cluster."""
+        request = replace(self.job.request, spec=self.job.request.spec.updated(nodes=[*nodes]))
+        return replace(self, job=replace(self.job, request=request))
+
+    def batch_of(self, found: Sequence[RankProfile]) -> int:
+        """Per update over all ranks: from the settings, else as the script reported it."""
+        own = next((each.profile.batch for each in found if each.profile.batch), None)
+        return own if own and self.job.request.batch is None and not self.job.request.trains else self.batch
+
+
+class Profiling:
+    """Raises HostsError for unusable hosts."""
 
     def __init__(
         self,
         controller: Controller,
         cluster: Cluster,
-        spec: JobSpec,
+        wanted: ProfileRequest,
         *,
         only: Sequence[str] = (),
         each: bool = False,
     ) -> None:
-        asked = spec.settings
-        self.left_out = tuple(
-            f"{key}={asked[key]}" for key in _LEFT_OUT if asked.get(key, _LEFT_OUT[key]) != _LEFT_OUT[key]
-        )
-        pairs = {"profile_s": str(BUDGET_S), **asked, **_LEFT_OUT}
-        if spec.exp == "collectives":
-            raise UsageError("collectives trains nothing that a host could do alone", "choose another --exp")
-        self.controller, self.cluster = controller, cluster
-        if spec.exp:
-            pairs["cuda_graph"] = _cuda_graph(spec.exp, asked)
-        self.job = parse_job(spec.updated(settings=pairs))
-        refuse_without_trainer(self.job)
-        training = self.job.request.training
-        if training is None or not training.profile_s:
-            raise UsageError("profile_s=0 measures nothing", "leave it out")
-        self._batch = training.batch
-        self.line = profile_line(training)
+        self.controller, self.cluster, self.job, self._batch = controller, cluster, wanted.job, wanted.batch
         facts = controller.clusters.ready(cluster, only).facts
         self.whole = controller.choice.plan(cluster, self.job.request, self.job.code, only)
-        if "tf32" not in pairs:  # of all hosts: a host measured by itself does not know the others
-            pairs["tf32"] = tf32_of(training.tf32, self.whole.nodes, facts)
-            packed = replace(self.job, request=request_of(spec.exp, pairs)) if spec.exp else None
-            self.job = packed or parse_job(spec.updated(settings=pairs))
+        if "tf32" not in wanted.spec.settings:  # of all hosts: a host measured by itself does not know the others
+            training = self.job.request.training
+            assert training  # noqa: S101 - `ProfileRequest.of` has seen to it
+            tf32 = tf32_of(training.tf32, self.whole.nodes, facts)
+            spec = wanted.spec.updated(settings={**wanted.spec.settings, "tf32": tf32})
+            request = request_of(spec.exp, spec.settings) if spec.exp else parse_job(spec).request
+            self.job = replace(self.job, request=request)
         self.machines = {name: fact.boot_id for name, fact in facts.items()}
         self.kinds = self._kinds(kinds_of(self.whole, facts), each)
 
@@ -107,11 +133,6 @@ class Profiling:
             return {rank: kind.of(f"{self.cluster.name}/{rank[0]}") for rank, kind in shared.items()}
         known = self.controller.store.profiles(shared, self.cluster.name)
         return {rank: kind.of(known[rank].host) if rank in known else kind for rank, kind in shared.items()}
-
-    def batch_of(self, found: Sequence[RankProfile]) -> int:
-        """Per update over all ranks: from the settings, else as the script reported it."""
-        own = next((each.profile.batch for each in found if each.profile.batch), None)
-        return own if own and self.job.request.batch is None and not self.job.request.trains else self._batch
 
     def run(self, follow: Follow, *, again: bool = False) -> list[RankProfile]:
         """Every rank's profile; measures missing ones. An invalid measurement never replaces a known profile. Raises

@@ -125,6 +125,7 @@ def _node_plan(draft: Draft, placed: PlannedNode, ranks_on_machine: int, of_spli
         starts_ranks=request.starter is not None,
         prepare=node.prepare,
         system=_system(placed.facts),
+        kind=node.kind,
     )
 
 

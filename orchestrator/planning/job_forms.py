@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +29,7 @@ from orchestrator.hosts import grammar
 from orchestrator.hosts.inventory import mistake_of, nearest
 from orchestrator.hosts.yamlfile import REFUSED, Document, read_yaml, resolve_scalar
 from orchestrator.planning.job_spec import FILE, FILE_KEYS, JobSpec, key_of, mistakes, words
-from orchestrator.planning.launch_plan import LOCAL_RANK, HostChoice, LaunchPlan
+from orchestrator.planning.launch_plan import LOCAL_RANK, HostChoice, LaunchPlan, NodePlan
 from orchestrator.planning.launchers import is_bare, read_program
 from orchestrator.planning.request import AUTO
 from orchestrator.planning.variables import RESERVED, names_secret, shows_secret
@@ -270,15 +271,15 @@ def run_line(plan: LaunchPlan, nodes: Collection[str] = (), settings: AnySetting
 
 def spec_of(plan: LaunchPlan, nodes: Collection[str] = (), settings: AnySettings | None = None) -> JobSpec:
     """nodes: default: the plan's. settings: instead of the plan's; only values other than defaults appear."""
-    names = [node.name for node in plan.nodes if not nodes or node.name in nodes]
-    choice = _choice_again(plan) if len(names) == len(plan.nodes) else None
+    chosen = [node for node in plan.nodes if not nodes or node.name in nodes]
+    choice = _choice_again(plan) if len(chosen) == len(plan.nodes) else None
     attempt = plan.attempt
     values = {
         **(_program(plan) if plan.kind != "experiment" else {"exp": plan.exp, "resume": None}),
         "settings": _settings(plan, settings),
         "env": dict.fromkeys(plan.variables),
         "env_files": [],
-        "nodes": name_ranges(choice.candidates if choice else names),
+        "nodes": name_ranges(choice.candidates) if choice else _names_again(chosen),
         "hosts": choice.words if choice and not plan.asked.waits else None,  # a later attempt has both
         "share": plan.share_gpus,
         "grace_s": plan.grace_s,
@@ -291,6 +292,13 @@ def spec_of(plan: LaunchPlan, nodes: Collection[str] = (), settings: AnySettings
         values |= {"retries": attempt.most - 1, "retry_on": "any" if attempt.any_cause else "hosts"}
         values |= {"rejoin": attempt.rejoin, "retry_wait_s": attempt.wait_s}
     return plan.asked.updated(**values)
+
+
+def _names_again(nodes: Sequence[NodePlan]) -> list[str]:
+    """Names types of hosts that Slurm has lent, since it may lend others."""
+    counts = Counter(node.kind for node in nodes if node.kind)
+    names = name_ranges([node.name for node in nodes if not node.kind])
+    return [*names, *(kind if count == 1 else f"{count}x{kind}" for kind, count in counts.items())]
 
 
 def _choice_again(plan: LaunchPlan) -> HostChoice | None:

@@ -72,6 +72,8 @@ class NodePlan(Record):
     starts_ranks: bool = False
     prepare: str | None = None
     system: System | None = None
+    kind: str | None = None
+    """With an engine, its type in the inventory."""
 
     def masked(self) -> NodePlan:
         shell = {name: mask(getattr(self, name)) for name in ("prepare", "activate")}

@@ -116,10 +116,22 @@ class SlurmLogin:
     def has(self, name: str) -> bool:
         return self._sh(_FOLDER + '[ -d "$2" ]', self._folder, name).exit_code == 0
 
-    def started(self, name: str) -> str:
-        """The lines that the batch step has written about its jobs; "" before the first."""
-        asked = self._sh(_FOLDER + 'cat "submitted/$2/started" 2>/dev/null', self._folder, name)
+    def text_of(self, name: str, file: str) -> str:
+        """A file of a submission; "" without one."""
+        asked = self._sh(_FOLDER + 'cat "submitted/$2/$3" 2>/dev/null', self._folder, name, file)
         return asked.stdout.decode(errors="replace")
+
+    def drop(self, name: str) -> None:
+        self._sh(_FOLDER + 'rm -rf "submitted/$2"', self._folder, name)
+
+    def submissions(self) -> list[tuple[str, str]]:
+        """All folders with `started`."""
+        script = 'cd submitted 2>/dev/null || exit 0; for n in *; do printf "\\036%s\\n" "$n"; '
+        asked = self._sh(_FOLDER + script + 'cat "$n/started" 2>/dev/null; done; true', self._folder)
+        if asked.exit_code:
+            raise HostError(self._transport.node, f"the work folder {self._folder}: {_last(asked)}", "check `workdir:`")
+        found = asked.stdout.decode(errors="replace").split("\x1e")[1:]
+        return [(name, lines) for name, _, lines in (text.partition("\n") for text in found) if name.isprintable()]
 
     def last_error(self, name: str) -> str:
         """The batch step's last error, else its last line; "" without any."""

@@ -21,17 +21,18 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainSerializer
 
 import orchestrator
-from orchestrator.clusters import now_utc
+from orchestrator.clusters import PROBE_S, now_utc
 from orchestrator.errors import HostError, OrchError, UsageError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import Inventory, Node, nearest
 from orchestrator.hosts.inventory_file import load_inventory
+from orchestrator.hosts.probe import look
 from orchestrator.jobs.job_list import JobList
 from orchestrator.jobs.job_store import FINAL_STATES, JobRecord, SlurmLoan
 from orchestrator.jobs.retry_policy import keepers_of, kept_by, newest
@@ -52,14 +53,19 @@ from orchestrator.store import Store
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.shell import LocalTransport
 
-FILE, CODE, SOURCE, STARTED = "submitted.json", "code.tar", "src", "started"
+FILE, CODE, TORCH = "submitted.json", "code.tar", "torch"
 NODES = "nodes"
 """In the work folder: each host's own, by its name."""
 _COUNTED = re.compile(r"(\d{1,4})x(.+)")
 
 
+Measures = Literal["missing", "all"]
+
+
 class Submitted(Record):
-    """The content of `submitted.json`. types: nodes of the inventory, as written, a component each."""
+    """The content of `submitted.json`. types: nodes of the inventory, as written, a component each. measures: the
+    profiles to measure, instead of a run.
+    """
 
     schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
     job: str
@@ -71,6 +77,7 @@ class Submitted(Record):
     workdir: str
     defaults: dict[str, Any] = Field(repr=False)
     types: tuple[dict[str, Any], ...] = Field(repr=False)
+    measures: Measures | None = None
 
     def inventory(self, components: Sequence[Mapping[str, str]], allocations: Sequence[str]) -> dict[str, Any]:
         """The inventory of the hosts that Slurm has lent. components: by host its GPUs, as CUDA_VISIBLE_DEVICES."""
@@ -100,7 +107,6 @@ class Submission:
     job: str
     script: str
     files: bytes
-    controller: str
     record: JobRecord
 
 
@@ -111,7 +117,7 @@ class Submissions:
         self._store, self._connections, self._jobs, self._say = store, connections, jobs, say
         self._queue = SlurmQueue(store, connections)
 
-    def prepared(self, asked: Asked) -> Submission:
+    def prepared(self, asked: Asked, measures: Measures | None = None) -> Submission:
         """Asks no host. Raises OrchError."""
         cluster, request = asked.cluster, asked.job.request
         inventory = load_inventory(Path(cluster.file))
@@ -145,6 +151,7 @@ class Submissions:
             code=asked.job.code,
             workdir=engine.workdir,
             defaults=inventory.defaults,
+            measures=measures,
             types=tuple(next(keys for keys in inventory.entries if keys["name"] == node.name) for node in chosen),
         )
         files = {
@@ -166,16 +173,34 @@ class Submissions:
             name=request.spec.name,
             note=request.spec.note,
         )
-        return Submission(job, script, _tar(files), f"controller-{digest}", record)
+        return Submission(job, script, _tar(files), record)
 
-    def submit(self, asked: Asked) -> JobRecord:
+    def prepare(self, cluster: Cluster) -> list[str]:
+        """Sends orch's code, and imports torch there once: hosts with the same installation need not. Returns warnings.
+        Raises HostError.
+        """
+        code, login, warnings = self._send(cluster), self._connections.kept(cluster.login), list[str]()
+        for python, activate in dict.fromkeys((node.python, node.activate) for node in cluster.nodes):
+            host = ConnectedHost(login.transport, python, activate, login.workdir)
+            memory = f"{login.workdir}/{code}/{TORCH}"
+            facts, _ = look(host, (), torch=True, timeout_s=PROBE_S, memory=memory)
+            if facts.torch is None:
+                warnings.append(f"{python}: no torch on the login host ({facts.torch_error}); hosts may have their own")
+        return warnings
+
+    def _send(self, cluster: Cluster) -> str:
+        login, (digest, code) = self._queue.login(cluster), _controller()
+        name = f"controller-{digest}"
+        if not login.has(name):
+            login.unpack(name, code)
+        return name
+
+    def submit(self, asked: Asked, measures: Measures | None = None) -> JobRecord:
         """Hands it to Slurm. Raises UsageError with sbatch's own words."""
-        made = self.prepared(asked)
-        login = self._queue.login(asked.cluster)
-        if not login.has(made.controller):
-            login.unpack(made.controller, _controller()[1])
-        number = login.submit(made.job, made.files, at=f"../../{made.controller}")
-        record = made.record.model_copy(update={"slurm": SlurmLoan(job=number, folder=made.job)})
+        made, code = self.prepared(asked, measures), self._send(asked.cluster)
+        number = self._queue.login(asked.cluster).submit(made.job, made.files, at=f"../../{code}")
+        loan = SlurmLoan(job=number, folder=made.job)
+        record = made.record.model_copy(update={"slurm": loan, "number": self._store.next_number()})
         self._store.save_job(record)
         self._say(f"{made.job}: Slurm's job {number}, on {', '.join(record.nodes)}")
         return record

@@ -14,7 +14,7 @@ from orchestrator.controller import Controller
 from orchestrator.errors import UsageError
 from orchestrator.hosts import Connections
 from orchestrator.jobs import settings_of
-from orchestrator.measuring import Profiling
+from orchestrator.measuring import ProfileRequest, Profiling
 from orchestrator.paths import Home, RunFolder
 from orchestrator.planning import (
     BlockTimes,
@@ -114,13 +114,13 @@ def test_each_kind_of_host_is_measured_once_and_then_known(controller, monkeypat
         list(job.follow())
 
     cluster = controller.store.cluster("t")
-    found = Profiling(controller, cluster, SHORT_SPEC).run(follow)
+    found = Profiling(controller, cluster, ProfileRequest.of(SHORT_SPEC)).run(follow)
     assert len(followed) == 2
     by_node = {each.rank[0]: each.profile for each in found}
     assert by_node["a2000a"] == by_node["a2000b"]
     assert by_node["v100a"].speed != by_node["a2000a"].speed  # how much faster is this machine's affair
     assert all(each.fresh for each in found)
-    again = Profiling(controller, cluster, SHORT_SPEC).run(follow)
+    again = Profiling(controller, cluster, ProfileRequest.of(SHORT_SPEC)).run(follow)
     assert len(followed) == 2 and not any(each.fresh for each in again)
     nodes = planned(controller, "shares=measured", "batch=32").nodes
     assert [node.shares[0] for node in nodes] == list(fastest_shares([by_node[node.name].speed for node in nodes], 32))
@@ -143,7 +143,7 @@ class Stopwatch:
 
 def profiled(controller, *, each=False, again=False):
     """By node: its ms a sample, and whether it was measured just now."""
-    one = Profiling(controller, controller.store.cluster("t"), SHORT_SPEC, each=each)
+    one = Profiling(controller, controller.store.cluster("t"), ProfileRequest.of(SHORT_SPEC), each=each)
     found = one.run(lambda plan, hosts: None, again=again)
     return {each.rank[0]: (each.profile.sample_ms, each.fresh) for each in found}
 
@@ -233,20 +233,19 @@ def test_a_valid_profile_outlives_a_later_one_that_is_not(controller, monkeypatc
 
 def test_hosts_that_share_a_machine_are_measured_one_after_the_other(controller):
     cluster = controller.store.cluster("t")
-    one = Profiling(controller, cluster, SHORT_SPEC, each=True)
+    one = Profiling(controller, cluster, ProfileRequest.of(SHORT_SPEC), each=True)
     assert sorted(len(names) for names in one._rounds(one.kinds)) == [1, 1, 1]
     one.machines = dict.fromkeys(one.machines, "x") | {"v100a": "another"}
     assert sorted(len(names) for names in one._rounds(one.kinds)) == [1, 2]
 
 
-def test_a_wrong_experiment_or_setting_is_refused_before_anything_starts(controller):
-    cluster = controller.store.cluster("t")
+def test_a_wrong_experiment_or_setting_is_refused_before_anything_starts():
     with pytest.raises(UsageError, match="trains nothing"):
-        Profiling(controller, cluster, JobSpec(exp="collectives"))
+        ProfileRequest.of(JobSpec(exp="collectives"))
     with pytest.raises(UsageError, match="did you mean batch"):
-        Profiling(controller, cluster, JobSpec(exp="mnist_lenet", settings={"bacth": "4"}))
+        ProfileRequest.of(JobSpec(exp="mnist_lenet", settings={"bacth": "4"}))
     with pytest.raises(UsageError, match="measures nothing"):
-        Profiling(controller, cluster, JobSpec(exp="mnist_lenet", settings={"profile_s": "0"}))
+        ProfileRequest.of(JobSpec(exp="mnist_lenet", settings={"profile_s": "0"}))
 
 
 def test_the_command_shows_what_is_known_and_measures_nothing_again(controller):
@@ -359,7 +358,7 @@ def test_settings_that_rule_cuda_graphs_out_are_measured_without_them(controller
     cluster = controller.store.cluster("t")
     for settings, graph in (([asked, "cuda_graph=on"], "off"), (["cuda_graph=on"], "on"), ([], "auto")):
         spec = JobSpec.model_validate({"exp": "mnist_lenet", "settings": settings})
-        assert Profiling(controller, cluster, spec).job.request.settings.cuda_graph == graph
+        assert Profiling(controller, cluster, ProfileRequest.of(spec)).job.request.settings.cuda_graph == graph
 
 
 def test_changes_of_speed_in_the_course_of_a_run_make_no_other_kind(controller):

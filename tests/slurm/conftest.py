@@ -42,6 +42,21 @@ class Person:
         (self.folder / "hpc.yaml").write_text(yaml.safe_dump(inventory))
         return self("up", "hpc.yaml")
 
+    def up_by_ssh(self, *types: dict[str, Any]) -> str:
+        """The same hosts, as they are without Slurm."""
+        place = {"user": self.lab.user, "interface": "eth0", "bandwidth": "2.5Gbps", "device": "cpu"}
+        nodes = [
+            {
+                **{key: value for key, value in each.items() if key != "slurm"},
+                "host": self.lab.ssh_address(each["name"]),
+                "workdir": f"{self.lab.work}/{self.folder.name}/{each['name']}",
+            }
+            for each in types
+        ]
+        inventory = {"cluster": "ssh", "defaults": {**self.lab.keys, **place}, "nodes": nodes}
+        (self.folder / "ssh.yaml").write_text(yaml.safe_dump(inventory))
+        return self("up", "ssh.yaml")
+
     def __call__(self, *words: str, code: int = 0, **variables: str) -> str:
         """Both outputs of `orch`, after an end with this exit code."""
         done = subprocess.run(

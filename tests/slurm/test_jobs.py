@@ -184,6 +184,10 @@ def test_a_host_that_loses_power_is_named_and_the_job_goes_on_without_it(person)
     assert (again["state"], again["nodes"]) == ("succeeded", ["a2000"]), out
     (log,) = (person.lab.work / person.folder.name / "submitted").glob("*/slurm.log")
     assert "goes on after update" in log.read_text()
+    (person.folder / "train.py").write_text(SCRIPT)
+    out = person("run", "--nodes", "2xany", "train.py", "3")
+    assert "on v100" in out
+    assert "on a2000" in out
 
 
 def test_two_people_on_one_host_see_only_their_own(person, tmp_path_factory):
@@ -204,31 +208,63 @@ def test_two_people_on_one_host_see_only_their_own(person, tmp_path_factory):
     assert {out.partition("GPU ")[2][0] for out in outs} == {"0", "1"}
 
 
+EPOCH = ["run", "--exp", "mnist_lenet", "--set", "epochs=1", "--set", "batch=64"]
+OF_THE_RUN = ("experiment", "settings", "state", "world_size", "samples_total", "accuracy", "restarts", "first_failure")
+OF_A_HOST = ("name", "gpu", "ranks", "batch_per_rank", "valid")
+
+
 @pytest.mark.skipif(real_mnist() is None, reason="no MNIST; set ORCH_TEST_MNIST to the folder that holds MNIST/raw")
-def test_an_epoch_of_mnist_trains_every_sample_once_on_unequal_hosts(person):
-    """S3: the master is the better host, not Slurm's first; home reaches the login host only."""
+def test_an_epoch_of_mnist_on_unequal_hosts_is_the_same_as_over_ssh(person, tmp_path_factory):
+    """S3: the master is the better host, not Slurm's first; home reaches the login host only; every sample once; and
+    the same job on the same two hosts over SSH has the same report.
+    """
     person.up(A2000, V100)
-    for own in sorted((real_mnist() or Path()).glob("MNIST/raw/*-ubyte")):
+    for own in sorted((real_mnist() or Path()).glob("MNIST/raw/*-ubyte*")):
         copy = person.lab.work / "data/MNIST/raw" / own.name
         person.lab.exec("mkdir", "-p", str(copy.parent))
         person.lab.exec("cp", str(own), str(copy))
-    line = ["run", "--exp", "mnist_lenet", "--set", "epochs=1", "--set", "batch=64"]
-    person(*line, "--set", f"data_dir={person.lab.work}/data")
+    data = ["--set", f"data_dir={person.lab.work}/data"]
+    person(*EPOCH, *data)
     (job,) = person.jobs()
     assert (job["state"], sorted(job["nodes"])) == ("succeeded", ["a2000", "v100"])
-    person("collect")
-    (run,) = (person.folder / "runs").iterdir()
-    assert json.loads((run / "plan.json").read_text())["master"] == "v100"
+    run, plan, summary = _collected(person)
+    assert plan["master"] == "v100"
     assert "BatchHost=a2000" in person.lab.exec("scontrol", "show", "job", "-o")
-    summary = json.loads((run / "summary.json").read_text())
     assert (summary["samples_total"], summary["restarts"]) == (60_000, 0)
     assert summary["accuracy"] > 0.9
+    assert "--nodes v100,a2000" in summary["repeat"]
     there = person.lab.work / person.folder.name / "nodes"
     logs = [log for name in LOGS for log in there.glob(f"*/jobs/{job['id']}/rank-*/{name}") if log.stat().st_size]
     assert [log.name for log in logs].count("metrics.jsonl") == 2
     for log in logs:
         pulled = run / "nodes" / log.relative_to(there).parts[0] / log.parent.name / log.name
         assert sha256(pulled.read_bytes()).digest() == sha256(log.read_bytes()).digest()
+
+    ssh = Person(person.lab, tmp_path_factory.mktemp("ssh"))
+    ssh.up_by_ssh(A2000, V100)
+    ssh(*EPOCH, *data)
+    other, plan_there, same = _collected(ssh)
+    assert [node["name"] for node in plan_there["nodes"]] == [node["name"] for node in plan["nodes"]]
+    assert summary.keys() == same.keys()
+    assert {key: summary[key] for key in OF_THE_RUN} == {key: same[key] for key in OF_THE_RUN}
+    hosts = [[{key: node[key] for key in OF_A_HOST} for node in each["nodes"]] for each in (summary, same)]
+    assert hosts[0] == hosts[1]
+    assert _metrics_losses(run) == _metrics_losses(other)
+
+
+def _collected(person):
+    """The run's folder, its plan and its summary."""
+    person("collect")
+    (run,) = (person.folder / "runs").iterdir()
+    return run, *(json.loads((run / name).read_text()) for name in ("plan.json", "summary.json"))
+
+
+def _metrics_losses(run):
+    """Of every step, by rank."""
+    return {
+        path.parent.name: [each["loss"] for each in map(json.loads, path.read_text().splitlines()) if "loss" in each]
+        for path in run.glob("nodes/*/rank-*/metrics.jsonl")
+    }
 
 
 def test_two_unix_users_cannot_read_each_others_jobs(person, tmp_path_factory):
