@@ -2,7 +2,7 @@
 
     from orchestrator import Cluster
 
-    with Cluster.up("inventory/a2000_v100.yaml") as rack:
+    with Cluster.up("rack.yaml") as rack:
         job = rack.run(exp="resnet152_cifar", settings={"steps": 100})
         for line in job.lines():
             print(line)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +29,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "docs", source / "docs")
     words = ["wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation", "-w", str(out), str(source)]
     done = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -38,7 +41,8 @@ def test_it_holds_every_file_of_the_packages(wheel: Path) -> None:
     files = (path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file())
     ours = {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert held == {*ours, ADDED}
+    pages = {f"orchestrator/pages/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    assert held == {*ours, ADDED, *pages}
 
 
 def test_torchx_finds_orch_and_its_own_schedulers_in_it(wheel: Path) -> None:
@@ -80,9 +84,28 @@ def test_where_no_clone_is_a_job_runs_and_is_reported(wheel: Path, tmp_path: Pat
     assert where.stdout.split() == [
         str(tmp_path / "site" / name / "__init__.py") for name in ("orchestrator", "trainer")
     ]
+    assert "# Slurm" in orch("help", "slurm")
     orch("up", "two.yaml", "--allow-local")
     assert orch("run", "--", "hello.py").count("hello") == 2
     orch("collect")
     (report,) = (tmp_path / "empty" / "runs").glob("*/report.html")
     assert "<html" in report.read_text()
     orch("down", "--yes", "--discard")
+
+
+NAMED = re.compile(r"`orch help (\w+)`|(?<![\w/])(?:docs|deploy|inventory|tests)/[\w/.-]+|README\.md|CONTRIBUTING")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_messages_name_pages_that_are_there_and_no_file_of_a_clone(package: str) -> None:
+    wrong = []
+    for path in (ROOT / package).rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        about = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in about:
+                continue
+            for match in NAMED.finditer(node.value):
+                if not match[1] or not (ROOT / "docs" / f"{match[1]}.md").is_file():
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {match[0]}")
+    assert wrong == []

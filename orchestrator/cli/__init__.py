@@ -11,6 +11,7 @@ from orchestrator import __version__
 from orchestrator.cli.clusters import down, master, reap, status, trust, up
 from orchestrator.cli.common import Orch
 from orchestrator.cli.doctor import doctor
+from orchestrator.cli.help import show_help
 from orchestrator.cli.hosts import clusters, data, node, setup, use
 from orchestrator.cli.init import init
 from orchestrator.cli.jobs import cancel, jobs, logs, top, why
@@ -28,7 +29,7 @@ def main() -> None:
     """One training cluster out of GPU hosts that are reached only by SSH.
 
     \b
-    orch up inventory/a2000_v100.yaml   connect, probe, elect a master
+    orch up rack.yaml                   connect, probe, elect a master
     orch run --exp resnet152_cifar      launch on every host, follow live
     orch collect                        pull logs and metrics, compare the hosts
 
@@ -64,6 +65,7 @@ SECTIONS = {
     "Results": (collect, pull, report, compare),
     "Speed, measured and predicted": (profile, plan, study),
     "Cleaning up": (reap, down),
+    "Help": (show_help,),
 }
 """Commands in the order of their use."""
 

@@ -55,8 +55,8 @@ def up(inventory: Path, accept_new_host_keys: bool, allow_local: bool, as_json: 
     shown and you are asked about them once, and again after changes.
 
     \b
-    orch up inventory/a2000_v100.yaml
-    orch up inventory/lab_pair.yaml --accept-new-host-keys
+    orch up rack.yaml
+    orch up lab.yaml --accept-new-host-keys
     """
     from orchestrator.hosts.inventory_file import load_inventory
     from orchestrator.views import console
@@ -176,7 +176,7 @@ def trust(names: tuple[str, ...], inventory: Path | None, yes: bool, cluster: st
 
     \b
     orch trust v100
-    orch trust 'gpu[01-16]' v100 --inventory inventory/a2000_v100.yaml
+    orch trust 'gpu[01-16]' v100 --inventory rack.yaml
     """
     from orchestrator.hosts.connections import target_of
     from orchestrator.hosts.grammar import names_in

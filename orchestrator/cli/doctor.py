@@ -72,7 +72,7 @@ def doctor(
     orch doctor
     orch doctor --nodes 'gpu[01-16]' --collective
     orch doctor --fix
-    orch doctor inventory/a2000_v100.yaml
+    orch doctor rack.yaml
     orch doctor --json | jq '.findings[] | select(.level == "block")'
     """
     from orchestrator.doctor.table import judge

@@ -393,7 +393,7 @@ def with_rounds(draft: Draft, view: ForecastInputs | UsageError) -> Draft:
     every, overlap = fewest_steps(speed, asked)
     predicted = f"predicted at {format_figure(speed(every, overlap))} samples/s"
     words = f"{every}, {overlap} of them while an average travels: {predicted}"
-    price = "; more than 32 cost accuracy, see docs/strategies.md" if every > LOCAL_STEPS else ""
+    price = "; more than 32 cost accuracy, see `orch help strategies`" if every > LOCAL_STEPS else ""
     return _decided(draft, every, overlap, f"{words}, within 1 % of the most that {MANY_STEPS[-1]} would bring{price}")
 
 

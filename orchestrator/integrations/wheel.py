@@ -1,4 +1,4 @@
-"""Puts `torchx_plugins.schedulers.orch` into the wheel; `pyproject.toml` names the class."""
+"""Puts `torchx_plugins.schedulers.orch` and the pages of `orch help` into the wheel, by `pyproject.toml`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from setuptools.command.build_py import build_py
 
 PLACE = "torchx_plugins/schedulers/orch.py"
+PAGES = "orchestrator/pages"
 
 
 class BuildWithTorchX(build_py):
@@ -19,3 +20,7 @@ class BuildWithTorchX(build_py):
             place = Path(self.build_lib, PLACE)
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(Path(__file__).with_name("torchx_namespace.py"), place)
+            pages = Path(self.build_lib, PAGES)
+            pages.mkdir(exist_ok=True)
+            for page in Path("docs").glob("*.md"):
+                shutil.copy(page, pages)

@@ -160,7 +160,7 @@ def refuse_without_trainer(job: ParsedJob) -> None:
     if not job.request.trains and not _has_trainer(job.blob):
         raise UsageError(
             f"{job.request.name} does not import trainer, so its loop cannot be measured or predicted",
-            "let it take part by `trainer.join` (docs/scripts.md), or name an experiment with --exp",
+            "let it take part by `trainer.join` (`orch help scripts`), or name an experiment with --exp",
         )
 
 

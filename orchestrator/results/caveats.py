@@ -92,7 +92,8 @@ def warnings(plan: LaunchPlan, events: Events, figures: Figures, nodes: tuple[No
     if _trained_apart(events):
         yield (
             "Each rank trained by itself, as far as can be seen: by its first step no rank had created a process group "
-            "of torch. A framework that is not set up for several hosts does so without an error (docs/frameworks.md)."
+            "of torch. A framework that is not set up for several hosts does so without an error: "
+            "`orch help frameworks`."
         )
     if figures.reported and not figures.steps:
         yield _why_no_figures(figures)

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -121,6 +122,32 @@ def test_facts_about_torch_are_kept_until_its_packages_change(tmp_path):
     assert version() == "9.8.7"
     written = json.loads(another.read_text())
     assert (written["version"], "devices" in written) == ("9.8.7", False)
+
+
+DRIVER = """
+int cuInit(unsigned flags) { return INIT; }
+int cuDriverGetVersion(int *version) { *version = VERSION; return 0; }
+int cuDeviceGetCount(int *count) { *count = 3; return 0; }
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize(("init", "version", "devices"), [(0, 12020, 3), (0, 13000, 3), (0, 11080, 0), (999, 12020, 0)])
+def test_a_driver_that_is_new_enough_counts_the_gpus_of_a_known_torch(tmp_path, init, version, devices):
+    """Only torch can explain why it would use none of them: then it is imported. The one of this test sees none."""
+    python, memory = Path(quick_python(tmp_path / "quick")), tmp_path / "memory"
+    define = [f"-DINIT={init}", f"-DVERSION={version}"]
+    line = ["cc", "-shared", "-fPIC", *define, "-x", "c", "-", "-o", str(tmp_path / "libcuda.so.1")]
+    subprocess.run(line, input=DRIVER, text=True, check=True)
+
+    def torch():
+        here = host(python=str(python), activate=f"export LD_LIBRARY_PATH={tmp_path}")
+        return probing.look(here, (), torch=True, timeout_s=90, memory=str(memory))[0].torch
+
+    assert torch().devices == 0
+    (kept,) = memory.iterdir()
+    kept.write_text(json.dumps({**json.loads(kept.read_text()), "cuda": "12.4"}))
+    assert torch().devices == devices
 
 
 def test_an_environment_without_torch_says_so_in_one_line(monkeypatch):

@@ -1,6 +1,8 @@
 """Jobs of a person at home on a real Slurm cluster: submitted, followed, ended."""
 
+import importlib.util
 import json
+import os
 import pwd
 import re
 import time
@@ -11,6 +13,7 @@ import pytest
 
 from tests.slurm.conftest import A16, A2000, V100, Person
 from tests.support.trainer_ranks import real_mnist
+from tests.support.watching import unchanged
 
 LOGS = ("stdout.log", "stderr.log", "metrics.jsonl")
 
@@ -171,7 +174,7 @@ def test_a_host_that_loses_power_is_named_and_the_job_goes_on_without_it(person)
     """S9: within the same Slurm job, from the last checkpoint."""
     person.up({"name": "any", "ranks": 1, "slurm": {"nodelist": "v100,a2000"}})
     line = ["run", "--nodes", "2xany", "--retries", "1", "--retry-wait", "1s", "--exp", "mnist_lenet"]
-    line += ["--set", "data=synthetic", "--set", "steps=3000", "--set", "eval_every=0", "--set", "checkpoint_every=50"]
+    line += ["--set", "data=synthetic", "--set", "steps=500", "--set", "eval_every=0", "--set", "checkpoint_every=50"]
     follows = person.begun(*line)
     person.until(lambda: any(_checkpoints(person, job["id"]) for job in person.jobs() if job["state"] == "running"))
     try:
@@ -206,6 +209,44 @@ def test_two_people_on_one_host_see_only_their_own(person, tmp_path_factory):
     outs = [run.communicate(timeout=200)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0], outs
     assert {out.partition("GPU ")[2][0] for out in outs} == {"0", "1"}
+
+
+FRAMEWORKS = os.environ.get("ORCH_TEST_FRAMEWORKS", "")
+"""A folder into which `pip install --no-deps --target FOLDER` has put Lightning, Accelerate and the rest."""
+
+
+@pytest.mark.parametrize(("name", "package"), [("light", "lightning"), ("accel", "accelerate")])
+def test_unchanged_scripts_of_frameworks_train_over_unequal_hosts(person, name, package):
+    """S12: they read torchrun's variables, and see none of a Slurm step, which would win over them."""
+    if not (Path(FRAMEWORKS, package).is_dir() if FRAMEWORKS else importlib.util.find_spec(package)):
+        pytest.skip(f"needs {package}: pip install -e '.[frameworks]', or ORCH_TEST_FRAMEWORKS=FOLDER")
+    person.up(V100, A2000)
+    (person.folder / "train.py").write_text(unchanged(name))
+    out = person("run", *(["--env", f"PYTHONPATH={FRAMEWORKS}"] if FRAMEWORKS else []), "train.py")
+    assert out.count("ranks 2") == 2, out
+    assert len(set(re.findall(r"weights (\S+)", out))) == 1
+
+
+SLEEPS = """import os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+print("met", flush=True)
+if os.environ["RANK"] == "1":
+    time.sleep(600)
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_why_names_the_rank_that_sleeps_and_the_one_that_waits_for_it(person):
+    """S12."""
+    person.up(V100, A2000)
+    (person.folder / "train.py").write_text(SLEEPS)
+    person("run", "--detach", "train.py")
+    person.until(lambda: person.printed("met"))
+    person.until(lambda: "sleep" in person("why", code=None))
+    out = person("why", code=None)
+    assert "train.py:5" in out
+    assert "a2000" in out
+    print(out)
 
 
 EPOCH = ["run", "--exp", "mnist_lenet", "--set", "epochs=1", "--set", "batch=64"]

@@ -92,7 +92,7 @@ def package(device: torch.device, *, between_hosts: bool = False) -> Any:
         found = (str(error).splitlines() or [""])[0][:200]
         raise TrainError(
             f"strategy horovod: the package horovod cannot be imported ({found}): build it for torch "
-            f"{torch.__version__} (docs/frameworks.md, Horovod), or use strategy=ddp"
+            f"{torch.__version__} (`orch help frameworks`, Horovod), or use strategy=ddp"
         ) from error
     if not hasattr(hvd, "init") or not hvd.gloo_built():
         raise TrainError(
@@ -107,7 +107,7 @@ def package(device: torch.device, *, between_hosts: bool = False) -> Any:
     if between_hosts and not heeds_interface():
         raise TrainError(
             "strategy horovod: this build of horovod listens where a host's own name leads, whatever the training "
-            "address: build it by deploy/build_horovod.sh (docs/frameworks.md, Horovod), or use strategy=ddp"
+            "address: build it as `orch help frameworks` describes, or use strategy=ddp"
         )
     return hvd
 

@@ -208,7 +208,7 @@ def _mistakes(file: str, hosts: Sequence[ImportedHost], cluster: str) -> Sequenc
 # Template for `orch init` without another source of hosts. Pure.
 
 _TEXT = """\
-# A cluster for `orch up {file}`. Fill in your hosts; every key: docs/reference/inventory.md.
+# A cluster for `orch up {file}`. Fill in your hosts; `orch help hosts` has the keys.
 cluster: {cluster}
 
 # Defaults of all hosts; a host's own values replace them.
