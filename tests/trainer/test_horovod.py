@@ -91,7 +91,7 @@ def test_without_the_package_every_rank_says_in_one_line_where_and_what_to_try(t
     assert [rank.returncode for rank in ranks] == [1, 1]
     (line,) = set("".join(said).splitlines())
     assert line.startswith("error: node0: strategy horovod: the package horovod cannot be imported (No module named ")
-    assert line.endswith("(docs/frameworks.md, Horovod), or use strategy=ddp")
+    assert line.endswith("(`orch help frameworks`, Horovod), or use strategy=ddp")
 
 
 def test_a_package_that_cannot_be_loaded_is_named_with_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
