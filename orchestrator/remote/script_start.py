@@ -34,15 +34,16 @@ class OnTorch:
     ) -> ModuleSpec | None:
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
-        forget()
-        found = (finder.find_spec(name, path, target) for finder in sys.meta_path)
+        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         spec = next((spec for spec in found if spec), None)
         loader: Any = spec and spec.loader
         if hasattr(loader, "exec_module") and hasattr(loader, "__dict__"):
             load = loader.exec_module
 
-            def load_and_watch(module: ModuleType) -> None:
+            def load_and_watch(module: ModuleType) -> None:  # a script may look for torch without importing it
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                forget()
                 del loader.exec_module
                 load(module)
                 watch(module)

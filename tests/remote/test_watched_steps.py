@@ -13,7 +13,7 @@ import pytest
 from orchestrator import remote
 from orchestrator.remote.layout import JobFolder
 from orchestrator.remote.rank import watched
-from orchestrator.remote.script_start import WATCH
+from orchestrator.remote.script_start import ANY, WATCH
 from tests.support.local_job import gang
 from tests.support.quick_python import quick_python
 from tests.support.watching import Measured, by_hand, events_in, unchanged
@@ -101,9 +101,10 @@ def start(
     *words: str,
     switch: str = "on",
     flags: Sequence[str] = (),
+    program: Sequence[str] = (),
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """A script of one process, as the wrapper would start it."""
+    """A script of one process, as the wrapper would start it. program: in its place."""
     job = JobFolder(tmp_path / "job")
     job.bin.mkdir(parents=True, exist_ok=True)
     if not (job.bin / "orch_remote").exists():
@@ -111,8 +112,8 @@ def start(
     (tmp_path / "script.py").write_text(text)
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment = {**plain, "ORCH_METRICS": str(tmp_path / "metrics.jsonl"), **variables}
-    environment |= watched(job, environment) if switch == "on" else {}
-    command = [python, *flags, "script.py", *words]
+    environment |= watched(job, environment, watch=ANY if program else "") if switch == "on" else {}
+    command = [*program] or [python, *flags, "script.py", *words]
     return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
 
 
@@ -346,6 +347,24 @@ def test_only_a_child_of_the_wrapper_is_watched(warm, tmp_path):
     done = start(warm, tmp_path, "import subprocess, sys; subprocess.run([sys.executable, 'inner.py'])", flags=("-E",))
     assert (done.stdout, done.stderr) == ("None\n", "")
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+PROGRAMS = {
+    "two in a row": "$PYTHON prepares.py && $PYTHON script.py",
+    "in its place": "exec $PYTHON script.py",
+    "by a Python without torch": "$PYTHON -c 'import subprocess, sys; subprocess.run([sys.executable, \"script.py\"])'",
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_python_with_torch_in_a_program_is_measured_and_finds_no_trace(tmp_path, name):
+    (tmp_path / "prepares.py").write_text("import torch\nprint('prepared')\n")
+    says = "import importlib.util; importlib.util.find_spec('torch')\n" + LOOP
+    says += "train(3); print(*(os.environ.get(n) for n in ('PYTHONPATH', 'ORCH_STEP_METRICS', 'ORCH_STACKS')))"
+    shell = ("sh", "-c", PROGRAMS[name])
+    done = start(sys.executable, tmp_path, says, program=shell, PYTHON=sys.executable)
+    assert (done.stderr, done.stdout.splitlines()[-1]) == ("", "None None None")
+    assert [event["event"] for event in events_in(tmp_path)] == ["start", *["step"] * 3, "end"]
 
 
 def test_the_optimiser_that_goes_on_alone_counts_the_steps(warm, tmp_path):
