@@ -228,6 +228,8 @@ def _run(controller: Controller, made: _Made, as_json: bool) -> None:
         except KeyboardInterrupt:
             console.say(f"\nLeft; jobs that run go on.\nContinue: orch sweep --continue {record.id}")
             raise
+    for left in run.left:
+        console.warn(f"{left} may still run on its host, which gives no answer: `orch cancel --job {left}`")
     if as_json:
         console.print_json(sweep_table.sweep_json(record))
     else:

@@ -37,7 +37,7 @@ from orchestrator.transport.fanout import errors
 LOST_S = 20.0
 """After this time without an answer of a host, its job is given to another."""
 FIRST_S, AGAIN_S = 2.0, 30.0
-"""Before the first, and between later looks at a host that could not run a job."""
+"""Before a look at a host that could not run a job; doubles with each refusal in a row."""
 PLAN_S = 5.0
 """Between two plans while a slot is idle and jobs wait."""
 OVERDUE = 0.25
@@ -107,6 +107,13 @@ class SweepRun:
         self._found: dict[str, Trial] = {}
         """By slot: a job of an earlier controller, to be followed first."""
         self._collects: dict[int, int] = {}
+        self._refusals: dict[str, int] = {}
+        """By slot: starts since the last that succeeded."""
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """Jobs that may still run on hosts that give no answer."""
+        return tuple(job for jobs in self._left.values() for job in jobs)
 
     # ---- the main thread ------------------------------------------------------------------------------------------
 
@@ -260,7 +267,9 @@ class SweepRun:
         plan = controller.choice.plan(slot.cluster, request, asked.code, slot.nodes)
         for note in plan.notes:
             self._say(note)
-        return controller.launch(plan, asked.blob)
+        job = controller.launch(plan, asked.blob)
+        self._refusals.pop(slot.name, None)
+        return job
 
     def _follow(self, job: RunningJob, running: _Running) -> bool:
         """Until its end, or ours. Returns whether its hosts give no answer."""
@@ -306,7 +315,8 @@ class SweepRun:
             self._away[slot.name] = why
             self._change(trial, state="waiting", job=None, slot=None, **update)
         self._say(f"{slot.name} is left out for now: {why}")
-        wait_s = FIRST_S
+        wait_s = min(AGAIN_S, FIRST_S * 2 ** self._refusals.get(slot.name, 0))
+        self._refusals[slot.name] = self._refusals.get(slot.name, 0) + 1
         while self._rests(wait_s):
             wait_s, nodes = AGAIN_S, [node for node in slot.cluster.nodes if node.name in slot.nodes]
             if not errors(controller.connections.open(nodes)):

@@ -22,7 +22,6 @@ from orchestrator.sweeps.estimates import Estimates
 from orchestrator.sweeps.sweep_record import Trial
 from orchestrator.sweeps.sweep_spec import SweepSpec
 from orchestrator.units import counted, some
-from trainer.shared.experiments import DATA_SETS
 
 _OF_LENGTH = frozenset({"steps", "epochs", "samples", "seed", "lr", "momentum", "weight_decay"})
 """Settings that do not change a host's samples/s."""
@@ -153,14 +152,13 @@ def _work(job: ParsedJob, trial: Trial, key: str | None) -> float:
 
 
 def _samples(job: ParsedJob) -> float | None:
-    """Samples in the whole run; None if unknown."""
+    """Samples in the whole run, for a folder of images those of the experiment's own data; None for a script."""
     settings = job.request.training if job.request.trains else None
     if settings is None:
         return None
-    data = DATA_SETS.get(settings.data)
-    limits = [float(settings.steps * settings.batch)] if settings.steps else []
-    limits += [float(settings.epochs * data.train_samples)] if data else []
-    return min(limits, default=None)
+    there = settings.data_set.train_samples
+    whole = settings.epochs * min(settings.samples or there, there)
+    return float(min(whole, settings.steps * settings.batch) if settings.steps else whole)
 
 
 def _shape(job: ParsedJob) -> tuple[Any, ...]:

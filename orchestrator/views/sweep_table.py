@@ -111,7 +111,11 @@ def print_packing(record: SweepRecord, placed: Sequence[Placed], notes: Iterable
     ]
     console.print_table(("", *names, "on", "from", "to"), rows, right_from=2 + len(names))
     slots = len({each.slot for each in placed})
-    ends = f", over after {clock(makespan_s(placed))}" if in_seconds else "; the jobs' lengths are not known yet"
+    ends = (
+        f", over after {clock(makespan_s(placed))}"
+        if in_seconds
+        else "; no speed is known yet (`orch profile` measures it), so lengths are relative"
+    )
     console.put(f"{counted(len(placed), 'job')} on {counted(slots, 'slot')}{ends}")
 
 
