@@ -152,7 +152,7 @@ def _work(job: ParsedJob, trial: Trial, key: str | None) -> float:
 
 
 def _samples(job: ParsedJob) -> float | None:
-    """Samples in the whole run, for a folder of images those of the experiment's own data; None for a script."""
+    """Samples in the whole run; None for a script. A folder of images counts as the experiment's own data set."""
     settings = job.request.training if job.request.trains else None
     if settings is None:
         return None
