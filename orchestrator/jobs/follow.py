@@ -26,6 +26,7 @@ from orchestrator.jobs.lines import Bars, LogLine, Splitter
 from orchestrator.jobs.live import LiveView, Notice, RunProgress, Silence, Standstill
 from orchestrator.jobs.stall import News, StallProbe, lost_output_words, standstill
 from orchestrator.jobs.tracebacks import Ending, Tracebacks
+from orchestrator.planning.job_spec import SILENCE_S
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost
@@ -56,7 +57,7 @@ class Follow:
         ask: Callable[[], JobRecord] | None = None,
         folds: bool = False,
     ) -> None:
-        self.liveness = HostLiveness(node.name for node in plan.nodes)
+        self.liveness = HostLiveness((node.name for node in plan.nodes), plan.asked.silence_s)
         self._tracebacks = Tracebacks(plan.job) if folds else None
         self._record: JobRecord | None = None
         """The ended job's, until an Ending was yielded."""
@@ -205,18 +206,17 @@ def since_s(plan: LaunchPlan) -> float:
 # The hosts' last records while a job is followed. Pure.
 #
 # A host that loses power sends nothing more, and its last record claims for ever that the supervisor is alive. So a
-# record of a living supervisor expires SILENT_S after the last sign of its host; a record of an end stays.
+# record of a living supervisor expires `--silence` and BEYOND_S after the last sign of its host; that of an end stays.
 
-SILENT_S = 30.0
-"""Longer than LEASE_S of `remote/membership.py`: by then the other hosts have noticed, unless only our connection
-broke.
-"""
+BEYOND_S = 10.0
+"""Later than `--silence`: by then the other hosts have noticed, unless only our connection broke."""
 
 
 class HostLiveness:
     """records: each host's last, whatever its age."""
 
-    def __init__(self, expected: Iterable[str] = ()) -> None:
+    def __init__(self, expected: Iterable[str] = (), silence_s: float = SILENCE_S) -> None:
+        self._silent_s = silence_s + BEYOND_S
         self.records: dict[str, Mapping[str, Any]] = {}
         self._open = {*expected}
         """Hosts that have not sent all."""
@@ -259,11 +259,11 @@ class HostLiveness:
 
     def missed(self, now_s: float) -> frozenset[str]:
         """Hosts whose record of a living supervisor has expired."""
-        silent = {name for name, since_s in self._silent_since_s.items() if now_s - since_s > SILENT_S}
+        silent = {name for name, since_s in self._silent_since_s.items() if now_s - since_s > self._silent_s}
         return frozenset(name for name in silent if self.records.get(name, {}).get("alive"))
 
     def found(self, now_s: float) -> dict[str, Mapping[str, Any] | HostError]:
-        words = f"no answer for {SILENT_S:.0f} s"
+        words = f"no answer for {self._silent_s:.0f} s"
         alive = {name for name, record in self.records.items() if record.get("alive")}
         refused = {name: error for name, error in self._refused.items() if name in alive or name not in self.records}
         return {**self.records, **refused, **{name: ConnectError(name, words) for name in self.missed(now_s)}}

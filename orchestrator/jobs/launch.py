@@ -176,6 +176,7 @@ def node_request(plan: LaunchPlan, node: NodePlan, token: str, needed_bytes: int
         "gpu_uuids": node.gpu_uuids,
         "share_gpus": plan.share_gpus,
         "grace_s": plan.grace_s,
+        "silence_s": plan.asked.silence_s,
         "time_limit_s": plan.time_limit_s,
         "prepare": node.prepare,
         "after": [one.job for one in attempt.earlier] if attempt else [],

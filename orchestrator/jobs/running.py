@@ -153,7 +153,7 @@ class RunningJob:
         """Feeds the gauge until the job has ended; yields it after each frame, at least once a second. Logs are not
         transferred.
         """
-        liveness, probe = HostLiveness(), StallProbe(self.ask_why)
+        liveness, probe = HostLiveness(silence_s=self.plan.asked.silence_s), StallProbe(self.ask_why)
         for name, error in self.reach().items():
             gauge.take(name, error, time.monotonic())
         reopen = self._connections.reopen

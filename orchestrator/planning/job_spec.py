@@ -39,6 +39,8 @@ class Option:
 
 
 FORM = "MIN:MAX or N, numbers of hosts, 1 <= MIN <= MAX"
+SILENCE_S = 20.0
+"""As LEASE_S of `remote/membership.py`: TCP's own pauses can take ten seconds."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ def _unique(values: list[str]) -> list[str]:
 
 
 Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, allow_inf_nan=False)]
+Silence = Annotated[float, BeforeValidator(_seconds), Field(ge=SILENCE_S, le=3600.0, allow_inf_nan=False)]
 Count = Annotated[int | None, Field(ge=1)]
 Text = Annotated[str, BeforeValidator(_text)]
 Named = Annotated[str, AfterValidator(_named)]
@@ -243,6 +246,10 @@ class JobSpec(Written):
         "How long ranks have after the first signal (SIGTERM if the script handles it, else SIGINT) before SIGTERM, "
         "and after that before SIGKILL.",
         on_page=True,
+    )
+    silence_s: Silence = option(
+        SILENCE_S,
+        "How long a host may send nothing, or stand still, before the job counts it as lost: 60s for hosts that stall.",
     )
     retries: Count = option(
         None,

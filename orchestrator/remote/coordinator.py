@@ -16,7 +16,7 @@ from typing import Any, cast
 from . import attempts, membership, verdict
 from .host_state import HostState
 from .link import Link, Listener, asyncio, greet_member
-from .membership import LEASE_S, QUIET_S, Peers
+from .membership import QUIET_S, Peers
 from .messages import Earlier, Failure, Order, Status, failure
 from .ports import Rendezvous
 from .programs import KILL_S, until
@@ -51,7 +51,7 @@ class Coordinator:
         self._node, self._state, self._peers = node, state, peers
         self._takes_part, self._obey = takes_part, obey
         members = {name for name in node["members"] if name != node["name"]}
-        self._hub = Hub(members, token, lambda: self.order, self.decide)
+        self._hub = Hub(members, token, lambda: self.order, self.decide, node["silence_s"])
         self._arrivals: dict[tuple[str, str, int | None], int] = {}
         self._earlier = earlier
         self._turn = Turn() if node.get("queue") else None
@@ -160,7 +160,8 @@ class Coordinator:
     def _lost(self) -> dict[str, str]:
         if not self._hub.lost or not self._hub.is_cut_off:
             return self._hub.lost
-        why = f"no word from any other host for {LEASE_S:.0f} s: this host was cut off, or all of them went down"
+        silence_s = self._node["silence_s"]
+        why = f"no word from any other host for {silence_s:.0f} s: this host was cut off, or all of them went down"
         return dict.fromkeys((self._node["name"], *self._node["members"]), why)
 
     # ---- where the ranks meet ---------------------------------------------------------------------------------
@@ -200,8 +201,14 @@ class Hub:
     """
 
     def __init__(
-        self, members: set[str], token: bytes, order: Callable[[], Order], changed: Callable[[], None]
+        self,
+        members: set[str],
+        token: bytes,
+        order: Callable[[], Order],
+        changed: Callable[[], None],
+        silence_s: float | None = None,
     ) -> None:
+        self._silence_s = silence_s or membership.LEASE_S
         self.statuses: dict[str, Status] = {}
         self.lost: dict[str, str] = {}
         self.addresses: dict[str, str] = {}  # each member's latest address
@@ -235,7 +242,7 @@ class Hub:
 
     @property
     def _lease_s(self) -> float:
-        return membership.lease_s(self._order())
+        return membership.lease_s(self._order(), self._silence_s)
 
     @property
     def connected(self) -> int:
@@ -244,7 +251,7 @@ class Hub:
     @property
     def is_cut_off(self) -> bool:
         # All of several hosts fell silent at once: it is more likely that this host is unreachable.
-        since = asyncio.get_running_loop().time() - (membership.LEASE_S - 2 * membership.BEAT_S)
+        since = asyncio.get_running_loop().time() - (self._silence_s - 2 * membership.BEAT_S)
         return len(self._members) > 1 and all(self._received_at.get(node, since + 1) < since for node in self._members)
 
     def close(self) -> None:

@@ -17,6 +17,8 @@ from .link import Link, Listener, asyncio, greet_member, join_hub
 from .mesh import Place, Trouble
 from .messages import Order, Status
 
+LEASE_S = 20.0  # default: after this long without a message, in either direction, the other side counts as gone
+
 
 class Membership:
     """Stays connected to the hub, passes each new order to `obey`, and calls `gone` when the hub is gone."""
@@ -29,13 +31,15 @@ class Membership:
         status: Callable[[], Status],
         obey: Callable[[Order], None],
         gone: Callable[[str], None],
+        silence_s: float | None = None,
     ) -> None:
         self._hub, self._node, self._token = hub, node, token
         self._status, self._obey, self._gone = status, obey, gone
         self._link: Link | None = None
         self._silent: Link | None = None
         self._closed = self._heard = False
-        self._deadline, self._lease_s = 0.0, LEASE_S
+        self._silence_s = self._lease_s = silence_s or LEASE_S
+        self._deadline = 0.0
 
     def announce(self) -> None:
         if self._link:
@@ -88,7 +92,7 @@ class Membership:
         try:
             while not self._closed:
                 order = cast(Order, await link.receive(QUIET_S))
-                self._lease_s = lease_s(order)
+                self._lease_s = lease_s(order, self._silence_s)
                 self._heard, self._deadline = True, asyncio.get_running_loop().time() + self._lease_s
                 self._hang_up(self._silent)
                 self._silent = None
@@ -113,19 +117,18 @@ class Membership:
             link.close()
 
 
-# The lease is mutual: a member without messages for LEASE_S ends its ranks, and a member that was itself frozen for
-# that long (`Pulse`) ignores later messages, since the others have gone on without it.
+# The lease (`--silence`) is mutual: a member without messages for that time ends its ranks, and a member that was
+# itself frozen as long (`Pulse`) ignores later messages, since the others have gone on without it.
 
 BEAT_S = 2.0
-LEASE_S = 20.0  # after this long without a message, in either direction, the other side counts as gone
 QUEUED_LEASE_S = 300.0  # nothing is lost if a job that waits for its GPUs waits for a host, too
 QUIET_S = 6.0
 """Silence after which a member opens a second connection: TCP's pauses may outlast the lease after a cut of 10 s."""
 BROKEN_S = 5.0  # the lease after a closed or refused connection: a live peer is back at once
 
 
-def lease_s(order: Order) -> float:
-    return QUEUED_LEASE_S if order["do"] == "queue" else LEASE_S
+def lease_s(order: Order, silence_s: float) -> float:
+    return max(QUEUED_LEASE_S, silence_s) if order["do"] == "queue" else silence_s
 
 
 class Pulse:
@@ -177,9 +180,10 @@ class Unreached(Exception):
 
 
 class Peers:
-    """name: this host's. changed: called when a host is added to or removed from `cut`."""
+    """name: this host's. changed: called when a host is added to or removed from `cut`. lease_s: the hub's."""
 
-    def __init__(self, name: str, token: bytes, changed: Callable[[], None]) -> None:
+    def __init__(self, name: str, token: bytes, changed: Callable[[], None], lease_s: float | None = None) -> None:
+        self._cut_s = CUT_S * (lease_s / LEASE_S if lease_s else 1.0)
         self.cut: dict[str, str] = {}
         self.places: dict[str, Place] = {}
         self._name, self._token, self._changed = name, token, changed
@@ -245,7 +249,7 @@ class Peers:
         known()
         with contextlib.suppress(OSError, ValueError, KeyError, asyncio.TimeoutError):  # it left, or its link failed
             while True:
-                question = await link.receive(2 * CUT_S)
+                question = await link.receive(2 * self._cut_s)
                 mesh.answer(link, question)
 
     def _key(self, listener: str) -> bytes:
@@ -319,7 +323,7 @@ class Peers:
             self._changed()
 
     def _missed(self, name: str, trouble: Trouble) -> None:
-        if trouble.is_cut and name not in self.cut and _now_s() - self._received_at[name] > CUT_S:
+        if trouble.is_cut and name not in self.cut and _now_s() - self._received_at[name] > self._cut_s:
             self.cut[name] = str(trouble)
             self._changed()
 

@@ -24,7 +24,7 @@ from .coordinator import JOIN_S, REPORT_S, Coordinator, ladder_s
 from .host_state import HostState
 from .layout import JobFolder, write_final_record, write_record
 from .link import asyncio
-from .membership import LEASE_S, Membership, Peers, Pulse, Unreached
+from .membership import Membership, Peers, Pulse, Unreached
 from .mesh import Place
 from .messages import BEFORE_JOINING, AgentRecord, Earlier, Failure, FinalState, Order, Process, failure, finish
 from .processes import identify
@@ -58,7 +58,7 @@ class Supervisor:
         self._earlier: list[Earlier] = before.get("earlier", [])
         self._token = token = attempts.token_of(bytes.fromhex(node["token"]), len(self._earlier) + 1)
         self._job, self._node, self._doors = job, node, doors
-        self._peers = Peers(node["name"], token, self._changed)
+        self._peers = Peers(node["name"], token, self._changed, node["silence_s"])
         self.state = HostState(job, node, self._peers.cut, self._changed)
         self._record = RecordWriter(job, node["name"], before)
         self._fifo = ControlFifo(job, self._received)
@@ -117,13 +117,21 @@ class Supervisor:
         self._record.record.setdefault("go", time.time())
         self._record.record["joins"] = int(go["hub_port"])
         self._peers.places = {name: Place(*place) for name, place in self._job.read_peers().items()}
-        join_s = JOIN_S + (LEASE_S + ladder_s(self._node) if self._earlier else 0.0)  # a host may notice late
+        join_s = JOIN_S + (
+            self._node["silence_s"] + ladder_s(self._node) if self._earlier else 0.0
+        )  # a host may notice late
         if self._coordinator:
             self._coordinator.open(join_s)
         else:
             hub = (self._node["master_address"], go["hub_port"])
             self._membership = Membership(
-                hub, self._node["name"], self._token, self.state.status, self._obey, self._hub_gone
+                hub,
+                self._node["name"],
+                self._token,
+                self.state.status,
+                self._obey,
+                self._hub_gone,
+                self._node["silence_s"],
             )
             self._tasks.spawn(self._membership.stay(join_s))
         for work in (self._watch_folder(), self._watch_ranks(), self._pulse.beat(), self._begin()):
@@ -288,7 +296,11 @@ class Supervisor:
 
     def _is_left_behind(self) -> bool:
         # We were frozen until our lease was over: the others ended without us, and so do we.
-        if self._pulse.longest_s < LEASE_S or len(self._node["members"]) == 1 or self.state.phase == "queued":
+        if (
+            self._pulse.longest_s < self._node["silence_s"]
+            or len(self._node["members"]) == 1
+            or self.state.phase == "queued"
+        ):
             return False
         why = f"stood still for {self._pulse.longest_s:.0f} s (stopped, starved or asleep), and its lease is over"
         self._give_up(failure("lost", self._node["name"], why))

@@ -29,9 +29,7 @@ from orchestrator.units import counted, format_duration, some
 LONGEST_WAIT_S = 360.0
 ENDED_S = 60.0
 """After twice the grace period."""
-# From `remote/membership.py`: a host without contact to the others ends its ranks after this time.
-LEASE_S = 20.0
-# Besides twice the grace period, for the end of its ranks (`remote/coordinator.py`).
+# Besides `--silence` and twice the grace period, for the end of a lost host's ranks (`remote/coordinator.py`).
 LADDER_S = 12.0
 LOOK_S = 1.0
 _NOT_AGAIN = {
@@ -113,7 +111,7 @@ class Retries:
         """Waits until no host that answers holds anything of the job, and others have had the time to end by
         themselves. Raises OrchError if something remains.
         """
-        ladder_s = 2 * job.plan.grace_s
+        ladder_s, silence_s = 2 * job.plan.grace_s, job.plan.asked.silence_s
         is_reported = False
         while True:
             away = job.reach()
@@ -121,7 +119,7 @@ class Retries:
             away |= errors_by_node(found)
             there = [name for name, record in values(found).items() if _is_there(record)]
             now_s = time.monotonic()
-            if not there and (not away or now_s > ended_s + LEASE_S + LADDER_S + ladder_s):
+            if not there and (not away or now_s > ended_s + silence_s + LADDER_S + ladder_s):
                 self._lost |= {} if rejoin else dict.fromkeys(away, job.id)
                 return
             if there and now_s > ended_s + ENDED_S + ladder_s:
@@ -132,7 +130,7 @@ class Retries:
             if there:
                 launch.cancel(job.plan, job.hosts)
             elif not is_reported:
-                waits = format_duration(ended_s + LEASE_S + LADDER_S + ladder_s - now_s)
+                waits = format_duration(ended_s + silence_s + LADDER_S + ladder_s - now_s)
                 self._say(f"{some(list(away), 6)}: no answer; at most {waits} until its ranks have ended by themselves")
                 is_reported = True
             time.sleep(LOOK_S)

@@ -2,11 +2,13 @@
 
 from orchestrator.errors import ConnectError, HostError
 from orchestrator.jobs import Agent, Beat, HostLiveness, combine
-from orchestrator.jobs.follow import SILENT_S
+from orchestrator.jobs.follow import BEYOND_S
+from orchestrator.planning.job_spec import SILENCE_S
 from tests.support.job_states import GONE, PLAN, alive, known, over
 
 BROKE = ConnectError("a", "the SSH connection broke")
 NO_WORD = over("failed", first_failure={"node": "a", "kind": "lost", "reason": "no word from the master for 20 s"})
+SILENT_S = SILENCE_S + BEYOND_S
 LATE_S = 2 * SILENT_S
 
 
@@ -47,6 +49,13 @@ def test_a_controller_that_hears_no_host_at_all_does_not_know_the_job_to_have_en
     liveness = heard_after(*RUNNING, *((1.0, name, BROKE) for name in "abc"))
     assert liveness.missed(100.0) == frozenset("abc")
     assert state(liveness, 100.0) == "running"
+
+
+def test_a_job_that_bears_longer_silence_misses_a_host_later():
+    liveness = HostLiveness("abc", silence_s=60.0)
+    for at_s, name, item in [*((at_s, name, Agent(item)) for at_s, name, item in RUNNING), (20.0, "a", BROKE)]:
+        liveness.take(name, item, at_s)
+    assert (liveness.missed(89.0), liveness.missed(91.0)) == (frozenset(), {"a"})
 
 
 def test_a_host_that_is_heard_again_counts_again():

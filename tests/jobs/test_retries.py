@@ -18,6 +18,7 @@ from orchestrator.errors import ConnectError, HostError, OrchError, RefusedError
 from orchestrator.jobs import FirstFailure, launch
 from orchestrator.paths import Home
 from orchestrator.planning import Attempt, Earlier, HostRange, JobSpec, LaunchPlan, ParsedJob, RunRequest, parse_job
+from orchestrator.planning.job_spec import SILENCE_S
 from orchestrator.remote import coordinator, membership
 from orchestrator.starting import Asked, Retries, retries
 from tests.support.forks import Forked
@@ -221,7 +222,7 @@ ENDED = {"a": over("failed"), "b": over("failed"), "c": over("failed")}
 
 def test_the_constants_are_those_of_the_supervisors() -> None:
     ladder_s = coordinator.REPORT_S + 2 * coordinator.KILL_S
-    assert (membership.LEASE_S, ladder_s) == (retries.LEASE_S, retries.LADDER_S)
+    assert (membership.LEASE_S, ladder_s) == (SILENCE_S, retries.LADDER_S)
 
 
 def test_where_all_hosts_answer_the_next_attempt_waits_for_its_pause_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +238,7 @@ def test_a_host_that_gives_no_answer_has_the_time_in_which_it_ends_its_ranks_its
 ) -> None:
     bench = Bench(monkeypatch, lambda _: {**ENDED, "b": None})
     bench.retries.after(bench.job)
-    assert bench.now_s > retries.LEASE_S + retries.LADDER_S + 2 * PLAN.grace_s > 30
+    assert bench.now_s > SILENCE_S + retries.LADDER_S + 2 * PLAN.grace_s > 30
     assert [request.command for request in bench.started] == [("c",)]  # neither is to be counted on
     assert any("b: no answer; at most" in line for line in bench.said)
 

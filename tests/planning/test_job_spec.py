@@ -53,6 +53,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "env_files": st.lists(NAME.map(lambda name: f"{name}.env"), min_size=1, max_size=2),
     "nodes": st.lists(NAME | st.just("gpu[01-16]"), min_size=1, max_size=3),
     "hosts": st.sampled_from(["1:2", "3"]),
+    "silence_s": st.sampled_from([20.0, 60.0, 3600.0]),
 }
 """Values are written by hand for kinds with a grammar of their own, and derived for the others."""
 OF_SCRIPT = {"keep", "folder", "batch", "pass_local_rank", "no_metrics", "resume"}

@@ -285,6 +285,17 @@ async def test_a_member_cut_off_for_good_is_lost_on_both_sides_when_the_lease_is
 
 
 @on_a_hub
+async def test_a_member_that_bears_longer_silence_stays(wired):
+    async with Cable(wired.port) as cable:
+        member = Member(wired, cable.port, silence_s=100.0)
+        await wired.until(lambda hub: "b" in hub.statuses)
+        cable.swallow(for_good=True)
+        await wired.until(lambda hub: "b" in hub.lost)  # by the hub's own lease
+        assert not member.task.done()
+        await member.leave()
+
+
+@on_a_hub
 async def test_a_hub_that_refuses_connections_is_gone_before_the_lease_is_over(wired):
     membership.LEASE_S = 100.0  # only the refusal is left to show it; the fixture puts it back
     member = Member(wired)
@@ -370,10 +381,11 @@ class Cable:
 
 
 class Member:
-    def __init__(self, wired, port=None):
+    def __init__(self, wired, port=None, silence_s=None):
         self.gone = []
         place = ("127.0.0.1", port or wired.port)
-        self.it = Membership(place, "b", TOKEN, lambda: {"phase": "running"}, lambda order: None, self.gone.append)
+        status, obey = lambda: {"phase": "running"}, lambda order: None
+        self.it = Membership(place, "b", TOKEN, status, obey, self.gone.append, silence_s)
         self.task = asyncio.create_task(self.it.stay(SOON_S))
 
     async def leave(self):
