@@ -13,6 +13,8 @@ from orchestrator.units import counted, format_bytes, format_percent, one_line, 
 from orchestrator.views import console
 
 FILES_SHOWN = 40
+OWN_ENV = {"CUDA_VISIBLE_DEVICES"}
+"""Variables that differ on each host."""
 
 
 def print_plan(plan: LaunchPlan, files: Sequence[str] = ()) -> None:
@@ -32,15 +34,21 @@ def print_plan(plan: LaunchPlan, files: Sequence[str] = ()) -> None:
     commit = f", {plan.code.commit.words}" if plan.code.commit else ""
     size = f"{counted(plan.code.files, 'file')}, {format_bytes(plan.code.size_bytes)}"
     console.put(f"ships {size}, from {plan.code.source} (sha256 {plan.code.sha256[:12]}){commit}")
-    _print_files(files)
+    if plan.kind == "experiment":
+        console.put("  orch's own trainer (`--json` names its files)")
+    else:
+        _print_files(files)
     for name, why in plan.code.unsent[:FILES_SHOWN]:
         console.put(f"  not shipped: {one_line(name)} ({why})")
     if more := plan.code.unsent[FILES_SHOWN:]:
         console.put(f"  and {len(more)} more that are not shipped (`--json` names a hundred)")
     for setting in plan.nccl:
         console.put(f"sets {setting.words}")
+    groups = dict[tuple[str, ...], list[NodePlan]]()
     for node in plan.nodes:
-        _print_node(plan, node)
+        groups.setdefault(_details(plan, node, "N"), []).append(node)
+    for nodes in groups.values():
+        _print_nodes(plan, nodes)
     if plan.prediction:
         console.put(f"\n{plan.prediction.words}")
     warn_notes(plan)
@@ -54,22 +62,39 @@ def _print_files(files: Sequence[str]) -> None:
         console.put(f"  and {len(files) - FILES_SHOWN} more (`--json` names all)")
 
 
-def _print_node(plan: LaunchPlan, node: NodePlan) -> None:
-    last = node.first_rank + node.ranks - 1
-    ranks = f"rank {last}" if node.ranks == 1 else f"ranks {node.first_rank}..{last}"
-    rest = f" node rank {node.node_rank}, {ranks} on {node.device}"
-    console.out.print(Text.assemble("\n", console.plain(node.name, "bold"), rest))
-    console.put(f"  address    {node.address} on {node.interface or 'an unknown interface'}")
-    if node.shares:
-        console.put(f"  batch      {_batch_words(plan, node)}")
-    console.put(f"  workdir    {node.workdir}")
-    if node.prepare:
-        console.put(f"  prepare    {node.prepare}")
+def _print_nodes(plan: LaunchPlan, nodes: Sequence[NodePlan]) -> None:
+    """nodes: differ only in name, address and numbers."""
+    console.put("")
+    for node in nodes:
+        last = node.first_rank + node.ranks - 1
+        ranks = f"rank {last}" if node.ranks == 1 else f"ranks {node.first_rank}..{last}"
+        rest = f" node rank {node.node_rank}, {ranks} on {node.device}"
+        console.out.print(Text.assemble(console.plain(node.name, "bold"), rest))
+        console.put(f"  address    {node.address} on {node.interface or 'an unknown interface'}")
+        for name in OWN_ENV & node.env.keys():
+            console.put(f"  env        {name}={node.env[name]}")
+    numbers = ",".join(str(node.node_rank) for node in nodes)
+    for line in _details(plan, nodes[0], numbers if len(nodes) == 1 else f"[{numbers}]"):
+        console.put(line)
+
+
+def _details(plan: LaunchPlan, node: NodePlan, node_rank: str) -> tuple[str, ...]:
+    """node_rank: the text that stands for it."""
     torchrun, command = plan.typed(node)
-    values = (f"{name}={value if value == MASK else shell.join([value])}" for name, value in node.env.items())
-    console.put(f"  env        {' '.join(values)}")
-    console.put(f"  torchrun   {shell.typed(torchrun)}")
-    console.put(f"  rank runs  {shell.typed(command)}")
+    words = shell.typed(torchrun).replace(f"--node-rank {node.node_rank} ", f"--node-rank {node_rank} ")
+    values = (
+        f"{name}={value if value == MASK else shell.join([value])}"
+        for name, value in node.env.items()
+        if name not in OWN_ENV
+    )
+    return (
+        *([f"  batch      {_batch_words(plan, node)}"] if node.shares else []),
+        f"  workdir    {node.workdir}",
+        *([f"  prepare    {node.prepare}"] if node.prepare else []),
+        f"  env        {' '.join(values)}",
+        f"  torchrun   {words}",
+        f"  rank runs  {shell.typed(command)}",
+    )
 
 
 def _batch_words(plan: LaunchPlan, node: NodePlan) -> str:
