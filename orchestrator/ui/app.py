@@ -11,7 +11,6 @@ import contextlib
 import json
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,12 +31,11 @@ from orchestrator.jobs.gauging import GaugedJob
 from orchestrator.jobs.job_store import ENDED, JobRecord
 from orchestrator.jobs.live_stats import JobNow
 from orchestrator.paths import Home, RunFolder
-from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.results.compare import compare
 from orchestrator.results.summary import Summary
 from orchestrator.ui import pages
 from orchestrator.ui import pages as metrics
-from orchestrator.ui.pages import ACTS, NEEDED, JobFigures, planned
+from orchestrator.ui.pages import ACTS, NEEDED, JobFigures
 from orchestrator.units import counted
 from orchestrator.views.charts import MOST_LINES
 from orchestrator.views.documents import cluster_json, top_json
@@ -105,7 +103,6 @@ class Stale(OrchError):
 class LocalSite:
     def __init__(self, home: Home, out: Path, watched: Watched) -> None:
         self._home, self._out, self._watched = home, out, watched
-        self._in_turn = InTurn(home)
 
     # ---- pages ----------------------------------------------------------------------------------------------------
 
@@ -120,10 +117,10 @@ class LocalSite:
         cluster = controller.store.cluster(name)
         listed = controller.jobs.all(cluster.name)
         queue = controller.queue.waiting(listed.records, cluster.name)
-        failed, names = [*self._in_turn.failed], controller.store.cluster_names()
+        names = controller.store.cluster_names()
         shown = [record.id for record in listed.records[: pages.MOST_JOBS]]
         collected = {job: summary for job in shown if (summary := self._summary(controller, job))}
-        return pages.cluster_page(cluster, names, listed, collected, queue, failed, root, said, error)
+        return pages.cluster_page(cluster, names, listed, collected, queue, root, said, error)
 
     def _summary(self, controller: Controller, job: str) -> Summary | None:
         """From the newest collected copy."""
@@ -210,10 +207,7 @@ class LocalSite:
         with opened(self._home) as controller:
             cluster = controller.store.cluster(form.get("cluster") or None)
             try:
-                if name == "run" and form.get("wait"):
-                    said = self._in_turn.begin(*planned(controller, cluster, form))
-                else:
-                    said = ACTS[name](controller, cluster, form)
+                said = ACTS[name](controller, cluster, form)
             except OrchError as error:
                 return HTMLResponse(self._page(controller, cluster.name, root, error=_first_of(error)), 400)
         return RedirectResponse(f"{root}?" + urlencode({"cluster": cluster.name, "said": said}), 303)
@@ -250,30 +244,6 @@ class LocalSite:
 
     def metrics(self, request: Request) -> Response:
         return Response(metrics.metrics_of(self._running(None)), media_type=metrics.CONTENT_TYPE)
-
-
-# Queued runs started on the page, each waiting in its own thread while the page is served.
-
-MOST = 8
-
-
-class InTurn:
-    def __init__(self, home: Home) -> None:
-        self._home = home
-        self.failed = deque[str](maxlen=MOST)
-
-    def begin(self, plan: LaunchPlan, blob: bytes) -> str:
-        threading.Thread(target=self._wait, args=(plan, blob), daemon=True, name=f"turn-{plan.job}").start()
-        return f"{plan.job} starts when its GPUs are free, if this page is served until then"
-
-    def _wait(self, plan: LaunchPlan, blob: bytes) -> None:
-        try:
-            with opened(self._home) as controller:
-                controller.launch_in_turn(plan, blob)
-        except OrchError as error:
-            self.failed.append(f"{plan.job} was not started: {error}")
-        except Exception as error:  # a full disk, or a bug: the page has promised a start
-            self.failed.append(f"{plan.job} was not started: {error.__class__.__name__}: {error}")
 
 
 # A job's log for a browser, followed in its own thread, which ends soon after the browser leaves. A job may print

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from orchestrator.jobs.live_stats import HostNow, JobNow
 from orchestrator.jobs.stall import standstill
 from orchestrator.planning.job_forms import run_line
 from orchestrator.planning.job_spec import FILE, OPTIONS, PAGE_FIELDS, checked, from_text, key_of
-from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.request import parse_pairs
 from orchestrator.results.summary import Summary
 from orchestrator.starting.retries import Asked
@@ -79,14 +78,11 @@ def cluster_page(
     listed: Jobs,
     collected: Mapping[str, Summary],
     queue: Waiting,
-    failed: Sequence[str],
     root: str,
     said: str = "",
     error: OrchError | None = None,
 ) -> str:
-    """names: all remembered clusters. collected: by job. failed: why queued runs did not start.
-    `said`: result of the last action. error: why it failed.
-    """
+    """names: all remembered clusters. collected: by job. `said`: result of the last action. error: why it failed."""
     document = cluster_json(cluster)
     columns = [key for key in NODE_COLUMNS if key not in NOT_SHOWN and any(node[key] for node in document["nodes"])]
     titles = [TITLES.get(key, key.capitalize()) for key in columns]
@@ -97,8 +93,7 @@ def cluster_page(
         columns=list(zip(columns, titles, strict=True)),
         waiting=waiting_json({cluster.name: queue.runs.get(cluster.name, ())}),
         lost=queue.lost,
-        own=queue.own,
-        failed=failed,
+        own=queue.own | {job.id for job in listed.records if job.state == "queued"},
         jobs=listed.records[:MOST_JOBS],
         collected=collected,
         unheard=listed.unheard,
@@ -240,21 +235,18 @@ def master(controller: Controller, cluster: Cluster, form: Form) -> str:
 
 def run(controller: Controller, cluster: Cluster, form: Form) -> str:
     plan = controller.start(_asked(controller, cluster, form)).plan
-    return "; ".join([f"started {plan.job}", *plan.notes, *(f"{one.words}: {one.command}" for one in plan.faster)])
-
-
-def planned(controller: Controller, cluster: Cluster, form: Form) -> tuple[LaunchPlan, bytes]:
-    """The plan that `run` would start, and the files to ship."""
-    asked = _asked(controller, cluster, form)
-    return controller.plan(asked), asked.job.blob
+    begins = f"{plan.job} starts when its GPUs are free" if plan.asked.waits else f"started {plan.job}"
+    return "; ".join([begins, *plan.notes, *(f"{one.words}: {one.command}" for one in plan.faster)])
 
 
 def _asked(controller: Controller, cluster: Cluster, form: Form) -> Asked:
-    """A request for an experiment, or a script of this machine with its arguments."""
+    """A request for an experiment, or a script of this machine with its arguments; its hosts wait for their GPUs."""
     command = _words(form, "script")
     values = {name: _value(name, form.get(key_of(name), "")) for name in ("exp", "settings", "nodes", *PAGE_FIELDS)}
     program = {"script": command[0], "args": command[1:] or None} if command else {}
-    return controller.read(checked({"cluster": cluster.name, **values, **program}, FILE))
+    waits = {"wait": True} if form.get("wait") else {}
+    asked = controller.read(checked({"cluster": cluster.name, **values, **program, **waits}, FILE))
+    return replace(asked, job=replace(asked.job, request=replace(asked.request, detached=True)))
 
 
 def _value(name: str, text: str) -> Any:

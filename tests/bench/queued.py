@@ -1,12 +1,12 @@
 """A trace of short jobs, really run through the queue: three logins, four hosts behind real SSH servers, a GPU each.
 
-    python -m tests.bench.queued [--jobs 30] [--seed 1] [--killed 6]
+    python -m tests.bench.queued [--jobs 30] [--seed 1] [--killed 6] [--detach]
 
-Each job is an `orch run --wait`. So many controllers are killed (SIGKILL) at random, while
-they wait, while they start a job and while it runs. Then it is checked, from the records on the hosts, that no
-GPU had two jobs at once, that every job whose controller lived has run once, and that of the killed ones each has
-either run or lost its place, with `orch jobs` saying so. As root the logins are users that are made for this and
-removed again; else three people with homes of their own share one.
+Each job is an `orch run --wait`, or with --detach one that its hosts wait for, of any priority. So many controllers are
+killed (SIGKILL) at random, while they wait, while they start a job and while it runs. Then it is checked, from the
+records on the hosts, that no GPU had two jobs at once, that every job whose controller lived has run once, that of the
+killed ones each has either run or lost its place, with `orch jobs` saying so, and that nothing is left. As root the
+logins are users that are made for this and removed again; else three people with homes of their own share one.
 
 The GPUs are made up: only their claims are real. The hosts' Python is the system's, which every user may run.
 """
@@ -31,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.remote import gpu_claim, gpu_queue
 from tests.support.forks import Forked
 from tests.support.gpu_rack import GpuRack, Person, gpu_rack
 
@@ -65,7 +66,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Held:
-    """A host's record of a job that had its GPU. From when it was claimed to when its ranks were gone, by its clock."""
+    """A host's record of a job that had its GPU: from its first rank's start to its last one's end, by its clock."""
 
     job: str
     host: str
@@ -112,10 +113,10 @@ def _end_all_of(uid: int) -> None:
                 os.kill(int(process.name), signal.SIGKILL)
 
 
-def run(job: Job, person: Person, began: float) -> Run:
+def run(job: Job, person: Person, began: float, more: Sequence[str]) -> Run:
     time.sleep(max(0.0, began + job.after_s - time.monotonic()))
-    words = ["--name", job.name, "--nodes", ",".join(job.hosts), "--wait", "train.py", str(job.takes_s)]
-    with person.starts("run", *words) as process:
+    words = ["--name", job.name, "--nodes", ",".join(job.hosts), "--wait", *more]
+    with person.starts("run", *words, "train.py", str(job.takes_s)) as process:
         if job.killed_after_s is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(job.killed_after_s)
@@ -134,8 +135,10 @@ def held(rack: GpuRack) -> list[Held]:
     for person, host in itertools.product(PEOPLE, HOSTS):
         for path in rack.work(person, host).glob("jobs/*/agent.json"):
             record = json.loads(path.read_text())
-            ended = record.get("ended", float("inf"))
-            found.append(Held(record["job"], host, record["state"], record["started"], ended))
+            ranks = [rank for rank in record.get("ranks", {}).values() if "started" in rank]
+            began = min((rank["started"] for rank in ranks), default=record["started"])
+            ended = max((rank.get("ended", float("inf")) for rank in ranks), default=began)
+            found.append(Held(record["job"], host, record["state"], began, ended))
     return found
 
 
@@ -151,17 +154,30 @@ def faults(runs: Sequence[Run], records: Sequence[Held], lost: str) -> Iterator[
         has_run = set(states) == set(each.job.hosts) and set(states.values()) == {"succeeded"}
         if each.job.killed_after_s is None and (each.code != 0 or not has_run):
             yield f"{each.job}: exit code {each.code}, {states}\n{each.said}"
-        if each.code == -9 and not has_run and set(states.values()) - {"undone"}:
+        if each.code == -9 and not has_run and set(states.values()) - {"undone", "cancelled"}:
             yield f"{each.job} was killed and did half: {states}"
         if each.code == -9 and not states and "waits" in each.said and f"{each.job.name}-" not in lost:
             yield f"{each.job} lost its place, and nobody says so"
 
 
-def play(jobs: Sequence[Job], rack: GpuRack, people: dict[str, Person]) -> list[Run]:
+def left_of(rack: GpuRack) -> Iterator[str]:
+    """Tickets, claims and processes that a job has left behind."""
+    mine = {*rack.uuids.values()}
+    yield from (f"left: ticket of {each.job}" for each in gpu_queue.all_tickets()[0] if mine & {*each.gpus})
+    yield from (f"left: claim on {gpu}" for gpu in mine if gpu_claim.holder_of(gpu))
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = process.read_bytes()
+            if b"orch_remote" in words and str(rack.folder).encode() in words:
+                yield f"left: process {process.parent.name}"
+
+
+def play(jobs: Sequence[Job], people: dict[str, Person], more: dict[str, list[str]]) -> list[Run]:
+    """more: options of each job, by name."""
     runs, began = list[Run](), time.monotonic()
 
     def begin(job: Job) -> None:
-        runs.append(run(job, people[job.person], began))
+        runs.append(run(job, people[job.person], began, more[job.name]))
 
     threads = [threading.Thread(target=begin, args=(job,), daemon=True) for job in jobs]
     for thread in threads:
@@ -178,7 +194,7 @@ def afterwards(people: dict[str, Person]) -> str:
         while True:
             found = person.types("jobs", "--json")
             said, rows = said + found.stderr, json.loads(found.stdout)
-            alive = [row["id"] for row in rows["jobs"] if row["state"] in ("starting", "running")]
+            alive = [row["id"] for row in rows["jobs"] if row["state"] in ("queued", "starting", "running")]
             if not alive and not rows["waiting"]:
                 break
             assert time.monotonic() < until, f"still there: {alive}, {rows['waiting']}"
@@ -190,9 +206,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for option, default in (("--jobs", 30), ("--seed", 1), ("--killed", 6)):
         parser.add_argument(option, type=int, default=default)
+    parser.add_argument("--detach", action="store_true")
     asked = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that nothing of it stays
-    jobs = trace(asked.jobs, asked.killed, random.Random(asked.seed))
+    draw = random.Random(asked.seed)
+    jobs = trace(asked.jobs, asked.killed, draw)
+    priorities = {job.name: draw.choice(("low", "normal", "normal", "high")) for job in jobs}
+    more = {name: ["--detach", "--priority", words] if asked.detach else [] for name, words in priorities.items()}
     folder = Path(tempfile.mkdtemp(prefix="orch-queued-"))
     folder.chmod(0o755)
     try:
@@ -202,11 +222,14 @@ def main() -> None:
             for person in people.values():
                 (person.folder / "train.py").write_text(SLEEPS)
             began = time.monotonic()
-            runs = play(jobs, rack, people)
-            took_s = time.monotonic() - began
+            runs = play(jobs, people, more)
             lost = afterwards(people)
+            took_s = time.monotonic() - began
             records = held(rack)
-            found = list(faults(runs, records, lost))
+            deadline = time.monotonic() + 10.0  # for keepers whose last record has just been read
+            while [*left_of(rack)] and time.monotonic() < deadline:
+                time.sleep(0.1)
+            found = [*faults(runs, records, lost), *left_of(rack)]
     finally:
         shutil.rmtree(folder)
     killed, at_once = sum(each.code == -9 for each in runs), sum("waits" not in each.said for each in runs)

@@ -20,12 +20,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.remote import gpu_claim, gpu_queue
-from tests.bench.queued import logins, open_to_all
+from tests.bench.queued import left_of, logins, open_to_all
 from tests.support.gpu_rack import GpuRack, Person, gpu_rack
 
 HOSTS = "ab"
@@ -152,7 +151,7 @@ class Scene:
 
     def _outcome(self, person: Person, job: str | None, each: Round, how: str) -> str:
         state = self._until(person, job, "succeeded", "failed", "cancelled", "lost") if job else "not known"
-        self._await(lambda: not [*self.left()], lambda: f"left: {[*self.left()]}")
+        self._await(lambda: not [*left_of(self.rack)], lambda: ", ".join(left_of(self.rack)))
         ran = [len(path.read_text()) for path in sorted(self._shared.glob(f"ran-{each.name}-*"))]
         whole = [each.tries] * len(HOSTS)
         may_be_gone = each.moment == "submits" and how == "killed"
@@ -160,18 +159,6 @@ class Scene:
         assert not [*self._shared.glob("twice-*")]
         what = f"{state}, {each.tries} of {each.tries} attempts" if ran else f"{state}, nothing has run"
         return f"{how} after {each.killed_after_s:.2f} s: {what}, nothing left"
-
-    def left(self) -> Iterator[str]:
-        mine = set(self.rack.uuids.values())
-        yield from (f"ticket of {each.job}" for each in gpu_queue.all_tickets()[0] if mine & {*each.gpus})
-        yield from (f"claim {gpu}" for gpu in mine if gpu_claim.holder_of(gpu))
-        for process in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                words = process.read_bytes()
-            except OSError:
-                continue
-            if b"orch_remote" in words and str(self.rack.folder).encode() in words:
-                yield f"process {process.parent.name}"
 
     @staticmethod
     def _await(condition: Callable[[], bool], words: Callable[[], str]) -> None:

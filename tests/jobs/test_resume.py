@@ -43,6 +43,13 @@ for epoch in run.epochs():
 print("weights", [weight.tolist() for weight in model.parameters()])
 """
 
+DIES = JOINS.replace(
+    "        run.step(",
+    """        if os.environ["RANK"] == "1" and run.updates == 9 and "ORCH_ATTEMPT" not in os.environ:
+            os.kill(os.getpid(), signal.SIGKILL)
+        run.step(""",
+).replace("import torch, trainer", "import os, signal, torch, trainer")
+
 Orch = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -64,6 +71,8 @@ def orch(tmp_path_factory: pytest.TempPathFactory) -> Orch:
         return done
 
     (folder / "mine" / "joins.py").write_text(JOINS)
+    (folder / "dies").mkdir()
+    (folder / "dies" / "dies.py").write_text(DIES)
     types("up", "two.yaml", "--allow-local")
     return types
 
@@ -245,3 +254,21 @@ def test_a_hosts_word_for_a_path_is_not_taken_on_trust(monkeypatch: pytest.Monke
     monkeypatch.setattr("orchestrator.transport.ask.ask", lambda host, *_, **__: host.answer)
     with pytest.raises(ProbeError):
         last_checkpoint(old_plan([]), {"v100": Host({"path": path})})  # type: ignore[dict-item]
+
+
+def test_what_the_hosts_try_again_goes_on_from_its_last_checkpoint(orch: Orch) -> None:
+    """No controller takes part; the weights are those of an uninterrupted run."""
+    kept = ("--nodes", "one,two", "--set", "checkpoint_every=4", "--set", "epochs=2")
+    whole = orch("run", *kept, "mine/joins.py").stdout
+    words = (*kept, "--retries", "1", "--retry-wait", "0.1s", "--detach", "dies/dies.py")
+    job = orch("run", *words).stdout.strip()
+    orch("logs", "-f", "--job", job)
+    (row,) = [row for row in json.loads(orch("jobs", "--json").stdout)["jobs"] if row["id"] == job]
+    assert (row["state"], row["attempt"]["number"], row["exit_code"]) == ("succeeded", 2, 0)
+    assert [one["why"] for one in row["attempt"]["earlier"]] == ["two: rank 1 was killed by SIGKILL"]
+    again = orch("logs", "--job", job, "--rank", "0").stdout
+    assert "after 8 updates" in again
+    weights = [
+        {line.partition("weights")[2] for line in text.splitlines() if "weights" in line} for text in (whole, again)
+    ]
+    assert weights[0] == weights[1] and len(weights[0]) == 1
