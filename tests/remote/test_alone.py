@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -137,6 +138,23 @@ def lasting(job: Gang) -> dict[str, float]:
     return {"started_ranks": began, "ended": max(rank["ended"] for r in records for rank in r["ranks"].values())}
 
 
+def test_a_gpu_that_cannot_be_claimed_gives_the_others_back(tmp_path: Path) -> None:
+    """The second host's is locked by a start that no look can see yet."""
+    gpus, go = uuids(), tmp_path / "go"
+    go.touch()
+    with alone(tmp_path / "job", UNTIL.format(go=str(go)), gpus, spec={"wait": True}) as job:
+        locks = Path(job.plan.node("b").workdir) / "locks"
+        locks.mkdir(parents=True)
+        (locks.parent / ".orch-work").write_text(json.dumps({"schema": 1, "what": "work folder of orch"}) + "\n")
+        with open(locks / f"gpu-{gpus[1]}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            job.launch()
+            wait_for(lambda: gpu_claim.holder_of(gpus[0]) is not None, "the claim of the first", 60)
+            wait_for(lambda: gpu_claim.holder_of(gpus[0]) is None, "its end", 60)
+            assert state(job) == "queued"
+        assert job.wait().state == "succeeded"
+
+
 def test_priority_goes_ahead_of_those_who_wait_and_ends_no_job(tmp_path: Path) -> None:
     gpus, go = uuids(1), tmp_path / "go"
     script = UNTIL.format(go=str(go))
@@ -250,9 +268,28 @@ def test_a_job_that_rests_between_two_attempts_is_seen_and_cancelled(tmp_path: P
         job.launch()
         wait_for(lambda: all(one.get("next_at") for one in job.agents().values()), "the pause", 60)
         assert state(job) == "starting" and waits_for(job) == "attempt 2 of 3 follows"
+        ended = {"rank": 1, "event": "ended", "exit_code": 1, "signal": None, "cause": None}
+        assert agent.tell(JobFolder(job.folder("b")), ended)  # late, of a rank of the first attempt
         control.cancel(job.plan, job.hosts)
         assert job.wait().state == "cancelled"
-        assert (tmp_path / "count-1").read_text() == "x"
+        assert (tmp_path / "count-1").read_text() == "x" and job.agents()["b"]["ranks"] == {"1": {}}
+
+
+def test_while_a_job_rests_another_has_its_gpus_only_if_it_queues(tmp_path: Path) -> None:
+    gpus, go = uuids(), tmp_path / "go"
+    script, rests = DIES.format(folder=str(tmp_path), times=9), Attempt(number=1, most=3, wait_s=600.0)
+    go.touch()
+    with alone(tmp_path / "one", script, gpus, spec={"wait": True}, attempt=rests) as one:
+        one.launch()
+        wait_for(lambda: all(record.get("next_at") for record in one.agents().values()), "the pause", 60)
+        with alone(tmp_path / "two", UNTIL.format(go=str(go)), gpus, spec={"wait": True}) as two:
+            two.launch()
+            assert two.wait().state == "succeeded"
+    (tmp_path / "count-1").unlink()
+    with alone(tmp_path / "three", script, gpus, attempt=rests) as three:
+        three.launch()
+        wait_for(lambda: all(record.get("next_at") for record in three.agents().values()), "the pause", 60)
+        assert all(gpu_claim.holder_of(gpu).job == three.plan.job for gpu in gpus)  # type: ignore[union-attr]
 
 
 def test_a_request_to_cancel_between_two_supervisors_waits_for_the_next(tmp_path: Path) -> None:
