@@ -43,6 +43,8 @@ EVERY_S = 3.0
 """Between two jobs that come."""
 GONE_S = 420.0
 """After so long nothing of a killed controller is left: a host undoes its half start, and its tickets are over."""
+WAITING_S, SUBMITTING_S = 20.0, 3.0
+"""A controller is killed within this time after its start."""
 SYSTEM_PYTHON = Path(f"/usr/bin/python{sys.version_info[0]}.{sys.version_info[1]}")
 SLEEPS = "import sys, time\ntime.sleep(float(sys.argv[1]))\n"
 
@@ -75,12 +77,13 @@ class Held:
     ended: float
 
 
-def trace(count: int, killed: int, draw: random.Random) -> list[Job]:
+def trace(count: int, killed: int, draw: random.Random, most_s: float) -> list[Job]:
+    """most_s: for a controller that is killed."""
     doomed, jobs = set(draw.sample(range(count), killed)), []
     for number in range(count):
         hosts = tuple(sorted(draw.sample(HOSTS, draw.choices((1, 2, 4), (6, 3, 1))[0])))
         after_s = number * EVERY_S + draw.uniform(0, EVERY_S)
-        killed_after_s = draw.uniform(0.5, 20.0) if number in doomed else None
+        killed_after_s = draw.uniform(0.5, most_s) if number in doomed else None
         job = Job(f"t{number:02d}", draw.choice(PEOPLE), after_s, draw.uniform(0.2, LONGEST_S), hosts,
                   killed_after_s)  # fmt: skip
         jobs.append(job)
@@ -210,7 +213,7 @@ def main() -> None:
     asked = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that nothing of it stays
     draw = random.Random(asked.seed)
-    jobs = trace(asked.jobs, asked.killed, draw)
+    jobs = trace(asked.jobs, asked.killed, draw, SUBMITTING_S if asked.detach else WAITING_S)
     priorities = {job.name: draw.choice(("low", "normal", "normal", "high")) for job in jobs}
     more = {name: ["--detach", "--priority", words] if asked.detach else [] for name, words in priorities.items()}
     folder = Path(tempfile.mkdtemp(prefix="orch-queued-"))
@@ -235,7 +238,8 @@ def main() -> None:
     killed, at_once = sum(each.code == -9 for each in runs), sum("waits" not in each.said for each in runs)
     users = len(set(login.values()))
     print(f"{len(jobs)} jobs, {users} logins, {len(HOSTS)} hosts, seed {asked.seed}: all over after {took_s:.0f} s")
-    print(f"{killed} controllers killed; {at_once} jobs began at once; {len(records)} records on the hosts")
+    queued = "" if asked.detach else f"; {at_once} jobs began at once"
+    print(f"{killed} controllers killed{queued}; {len(records)} records on the hosts")
     print("\n".join(found) or "as it should be")
     raise SystemExit(bool(found))
 
