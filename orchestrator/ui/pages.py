@@ -30,6 +30,7 @@ from orchestrator.jobs.live_stats import HostNow, JobNow
 from orchestrator.jobs.stall import standstill
 from orchestrator.planning.job_forms import run_line
 from orchestrator.planning.job_spec import FILE, OPTIONS, PAGE_FIELDS, checked, from_text, key_of
+from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.request import parse_pairs
 from orchestrator.results.summary import Summary
 from orchestrator.starting.retries import Asked
