@@ -265,7 +265,8 @@ def test_what_the_hosts_try_again_goes_on_from_its_last_checkpoint(orch: Orch) -
     orch("logs", "-f", "--job", job)
     (row,) = [row for row in json.loads(orch("jobs", "--json").stdout)["jobs"] if row["id"] == job]
     assert (row["state"], row["attempt"]["number"], row["exit_code"]) == ("succeeded", 2, 0)
-    assert [one["why"] for one in row["attempt"]["earlier"]] == ["two: rank 1 was killed by SIGKILL"]
+    (why,) = (one["why"] for one in row["attempt"]["earlier"])
+    assert why in ("one: rank 1 was killed by SIGKILL", "two: rank 1 was killed by SIGKILL")  # either is the master
     again = orch("logs", "--job", job, "--rank", "0").stdout
     assert "after 8 updates" in again
     weights = [
