@@ -12,6 +12,7 @@ With `folds`, tracebacks wait for the job's end (`tracebacks`), and the end is a
 from __future__ import annotations
 
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,8 @@ SETTLE_S = 0.5
 PROGRESS_S = 0.25
 BARS_S = 1.0
 """For redrawn lines and `Silence`."""
+
+_AGE = re.compile(r" for [0-9.hms]+")
 
 Event = tuple[LogLine, ...] | Notice | RunProgress | Bars | Silence | Standstill | Ending
 
@@ -69,7 +72,7 @@ class Follow:
         self._probe = StallProbe(ask) if ask and until_end else None
         self._last_standstill = Standstill()
         self._is_silent, self._has_progress = until_end, False
-        self._waited_for: str | None = None
+        self._waited_for = ""
         self._progress_due_s, self._bars_due_s = 0.0, time.monotonic() + BARS_S
 
     def events(self, items: Iterable[tuple[str, Frame | HostError]]) -> Iterator[Event]:
@@ -118,7 +121,7 @@ class Follow:
             raise HostsError(refused)
 
     def _piece(self, name: str, piece: FilePiece) -> Iterator[Event]:
-        if piece.restarted:
+        if piece.restarted and not (self._plan.detached and self._plan.attempt):  # else a new attempt has begun
             yield Notice(f"{name}: {piece.file} was cut, replaced or rotated on its host; it starts again here")
         if lines := self._held_back(self._splitter.split(name, piece)):
             self._is_silent = False
@@ -131,9 +134,9 @@ class Follow:
         record = self._remember(self.liveness.found(now_s))
         if self._probe:
             self._probe.tell(record)
-        if record.waits_for != self._waited_for and self._until_end and record.waits_for:
+        waited_for, self._waited_for = self._waited_for, _AGE.sub("", record.waits_for or "")
+        if self._waited_for and self._waited_for != waited_for and self._until_end:
             yield Notice(f"{record.id} waits: {record.waits_for}")
-        self._waited_for = record.waits_for
         if self._until_end and not (self._probe and self._probe.is_at_work):
             yield from self._stall_events(record)
         if record.state not in FINAL_STATES:

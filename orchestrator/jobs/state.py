@@ -14,7 +14,7 @@ from orchestrator.errors import HostError
 from orchestrator.jobs.job_store import ENDED, FirstFailure, JobRecord, JobState, NotFinite
 from orchestrator.jobs.queue_place import place_in
 from orchestrator.jobs.stall import joined, stall_of
-from orchestrator.planning.launch_plan import CodeFolder, Earlier, LaunchPlan
+from orchestrator.planning.launch_plan import Attempt, CodeFolder, Earlier, LaunchPlan
 from orchestrator.slurm.answers import SlurmJob
 from orchestrator.slurm.batch_script import STOP_S
 from orchestrator.units import one_line
@@ -72,7 +72,8 @@ def _of_living(plan: LaunchPlan, alive: Sequence[Mapping[str, Any]], known: JobR
         by_node = {str(record.get("node")): record for record in alive if record.get("node") in known.nodes}
         update |= {"state": "queued", "waits_for": place_in(by_node) or "for its turn"}
     elif update.get("attempt") and "resting" in phases:
-        update["waits_for"] = f"attempt {update['attempt'].words} follows"
+        attempt: Attempt = update["attempt"]
+        update["waits_for"] = f"attempt {attempt.words} follows, after {attempt.earlier[-1].why}"
     return update
 
 
