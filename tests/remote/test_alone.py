@@ -267,7 +267,8 @@ def test_a_job_that_rests_between_two_attempts_is_seen_and_cancelled(tmp_path: P
     with alone(tmp_path / "job", script, attempt=Attempt(number=1, most=3, wait_s=600.0)) as job:
         job.launch()
         wait_for(lambda: all(one.get("next_at") for one in job.agents().values()), "the pause", 60)
-        assert state(job) == "starting" and waits_for(job) == "attempt 2 of 3 follows, after b: rank 1 was killed by SIGKILL"
+        assert state(job) == "starting"
+        assert waits_for(job) == "attempt 2 of 3 follows, after b: rank 1 was killed by SIGKILL"
         ended = {"rank": 1, "event": "ended", "exit_code": 1, "signal": None, "cause": None}
         assert agent.tell(JobFolder(job.folder("b")), ended)  # late, of a rank of the first attempt
         control.cancel(job.plan, job.hosts)
