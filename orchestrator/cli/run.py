@@ -266,6 +266,8 @@ def _launch(controller: Controller, asked: Asked) -> RunningJob:
     plan = job.plan
     where = f"{counted(plan.world_size, 'rank')} on {counted(len(plan.nodes), 'host')}, master {plan.master}"
     console.say(f"job {plan.job}: {where}")
+    if len(plan.nodes) > 1 and plan.shares:
+        console.say(f"batch: {launch_plan.split_words(plan)}")
     return job
 
 

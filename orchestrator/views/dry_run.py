@@ -9,7 +9,7 @@ from rich.text import Text
 from orchestrator.hosts.cluster import MASK
 from orchestrator.planning.launch_plan import Faster, LaunchPlan, NodePlan
 from orchestrator.transport import shell
-from orchestrator.units import counted, format_bytes, format_percent, one_line, place, some
+from orchestrator.units import counted, format_bytes, format_percent, name_ranges, one_line, place, some
 from orchestrator.views import console
 
 FILES_SHOWN = 40
@@ -95,6 +95,21 @@ def _details(plan: LaunchPlan, node: NodePlan, node_rank: str) -> tuple[str, ...
         f"  torchrun   {words}",
         f"  rank runs  {shell.typed(command)}",
     )
+
+
+MOST_SPLIT = 6
+
+
+def split_words(plan: LaunchPlan) -> str:
+    """`73 on a2000, 183 on v100 (shares by speed)`."""
+    by_size = dict[int, list[str]]()
+    for node in plan.nodes:
+        by_size.setdefault(sum(node.shares), []).append(node.name)
+    if len(by_size) == 1:
+        return f"{next(iter(by_size))} samples on each host (equal shares)"
+    parts = [f"{samples} on {', '.join(name_ranges(names))}" for samples, names in by_size.items()]
+    more = f" and {len(parts) - MOST_SPLIT} more" if len(parts) > MOST_SPLIT else ""
+    return f"{'; '.join(parts[:MOST_SPLIT])}{more} (unequal shares)"
 
 
 def _batch_words(plan: LaunchPlan, node: NodePlan) -> str:

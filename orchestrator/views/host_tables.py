@@ -90,7 +90,7 @@ def blocks_words(known: Sequence[BlockTimes]) -> str:
 # The summary of a collected run.
 
 COLUMNS = (
-    *("node", "GPU", "ranks", "batch/rank", "samples/s", "alone*", "step ms"),
+    *("node", "GPU", "ranks", "batch/rank", "samples/s", "alone*", "step p50"),
     *("load", "compute", "sync", "wait"),
 )
 DISPENSABLE = ("ranks", "batch/rank", "load", "GPU", "alone*")

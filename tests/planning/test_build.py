@@ -312,3 +312,11 @@ def test_the_plan_names_who_keeps_checkpoints(every, keepers, notes):
     alone = plan(nodes[:1], found, request)
     assert alone.checkpoints == (("n41",) if keepers else ())
     assert "ORCH_CHECKPOINT_COPY" not in alone.nodes[0].env
+
+
+def test_the_split_of_a_batch_is_shown_by_size():
+    made = a2000_v100()
+    assert dry_run.split_words(made) == "32 samples on each host (equal shares)"
+    first, second = made.nodes
+    unequal = made.model_copy(update={"nodes": (first, second.model_copy(update={"shares": (16,)}))})
+    assert dry_run.split_words(unequal) == "32 on v100; 16 on a2000 (unequal shares)"
