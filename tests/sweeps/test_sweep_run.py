@@ -106,9 +106,14 @@ def test_the_same_command_goes_on_after_its_end_and_runs_nothing_twice(place, ma
         _, said = first.communicate(60)
         assert first.returncode == (130 if signum == signal.SIGINT else -signum)
         assert signum == signal.SIGKILL or "Continue: orch sweep --continue sweep-sleeps" in said
-    (marks / "go").touch()
     again = ("--continue", "latest") if signum == signal.SIGINT else words
-    place.types("sweep", *again)
+    with begins(place, *again) as second:
+        for line in second.stderr:
+            if "runs on" in line:  # it has found them, and follows them
+                break
+        (marks / "go").touch()
+        second.communicate(60)
+        assert second.returncode == 0
     assert sorted(each["--n"] for each in ran(marks)) == list("01234")
     (record,) = records(place)
     assert all(trial["state"] == "succeeded" and trial["is_collected"] for trial in record["trials"])
