@@ -47,6 +47,7 @@ class SweepCommand(RunCommand):
 @click.option("--length", metavar="KEY", help="A script's time is proportional to this key, like epochs.")
 @click.option("--stop", type=click.Choice(["median"]), help="End jobs whose loss is worse than most were at that step.")
 @click.option("--continue", "again", metavar="ID", help="Go on with this sweep, or with `latest`.")
+@click.option("--cancel", "ended", metavar="ID", help="End this sweep, or `latest`, and its jobs.")
 @click.option("--dry-run", is_flag=True, help="Print which job would run where and when; start nothing.")
 @out_option
 @json_option
@@ -62,6 +63,7 @@ def sweep(
     length: str | None,
     stop: str | None,
     again: str | None,
+    ended: str | None,
     dry_run: bool,
     out: Path,
     as_json: bool,
@@ -73,8 +75,8 @@ def sweep(
     end first, by measured or predicted speeds. Values reach a script as `--key value` behind its arguments, or in place
     of `{key}` in them; env.KEY sets a variable; keys of an experiment are its settings.
 
-    Ctrl-C leaves the jobs running. The same command, or --continue, goes on; jobs of a host that gives no answer run on
-    others.
+    Ctrl-C leaves the jobs running. The same command, or --continue, goes on, --cancel ends them; jobs of a host that
+    gives no answer run on others.
 
     \b
     orch sweep --grid lr=0.1,0.01 --grid seed=0:3 train.py --epochs 3
@@ -90,6 +92,8 @@ def sweep(
     asked = {"random": random, "gpus": gpus, "hosts": hosts, "length": length, "stop": stop}
     given = {name: value for name, value in asked.items() if value is not None}
     with open_controller() as controller:
+        if ended:
+            return _cancel(controller, ended)
         if again:
             record, job = _known(controller, again, ctx, options)
         else:
@@ -98,6 +102,26 @@ def sweep(
         if dry_run:
             return _show_packing(made, as_json)
         return _run(controller, made, as_json)
+
+
+def _cancel(controller: Controller, wanted: str) -> None:
+    from orchestrator.sweeps.sweep_record import SweepStore
+    from orchestrator.units import counted
+    from orchestrator.views import console
+
+    store, count = SweepStore(controller.store.home), 0
+    record = store.find(wanted)
+    with store.held(record.id), busy(f"ending {record.id}"):
+        for trial in record.trials:
+            if trial.state == "running" and trial.job in controller.store.job_ids():
+                _, left = controller.jobs.find(trial.job).cancel()
+                count += 1
+                for line in left:
+                    console.warn(line)
+            if not trial.is_over:
+                changed = trial.model_copy(update={"state": "cancelled", "why": "cancelled by a person"})
+                store.save(record := record.with_trial(changed))
+    console.say(f"cancelled {record.id}; {counted(count, 'job')} ended")
 
 
 def _known(
@@ -227,6 +251,7 @@ def _run(controller: Controller, made: _Made, as_json: bool) -> None:
             record = _watched(controller, run, record, Path(record.out))
         except KeyboardInterrupt:
             console.say(f"\nLeft; jobs that run go on.\nContinue: orch sweep --continue {record.id}")
+            console.say(f"Cancel: orch sweep --cancel {record.id}")
             raise
     for left in run.left:
         console.warn(f"{left} may still run on its host, which gives no answer: `orch cancel --job {left}`")

@@ -104,6 +104,7 @@ SECOND = {
     "tests/slurm/test_lab": "the laboratory",
     "tests/studies/test_study_run.py::test_a_row": "ranks that the trainer starts",
     "tests/studies/test_study_run.py::test_a_study": "a study that is taken up again",
+    "tests/sweeps/test_sweep_run.py::test_a_sweep_that": "a sweep, in other circumstances",
     "tests/sweeps/test_sweep_run.py::test_a_failed": "a sweep, in other circumstances",
     "tests/sweeps/test_sweep_run.py::test_bad": "a sweep, in other circumstances",
     "tests/sweeps/test_sweep_run.py::test_it_is": "a sweep, in other circumstances",

@@ -143,6 +143,19 @@ def test_only_one_terminal_drives_a_sweep(place, marks):
         assert first.returncode == 0
 
 
+def test_a_sweep_that_was_left_is_cancelled_with_its_jobs(place, marks):
+    words = ("--grid", "n=0:4", "proj/sleeps.py", str(marks))
+    with begins(place, *words) as first:
+        until(lambda: len(ran(marks)) == 2)
+        assert "is under way in another terminal" in place.types("sweep", "--cancel", "latest", code=2).stderr
+        first.send_signal(signal.SIGINT)
+        _, said = first.communicate(60)
+        assert "Cancel: orch sweep --cancel sweep-sleeps" in said
+    assert "; 2 jobs ended" in place.types("sweep", "--cancel", "latest").stderr
+    assert {job["state"] for job in json.loads(place.types("jobs", "--json").stdout)["jobs"]} == {"cancelled"}
+    assert {trial["state"] for trial in records(place)[0]["trials"]} == {"cancelled"} and len(ran(marks)) == 2
+
+
 def test_several_jobs_share_a_host(place, marks):
     inventory = place.folder / "pair.yaml"
     python = str(place.folder / "quick/bin/python")
