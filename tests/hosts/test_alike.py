@@ -40,7 +40,7 @@ def test_what_differs_stays_apart_and_in_its_order():
     assert [error.message for error in together(fuller)] == ["a: 3 GiB free", "b: 5 GiB free"]
 
 
-def test_a_remedy_that_names_its_host_names_none_for_many():
+def test_a_remedy_for_many_hosts_names_the_first():
     def refused(node, host):
         error = AuthError(node, f"ubuntu@{host}:22 was refused; keys tried: none", f"`ssh ubuntu@{host}`, then {node}")
         error.at = host
@@ -49,7 +49,7 @@ def test_a_remedy_that_names_its_host_names_none_for_many():
     (found,) = together([refused("a", "10.0.0.1"), refused("b", "10.0.0.11")])
     assert shown(found) == (
         "2 hosts (a, b): ubuntu@HOST:22 was refused; keys tried: none",
-        "`ssh ubuntu@HOST`, then NODE",
+        "`ssh ubuntu@10.0.0.1`, then a; likewise for the others",
     )
 
 
