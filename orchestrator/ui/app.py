@@ -140,7 +140,8 @@ class LocalSite:
         with opened(self._home) as controller:
             job = controller.jobs.find(request.path_params["job"])
             record, plan = job.refresh(), job.plan
-            figures = self._figures(controller, record)
+            # A running job's page asks for its figures: the first ones may take seconds.
+            figures = self._figures(controller, record) if record.state in ENDED else None
         return HTMLResponse(pages.job_page(record, plan, figures, _root(request)))
 
     def figures(self, request: Request) -> Response:

@@ -175,7 +175,7 @@ def figures_part(figures: JobFigures) -> str:
 
 
 def job_page(record: JobRecord, plan: LaunchPlan, figures: JobFigures | None, root: str) -> str:
-    """figures: None if the job has ended and was not collected."""
+    """figures: None while the job runs, and if it has ended and was not collected."""
     return _page(
         "job.html.j2",
         job=record,

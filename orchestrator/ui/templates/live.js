@@ -66,7 +66,7 @@ if (figures && figures.dataset.figures) {
     if (answer.ok && !figures.querySelector(":hover.hover")) figures.innerHTML = await answer.text();
     setTimeout(renew, FIGURES_MS);
   };
-  setTimeout(renew, FIGURES_MS);
+  renew();
 }
 
 const log = document.getElementById("log");
