@@ -78,7 +78,9 @@ def main() -> None:
 def by_orch(person: Person) -> Times:
     settings = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
     started = time.time()
-    person.types("run", "--exp", "mnist_lenet", *settings)
+    run = person.starts("run", "--exp", "mnist_lenet", *settings)  # as typed: `types` forks one with all imported
+    said = run.communicate()[0]
+    assert run.returncode == 0, said
     job = person.asks("jobs")["jobs"][0]["id"]
     folders = {node: f".orch/jobs/{job}" for node in HOSTS}
     began = max(born(person.lab, node, f"{folder}/torchrun.log") for node, folder in folders.items())

@@ -98,8 +98,8 @@ class Typed:
 
     def first(self) -> dict[int, tuple[float, int]]:
         """By rank: when its first collective had ended, and its pid on its host."""
-        found = (FIRST.search(line) for _, line in list(self.lines))
-        return {int(one[2]): (float(one[1]), int(one[3])) for one in found if one}
+        found = (one for _, line in list(self.lines) for one in FIRST.finditer(line))  # two logins may share a line
+        return {int(one[2]): (float(one[1]), int(one[3])) for one in found}
 
     def said(self, words: re.Pattern[str], since: float) -> float | None:
         return next((at for at, line in list(self.lines) if at >= since and words.search(line)), None)

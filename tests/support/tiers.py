@@ -88,6 +88,8 @@ SECOND = {
     "tests/remote/test_alone.py::test_of_two_jobs": "a queue of many",
     "tests/remote/test_alone.py::test_priority": "a queue of many",
     "tests/remote/test_alone.py::test_who_waits": "as others of its file",
+    "tests/remote/test_preload.py::test_a_script_that_sets": "real torchruns",
+    "tests/remote/test_preload.py::test_its_end": "real torchruns",
     "tests/remote/test_host_limits": "hosts without processes, files or memory",
     "tests/remote/test_leftovers.py::test_a_program": "connections that are gone",
     "tests/remote/test_mesh.py::test_a_way": "networks that lose",
