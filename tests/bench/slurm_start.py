@@ -3,10 +3,11 @@
     python tests/bench/slurm_start.py --times 3          # needs root, and Slurm (`make packages`)
 
 Both run on the same two hosts of a cluster made for it, one rank each, in turn. The clock starts with the command and
-stops as rank 0 has done its first all-reduce.
+stops as rank 0 has done its first all-reduce. The last line has the medians.
 """
 
 import argparse
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,15 +40,22 @@ srun --het-group=0,1 bash -c 'exec {python} -m torch.distributed.run --nnodes=2 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=3)
-    times = parser.parse_args().times
+    parser.add_argument("--first", action="store_true", help="of the first job after `orch up`, each time")
+    asked = parser.parse_args()
+    rows: list[tuple[float, float, float]] = []
     with slurm_lab() as lab, tempfile.TemporaryDirectory() as folder:
         person = Person(lab, Path(folder))
         person.up(A2000, V100)
         (person.folder / "train.py").write_text(SCRIPT)
         print(f"{'orch run':>10} {'by hand':>10} {'more':>10}   seconds to the first step")
-        for _ in range(times):
+        for _ in range(asked.times):
+            if asked.first:
+                person("down", "--yes")
+                person.up(A2000, V100)
             ours_s, theirs_s = orch_s(person), by_hand_s(lab)
-            print(f"{ours_s:10.1f} {theirs_s:10.1f} {ours_s - theirs_s:10.1f}", flush=True)
+            rows.append((ours_s, theirs_s, ours_s - theirs_s))
+            print(" ".join(f"{figure:10.1f}" for figure in rows[-1]), flush=True)
+        print(" ".join(f"{statistics.median(column):10.1f}" for column in zip(*rows, strict=True)))
 
 
 def orch_s(person: Person) -> float:

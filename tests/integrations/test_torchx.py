@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -91,6 +92,18 @@ def test_five_commands_run_a_job_and_show_list_and_end_it(user: User) -> None:
     user.prints("cancel", stays)
     rows = [line.split() for line in user.prints("list", "-s", "orch").splitlines()[2:]]
     assert rows[:2] == [[stays, "CANCELLED"], [handle, "SUCCEEDED"]]
+
+
+def test_a_job_that_cannot_be_ended_is_reported_without_a_traceback(user: User) -> None:
+    stays = user.prints("run", "-s", "orch", "dist.ddp", "--script", "train.py", "--", "stay").strip()
+    owner = user.folder / "home/owner.json"
+    mine = owner.read_text()
+    owner.write_text(json.dumps({**json.loads(mine), "id": "0" * 32}))
+    done = user.torchx("cancel", stays)
+    assert (done.returncode, "only they can end it" in done.stderr) == (1, True), done.stderr
+    owner.write_text(mine)
+    user.prints("cancel", stays)
+    assert "State: CANCELLED" in user.prints("status", stays)
 
 
 def test_a_failed_job_names_its_first_cause_and_waiting_for_it_exits_1(user: User) -> None:

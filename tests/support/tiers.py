@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, settings
 COSTS = Path(__file__).parents[1] / "data" / "test_costs.json"
 SECOND = {
     "tests/chaos/": "faults by a seed",
+    "tests/cli/test_other_systems": "every module of the controller, imported anew",
     "tests/cli/test_readme.py::test_a_scheduler": "scripts of the docs that take long",
     "tests/cli/test_readme.py::test_the_script_that": "scripts of the docs that take long",
     "tests/cli/test_top_over_ssh": "two jobs, two connections",
@@ -99,10 +100,13 @@ SECOND = {
     "tests/remote/test_watched_steps.py::test_processes": "processes that a script starts",
     "tests/remote/test_watched_steps.py::test_the_hosts": "a host's own sitecustomize",
     "tests/studies/test_slurm_row": "two rows of a study on a real Slurm",
+    "tests/slurm/test_cluster": "a Slurm cluster of its own, and jobs that measure",
     "tests/slurm/test_jobs.py::test_a": "ends and restarts on a Slurm cluster",
     "tests/slurm/test_jobs.py::test_slurms": "a time limit of minutes",
     "tests/slurm/test_jobs.py::test_two": "two jobs on a Slurm cluster",
+    "tests/slurm/test_jobs.py::test_unchanged": "frameworks on a Slurm cluster",
     "tests/slurm/test_jobs.py::test_what": "ends on a Slurm cluster",
+    "tests/slurm/test_jobs.py::test_why": "a rank that sleeps on a Slurm cluster",
     "tests/slurm/test_lab": "the laboratory",
     "tests/studies/test_study_run.py::test_a_row": "ranks that the trainer starts",
     "tests/studies/test_study_run.py::test_a_study": "a study that is taken up again",
