@@ -81,6 +81,8 @@ def _mistake(details: Any, document: Document) -> Mistake:
     words = f"unknown key {grammar.show(str(path[0]))}; {nearest(str(path[0]), [*map(key_of, JobSpec.model_fields)])}"
     if path[0] in _REMOVED:
         words = f"`{path[0]}` is no longer a key; {_RETRIES}"
+    if path[0] == "grid":
+        words = f"`grid` makes it a sweep: `orch sweep {document.file}`"
     return Mistake(document.file, document.line(path), words)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import InventoryError, UsageError
-from orchestrator.planning import JobSpec
+from orchestrator.planning import JobSpec, read_job
 from orchestrator.sweeps import axis_of, drawn, parse_grid, read_sweep, sweep_of, with_values
 
 
@@ -102,6 +102,13 @@ def test_every_mistake_of_a_sweep_file_has_its_line(tmp_path, text, line, words)
     with pytest.raises(InventoryError) as error:
         read_sweep(file)
     assert [(each.line, words in each.message) for each in error.value.mistakes] == [(line, True)]
+
+
+def test_a_sweep_file_given_to_run_names_the_command(tmp_path):
+    file = tmp_path / "sweep.yaml"
+    file.write_text("script: t.py\ngrid: {lr: '1,2'}\n")
+    with pytest.raises(InventoryError, match=f"`grid` makes it a sweep: `orch sweep {file}`"):
+        read_job(file)
 
 
 def test_contradicting_options_are_refused():
