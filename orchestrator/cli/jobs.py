@@ -376,6 +376,8 @@ def why(wanted: str | None, all_frames: bool, cluster: str | None, as_json: bool
         if job.record.state in ENDED:
             console.say(f"{job.id} has ended already ({job.record.state}); for more: `orch report --job {job.id}`")
         with busy(f"asking the hosts of {job.id}"):
+            if job.record.state in ("starting", "queued") and (waits_for := job.refresh().waits_for):
+                console.say(f"{job.id} waits: {waits_for}")
             outcomes = job.snapshots()
     silent = {name: found for name, found in outcomes.items() if isinstance(found, HostError)}
     if len(silent) < len(outcomes):

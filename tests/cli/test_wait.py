@@ -176,6 +176,7 @@ def test_a_limit_ends_the_wait_and_detach_leaves_it_to_the_hosts(rack):
         assert re.fullmatch(rf"place 1 in the queue, behind root's job {first.job} .has GPUs of a.*", row["waits_for"])
         table = alice.types("jobs").stdout
         assert re.search(rf"{job} +waiting +1 ", table) and table.count(job) == 1
+        assert f"{job} waits: place 1 in the queue, behind root's job {first.job}" in alice.types("why", job).stderr
         late = Run(alice, "late", "a", "--wait").waits()
         with ended(late):
             assert f"job {job} (waits" in late.said

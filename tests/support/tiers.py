@@ -57,6 +57,7 @@ SECOND = {
     "tests/jobs/test_log_fidelity": "logs under kills",
     "tests/jobs/test_resume.py::test_a_job": "as in the first tier, in another cluster",
     "tests/jobs/test_resume.py::test_a_new_job": "as in the first tier, in a job of its own",
+    "tests/jobs/test_resume.py::test_what_the_hosts": "as tests/remote/test_alone, with a trainer",
     "tests/jobs/test_retries.py::test_a_job_whose": "a supervisor that is killed",
     "tests/jobs/test_submitted": "kills by a seed, with sshd and logins",
     "tests/jobs/test_tails.py::test_those": "times of lines",
