@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -80,3 +82,28 @@ def test_a_profile_by_type_and_shares_and_plans_by_it(person):
     shares = {node["name"]: sum(node["shares"]) for node in json.loads(path.read_text())["nodes"]}
     assert shares["v100"] == pytest.approx(50, abs=2)
     assert sum(shares.values()) == 70
+
+
+def test_torchx_submits_a_job_and_sees_it_wait_and_end(person):
+    pytest.importorskip("torchx", reason="needs TorchX: pip install -e '.[torchx]'")
+
+    def torchx(*words):
+        line = [sys.executable, "-m", "torchx.cli.main", *words]
+        done = subprocess.run(
+            line, cwd=person.folder, env=person.environment({}), capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    person.up(V100)
+    (person.folder / "train.py").write_text(SCRIPT)
+    held = person.lab.exec("sbatch", "--parsable", "--chdir=/tmp", "--gres=gpu:v100:1", "--wrap=sleep 300").strip()
+    person.until(lambda: person.slurm_state(held) == "RUNNING")
+    handle = torchx("run", "-s", "orch", "dist.ddp", "--script", "train.py", "--", "3").strip()
+    assert "State: PENDING" in torchx("status", handle)
+    person.lab.exec("scancel", held)
+    person.until(lambda: "State: SUCCEEDED" in torchx("status", handle))
+    assert "step 2 1" in torchx("log", handle)
+    stays = torchx("run", "-s", "orch", "dist.ddp", "--script", "train.py", "--", "3000").strip()
+    torchx("cancel", stays)
+    assert "State: CANCELLED" in torchx("status", stays)
