@@ -62,7 +62,7 @@ class ComparedRun(Record):
         """Compared to the first run."""
         found = self.of_first
         if found is None:
-            return f"not compared: it takes {LEAST_STEPS} measured steps in both"
+            return f"not compared: it takes {LEAST_STEPS} measured steps with known samples in both"
         inside = f"({found.low:.2f} to {found.high:.2f})"
         if found.low <= 1 <= found.high or abs(found.value - 1) < LEAST:
             return f"no difference from A: {found.value:.2f} {inside}"

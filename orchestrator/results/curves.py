@@ -285,18 +285,23 @@ class Steps:
     def samples_per_s(self) -> float:
         return 1000 * sum(self.samples) / sum(self.ms)
 
+    @property
+    def are_enough(self) -> bool:
+        """Samples are 0 if nobody counts them, as in a script without a loader."""
+        return len(self.ms) >= LEAST_STEPS and all(self.samples)
+
 
 def interval(of: Steps) -> Interval | None:
-    """Samples/s. None with too few steps."""
-    if len(of.ms) < LEAST_STEPS:
+    """Samples/s. None with too few steps, or unknown samples."""
+    if not of.are_enough:
         return None
     blocks = _blocks(of)
     return _around(of.samples_per_s, _drawn(of, blocks, seed=1), BLOCKS[blocks])
 
 
 def ratio(first: Steps, second: Steps) -> Interval | None:
-    """second / first. None with too few steps."""
-    if min(len(first.ms), len(second.ms)) < LEAST_STEPS:
+    """second / first. None with too few steps, or unknown samples."""
+    if not (first.are_enough and second.are_enough):
         return None
     blocks = [_blocks(steps) for steps in (first, second)]
     one, two = _drawn(first, blocks[0], seed=1), _drawn(second, blocks[1], seed=2)

@@ -60,3 +60,9 @@ def test_few_steps_have_no_range() -> None:
 def test_a_run_has_the_same_range_each_time() -> None:
     of = simulated(5, 50, 0.3)
     assert interval(of) == interval(of)
+
+
+def test_steps_whose_samples_nobody_counts_have_no_speed() -> None:
+    known, unknown = (Steps([samples] * LEAST_STEPS, [4.0] * LEAST_STEPS) for samples in (8.0, 0.0))
+    assert interval(unknown) is None
+    assert ratio(unknown, known) is None and ratio(known, unknown) is None
