@@ -142,6 +142,8 @@ class _Stretch:
     loss: float = 0.0
     of_loss: int = 0
     """Samples with a loss."""
+    steps: int = 0
+    """With a loss."""
 
     def add(self, step: _Step) -> None:
         if step.t_ms is not None:
@@ -150,12 +152,14 @@ class _Stretch:
         if step.loss is not None:
             self.loss += step.loss
             self.of_loss += step.samples
+            self.steps += 1
 
     def join(self, other: _Stretch) -> None:
         self.samples += other.samples
         self.lasted_ms += other.lasted_ms
         self.loss += other.loss
         self.of_loss += other.of_loss
+        self.steps += other.steps
 
 
 def _speed(ranks: Iterable[_Stretch]) -> float | None:
@@ -164,9 +168,10 @@ def _speed(ranks: Iterable[_Stretch]) -> float | None:
 
 
 def _loss(ranks: Iterable[_Stretch]) -> float | None:
-    known = [rank for rank in ranks if rank.of_loss]
-    samples = sum(rank.of_loss for rank in known)
-    return sum(rank.loss for rank in known) / samples if samples else None
+    """A mean over steps if nobody counts samples."""
+    known = [rank for rank in ranks if rank.steps]
+    weight = sum(rank.of_loss for rank in known) or sum(rank.steps for rank in known)
+    return sum(rank.loss for rank in known) / weight if weight else None
 
 
 class LiveView:
@@ -346,7 +351,7 @@ def _samples_per_s(ranks: Sequence[_Rank], steps: Sequence[int]) -> float | None
         if not total_ms:
             return None
         speed += 1000 * sum(step.samples for step in timed) / total_ms
-    return speed if math.isfinite(speed) else None
+    return speed if speed and math.isfinite(speed) else None
 
 
 def _mean_loss(ranks: Sequence[_Rank], steps: Sequence[int]) -> float | None:
@@ -354,7 +359,7 @@ def _mean_loss(ranks: Sequence[_Rank], steps: Sequence[int]) -> float | None:
     lines = [line for rank in ranks for step in steps if (line := rank.steps[step]).has_loss]
     samples = sum(line.samples for line in lines)
     losses = [line.loss for line in lines if line.loss is not None]
-    return sum(losses) / samples if samples and len(losses) == len(lines) else None
+    return sum(losses) / (samples or len(losses)) if losses and len(losses) == len(lines) else None
 
 
 def _step_ms(ranks: Sequence[_Rank], steps: Sequence[int]) -> float | None:

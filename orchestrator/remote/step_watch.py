@@ -376,8 +376,8 @@ class SeenStep:
         samples = self.facts.get("samples", samples)
         fields: dict[str, Any] = {"epoch": self.facts["epoch"]} if "epoch" in self.facts else {}
         fields["samples"] = samples
-        losses = [self.facts["loss"]] if "loss" in self.facts else self.losses if samples else []
+        losses = [self.facts["loss"]] if "loss" in self.facts else self.losses
         if losses:
-            loss = sum(map(float, losses)) / len(losses) * samples
+            loss = sum(map(float, losses)) / len(losses) * (samples or 1)
             fields["loss"] = loss if math.isfinite(loss) else None
         return fields

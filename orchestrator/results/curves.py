@@ -100,10 +100,11 @@ def read_curves(events: Events) -> Curves:
 
 _LOSS = """
 WITH whole AS (
-    SELECT step, sum(loss) AS loss, sum(samples) AS samples FROM timed WHERE complete AND has_loss
-    GROUP BY step HAVING count(loss) = count(*) AND sum(samples) > 0),
+    SELECT step, CASE WHEN sum(samples) > 0 THEN sum(loss) ELSE avg(loss) END AS loss, sum(samples) AS samples
+    FROM timed WHERE complete AND has_loss GROUP BY step HAVING count(loss) = count(*)),
 parts AS (SELECT *, ntile(?) OVER (ORDER BY step) AS part FROM whole)
-SELECT max(step), sum(loss) / sum(samples) FROM parts GROUP BY part ORDER BY part
+SELECT max(step), CASE WHEN sum(samples) > 0 THEN sum(loss) / sum(samples) ELSE avg(loss) END
+FROM parts GROUP BY part ORDER BY part
 """
 
 

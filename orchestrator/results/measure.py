@@ -193,13 +193,13 @@ SELECT node, quantile_cont(t_ms, 0.5), quantile_cont(t_ms, 0.95) FROM slowest GR
 """
 
 _EPOCHS_LOSS = """
-SELECT CASE WHEN count(loss) = count(*) AND sum(samples) > 0 THEN sum(loss) / sum(samples) END
+SELECT CASE WHEN count(loss) < count(*) THEN NULL WHEN sum(samples) > 0 THEN sum(loss) / sum(samples) ELSE avg(loss) END
 FROM timed WHERE complete AND has_loss AND epoch = ?
 """
 
 _LAST_LOSS = """
 WITH last AS (SELECT max(step) AS step FROM timed WHERE complete AND has_loss)
-SELECT CASE WHEN count(loss) = count(*) AND sum(samples) > 0 THEN sum(loss) / sum(samples) END
+SELECT CASE WHEN count(loss) < count(*) THEN NULL WHEN sum(samples) > 0 THEN sum(loss) / sum(samples) ELSE avg(loss) END
 FROM timed JOIN last ON timed.step = last.step WHERE has_loss
 """
 

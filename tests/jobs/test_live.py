@@ -308,6 +308,16 @@ def test_the_course_keeps_speed_and_loss_of_a_long_run_in_few_points() -> None:
     assert (points[0].loss, points[-1].loss) == (2.0, 1.0)
 
 
+def test_losses_without_known_samples_are_means() -> None:
+    feed = Feed(a=1, b=1)
+    for step in range(4):
+        feed.step(0, step, samples=0, loss=1.0)
+        feed.step(1, step, samples=0, loss=3.0)
+    row = feed.rows()["a"]
+    assert (row.samples_per_s, row.loss) == (None, 1.0)
+    assert {(point.samples_per_s, point.loss) for point in feed.view.course.points()} == {(None, 2.0)}
+
+
 def test_a_piece_of_many_lines_has_its_older_steps_in_the_course() -> None:
     feed = Feed(a=1)
     feed.send(0, b"".join(line(event="step", step=step, samples=1, t_ms=1.0, loss=2.0) for step in range(5000)))

@@ -161,6 +161,14 @@ def test_the_loss_of_a_step_is_the_scalar_whose_backward_the_script_called(tmp_p
     assert [step["loss"] / step["samples"] for step in steps] == pytest.approx(expected)
 
 
+def test_a_script_whose_samples_nobody_counts_has_a_loss_all_the_same(warm, tmp_path):
+    text = LOOP.replace("for batch in DataLoader(data, 32):", "for batch in [data]:") + "train(3)"
+    start(warm, tmp_path, text)
+    begin, *steps, _ = events_in(tmp_path)
+    assert (begin["samples_from"], [step["samples"] for step in steps]) == ("unknown", [0, 0, 0])
+    assert steps[0]["loss"] > steps[2]["loss"] > 0
+
+
 def test_the_part_of_the_batch_that_orch_gave_is_what_counts(warm, tmp_path):
     start(warm, tmp_path, LOOP + "train(2)", ORCH_SHARE="24", ORCH_BATCH="96")
     begin, *steps, _ = events_in(tmp_path)

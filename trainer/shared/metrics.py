@@ -59,7 +59,8 @@ EVENTS: dict[str, dict[str, str]] = {
         "bubble_before_ms": "the part of exposed_ms spent waiting for the previous stage; null without a pipeline",
         "bubble_behind_ms": "the part of exposed_ms spent waiting for the next stage; null without a pipeline",
         "wire_ms": "with a message that the kernel had not taken completely, during compute; null without a pipeline",
-        "loss": "SUM of the losses of this rank's samples of this step; null in a run with paced ranks",
+        "loss": "SUM of the losses of this rank's samples of this step (of a watched script without known samples, "
+        "0: their mean); null in a run with paced ranks",
         "wall": "Unix time at the end of the step",
     },
     "tasks": {
