@@ -168,7 +168,7 @@ def _speed(ranks: Iterable[_Stretch]) -> float | None:
 
 
 def _loss(ranks: Iterable[_Stretch]) -> float | None:
-    """A mean over steps if nobody counts samples."""
+    """A mean over steps if samples are not counted."""
     known = [rank for rank in ranks if rank.steps]
     weight = sum(rank.of_loss for rank in known) or sum(rank.steps for rank in known)
     return sum(rank.loss for rank in known) / weight if weight else None

@@ -153,7 +153,7 @@ def _from_ranks(plan: LaunchPlan, events: Events) -> dict[str, Any]:
 
 def _from_steps(plan: LaunchPlan, figures: Figures, nodes: tuple[NodeSummary, ...]) -> dict[str, Any]:
     """Hosts are compared only if every rank reported."""
-    speed = cluster_speed(figures) or None  # nobody counts samples
+    speed = cluster_speed(figures) or None  # samples are not counted
     fields: dict[str, Any] = {
         "samples_per_s": speed,
         "by_gpu": by_gpu(nodes, plan, figures),

@@ -288,7 +288,7 @@ class Steps:
 
     @property
     def are_enough(self) -> bool:
-        """Samples are 0 if nobody counts them, as in a script without a loader."""
+        """Samples are 0 if they are not counted, as in a script without a loader."""
         return len(self.ms) >= LEAST_STEPS and all(self.samples)
 
 
