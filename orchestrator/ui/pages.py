@@ -29,7 +29,7 @@ from orchestrator.jobs.job_store import ENDED, JobRecord
 from orchestrator.jobs.live_stats import HostNow, JobNow
 from orchestrator.jobs.stall import standstill
 from orchestrator.planning.job_forms import run_line
-from orchestrator.planning.job_spec import FILE, OPTIONS, PAGE_FIELDS, checked, from_text, key_of
+from orchestrator.planning.job_spec import FILE, OPTIONS, PAGE_FIELDS, JobSpec, checked, from_text, key_of
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.request import parse_pairs
 from orchestrator.results.summary import Summary
@@ -241,13 +241,17 @@ def run(controller: Controller, cluster: Cluster, form: Form) -> str:
 
 
 def _asked(controller: Controller, cluster: Cluster, form: Form) -> Asked:
-    """A request for an experiment, or a script of this machine with its arguments; its hosts wait for their GPUs."""
+    asked = controller.read(job_of(cluster, form))
+    return replace(asked, job=replace(asked.job, request=replace(asked.request, detached=True)))
+
+
+def job_of(cluster: Cluster, form: Form) -> JobSpec:
+    """An experiment, or a script of this machine with its arguments; its hosts wait for their GPUs."""
     command = _words(form, "script")
     values = {name: _value(name, form.get(key_of(name), "")) for name in ("exp", "settings", "nodes", *PAGE_FIELDS)}
     program = {"script": command[0], "args": command[1:] or None} if command else {}
     waits = {"wait": True} if form.get("wait") else {}
-    asked = controller.read(checked({"cluster": cluster.name, **values, **program, **waits}, FILE))
-    return replace(asked, job=replace(asked.job, request=replace(asked.request, detached=True)))
+    return checked({"cluster": cluster.name, **values, **program, **waits}, FILE)
 
 
 def _value(name: str, text: str) -> Any:

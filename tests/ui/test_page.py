@@ -246,12 +246,14 @@ def test_a_form_that_cannot_be_read_is_answered_in_words(address: str, form: dic
         assert (answer.code, said in answer.read().decode()) == (400, True)
 
 
+def asked_by(form: dict[str, str]) -> JobSpec:
+    return pages.job_of(SimpleNamespace(name="rack"), form)  # type: ignore[arg-type]
+
+
 def test_the_form_has_the_fields_of_a_job() -> None:
     form = {"script": "train.py --lr 0.1", "nodes": "a,b", "settings": "seed=1", "batch": "8", "share": "1"}
     form |= {"env": "A='two words' B", "time_limit": "30m", "note": "a wide net", "hosts": " "}
-    controller = SimpleNamespace(read=lambda spec: SimpleNamespace(job=SimpleNamespace(blob=spec)), plan=lambda _: None)
-    _, spec = pages.planned(controller, SimpleNamespace(name="rack"), form)  # type: ignore[arg-type]
-    assert spec == JobSpec(
+    assert asked_by(form) == JobSpec(
         script="train.py",
         args=["--lr", "0.1"],
         nodes=["a", "b"],
@@ -264,7 +266,7 @@ def test_the_form_has_the_fields_of_a_job() -> None:
         cluster="rack",
     )
     with pytest.raises(UsageError, match="`batch`: must be a whole number"):
-        pages.planned(controller, SimpleNamespace(name="rack"), {"script": "x", "batch": "many"})  # type: ignore[arg-type]
+        asked_by({"script": "x", "batch": "many"})
 
 
 # ---- what it tells ---------------------------------------------------------------------------------------------
