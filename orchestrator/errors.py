@@ -7,6 +7,7 @@
     │   └── NoJobError        2   no job matches
     ├── HostError             3   one host is unusable or unreachable
     │   ├── ConnectError          no TCP connection, no SSH banner, a time-out, a broken connection
+    │   │   └── LateError         a connection or login took too long
     │   ├── HostKeyError          the host's key is unknown or has changed
     │   ├── AuthError             the host refused our user or key
     │   └── ProbeError            the host's answer is unusable

@@ -9,6 +9,7 @@ EXIT_CODES = {
     "InventoryError": 2,
     "HostError": 3,
     "ConnectError": 3,
+    "LateError": 3,
     "HostKeyError": 3,
     "AuthError": 3,
     "ProbeError": 3,

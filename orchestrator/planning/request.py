@@ -137,7 +137,7 @@ def _read_program(spec: JobSpec, kept: Mapping[str, Any], pack: Pack) -> ParsedJ
         return ParsedJob(request_of(spec.exp, spec.settings, kept), *pack(trainer_folder(), prefix="trainer/"))
     _refuse_secrets(spec.command[1:] if spec.module else spec.command)
     program = read_program(spec.command, is_module=spec.module is not None)
-    if program.is_hosts or (is_bare(program.name) and not program.is_module and not Path(program.name).is_file()):
+    if program.is_hosts or (is_bare(program.name) and not program.is_module and not Path(program.name).exists()):
         return _hosts_program(program, spec, pack)
     arguments = ((LOCAL_RANK,) if spec.pass_local_rank else ()) + program.arguments
     read = _module if program.is_module else _script

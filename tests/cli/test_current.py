@@ -154,7 +154,7 @@ def test_up_says_where_the_terminal_keeps_to_another_cluster(orch, monkeypatch, 
 
 
 def test_every_command_about_hosts_or_jobs_takes_a_cluster():
-    own = {"up", "clusters", "use"}
+    own = {"up", "clusters", "use", "help"}
     for words, command in COMMANDS.items():
         if not isinstance(command, click.Group) and words[0] not in own:
             assert "--cluster" in {name for option in options_of(command) for name in option.opts}, words

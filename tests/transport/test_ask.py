@@ -54,7 +54,7 @@ def imported(text):
 def test_with_each_program_travels_all_that_it_imports_and_no_more():
     sources = shipped_sources()
     for module in (name.partition(".")[2] for name in sources if name != "orch_remote"):
-        programs = {"keeper", "launch", "rank", "gpus", "step_hooks"}
+        programs = {"keeper", "launch", "preload", "rank", "gpus", "step_hooks"}
         found, started = needed(module, sources), programs if module == "prepare" else set()
         roots = {"orch_remote"} | {f"orch_remote.{name}" for name in {module} | started}
         assert set(found) == roots.union(*(imported(text) for text in found.values())), module

@@ -248,7 +248,7 @@ def build_pipeline(
         in_flight=settings.in_flight,
         averages=averages,
         late=late,
-        refuses_unused=settings.unused_parameters == "refuse" and isinstance(stage, StageWork),
+        refuses_unused=settings.unused_parameters == "refuse" and not isinstance(part, (LearningPart, PacedPart)),
     )
 
 
