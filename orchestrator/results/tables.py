@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,8 +35,7 @@ def read_events(files: Sequence[MetricsFile]) -> Iterator[Events]:
     """In bounded memory: DuckDB spills to a temporary folder beyond 1 GB."""
     with tempfile.TemporaryDirectory(prefix="orch-analyse-") as folder:
         config: dict[str, Any] = {"memory_limit": "1GB", "threads": 2, "temp_directory": folder}
-        connection = duckdb.connect(":memory:", config=config)
-        try:
+        with connected(config) as connection:
             connection.execute(_TABLES)
             events = Events(connection)
             for file in files:
@@ -44,8 +43,20 @@ def read_events(files: Sequence[MetricsFile]) -> Iterator[Events]:
             connection.execute(_STEPS)
             _count_repeated(events)
             yield events
-        finally:
-            connection.close()
+
+
+@contextlib.contextmanager
+def connected(config: Mapping[str, Any] | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
+    """A Ctrl-C stays a KeyboardInterrupt: DuckDB makes a RuntimeError of it if a query runs."""
+    connection = duckdb.connect(":memory:", config=dict(config or {}))
+    try:
+        yield connection
+    except RuntimeError as error:
+        if "interrupted" not in str(error).lower():
+            raise
+        raise KeyboardInterrupt from error
+    finally:
+        connection.close()
 
 
 def _load(events: Events, file: MetricsFile, sieved: Path) -> None:
@@ -192,7 +203,7 @@ def copy_whole(connection: duckdb.DuckDBPyConnection, query: str, path: Path) ->
 def convert(source: Path, target: Path) -> None:
     quoted = str(source).replace("'", "''")
     reader = "read_parquet" if source.suffix == ".parquet" else "read_csv"
-    with duckdb.connect() as connection:
+    with connected() as connection:
         copy_whole(connection, f"SELECT * FROM {reader}('{quoted}')", target)  # noqa: S608 - a path that is quoted
 
 
@@ -200,7 +211,7 @@ def read_steps(run: RunFolder) -> Steps:
     """The measured steps in order. Times are of the rank whose steps took longest in total, see `measure`. Raises
     OrchError if the file is missing or no such table.
     """
-    with duckdb.connect() as connection:
+    with connected() as connection:
         try:
             rows = connection.execute(_STEPS_TABLE_STEPS, [str(run.steps)]).fetchall()
         except duckdb.Error as error:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from orchestrator.errors import OrchError
 from orchestrator.paths import RunFolder
 from orchestrator.results import Summary
 from orchestrator.results.analyse import analyse
+from orchestrator.results.tables import connected
 from orchestrator.views import render_report
 from tests.support.cost import growth
 from tests.support.run_folders import Host, end, lines, start, step, two_hosts, write_run
@@ -402,3 +406,12 @@ def test_forty_thousand_lines_cost_no_more_each_than_ten_thousand(tmp_path: Path
     few, many = run_of(10_000), run_of(40_000)
     assert growth(lambda: analyse(few), lambda: analyse(many)) < 8  # 16 if each line looks at each other
     assert analyse(many).steps == 39_997
+
+
+def test_a_ctrl_c_during_a_query_is_one() -> None:
+    """DuckDB reports it as an error of its own."""
+    cross = "SELECT sum(a.range * b.range) FROM range(200000) a, range(100000) b"
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt), connected() as connection:
+        timer.start()
+        connection.execute(cross).fetchone()

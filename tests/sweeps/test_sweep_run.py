@@ -104,7 +104,7 @@ def test_the_same_command_goes_on_after_its_end_and_runs_nothing_twice(place, ma
         until(lambda: len(ran(marks)) == 3)
         first.send_signal(signum)
         _, said = first.communicate(60)
-        assert first.returncode == (130 if signum == signal.SIGINT else -signum)
+        assert first.returncode == (130 if signum == signal.SIGINT else -signum), said
         assert signum == signal.SIGKILL or "Continue: orch sweep --continue sweep-sleeps" in said
     again = ("--continue", "latest") if signum == signal.SIGINT else words
     with begins(place, *again) as second:
