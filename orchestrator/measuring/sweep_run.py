@@ -159,7 +159,9 @@ class SweepRun:
             except OrchError:  # the controller ended before it began this job
                 self._change(trial, state="waiting", job=None, slot=None)
                 continue
-            if record.state in FINAL_STATES:
+            if record.state == "cancelled" and record.ended is None:  # a half-done start, undone
+                self._change(trial, state="waiting", job=None, slot=None, lost=(*trial.lost, trial.job))
+            elif record.state in FINAL_STATES:
                 self._ended(trial, record, None)
             elif trial.slot in slots and slots[trial.slot].nodes == tuple(node.name for node in job.plan.nodes):
                 self._found[trial.slot] = trial
