@@ -253,7 +253,9 @@ def test_why_names_the_rank_that_sleeps_and_the_one_that_waits_for_it(person):
 
 
 EPOCH = ["run", "--exp", "mnist_lenet", "--set", "epochs=1", "--set", "batch=64"]
-OF_THE_RUN = ("experiment", "settings", "state", "world_size", "samples_total", "accuracy", "restarts", "first_failure")
+OF_THE_TRAINING = ("exp", "model", "data", "batch", "epochs", "strategy", "fidelity", "optimizer", "lr", "seed")
+"""Settings that do not depend on what else the machine does."""
+OF_THE_RUN = ("experiment", "state", "world_size", "samples_total", "accuracy", "restarts", "first_failure")
 OF_A_HOST = ("name", "gpu", "ranks", "batch_per_rank", "valid")
 
 
@@ -290,6 +292,8 @@ def test_an_epoch_of_mnist_on_unequal_hosts_is_the_same_as_over_ssh(person, tmp_
     other, plan_there, same = _collected(ssh)
     assert [node["name"] for node in plan_there["nodes"]] == [node["name"] for node in plan["nodes"]]
     assert summary.keys() == same.keys()
+    for key in OF_THE_TRAINING:
+        assert summary["settings"][key] == same["settings"][key], key
     assert {key: summary[key] for key in OF_THE_RUN} == {key: same[key] for key in OF_THE_RUN}
     hosts = [[{key: node[key] for key in OF_A_HOST} for node in each["nodes"]] for each in (summary, same)]
     assert hosts[0] == hosts[1]
@@ -320,7 +324,7 @@ def test_two_unix_users_cannot_read_each_others_jobs(person, tmp_path_factory):
     for each in people:
         each.up({"name": "a16", "gpu": "A16", "gpus": 1, "ranks": 1, "slurm": {"gres": "gpu:a16:1"}})
         (each.folder / "train.py").write_text(SCRIPT)
-    runs = [each.begun("run", "train.py", "150") for each in people]
+    runs = [each.begun("run", "--no-preload", "train.py", "150") for each in people]  # torchrun's words stay visible
     for each in people:
         each.until(lambda each=each: each.printed("step 2 "))
     parts = [json.loads(_own(each, "nodes/a16/jobs/*/node.json").read_text()) for each in people]
