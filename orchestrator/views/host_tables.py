@@ -174,7 +174,7 @@ def _findings(summary: Summary) -> Iterator[str]:
     """Bottleneck, slowed GPUs, training results."""
     if summary.prediction and summary.of_prediction:
         yield f"{summary.prediction.words}; measured {percent(summary.of_prediction)} of it"
-    if summary.bound and summary.straggler:
+    if summary.bound and summary.bound.words.partition(": ")[2] not in summary.slow_words:
         yield summary.bound.words
     for node in summary.slowed[:SLOWED_SHOWN]:
         yield node.slowed_words
