@@ -113,7 +113,7 @@ class LiveCourse:
 
     def add(self, rank: int, number: int, step: _Step) -> None:
         self._of(number // self.width, rank).add(step)
-        while max(self._stretches) >= 2 * self.POINTS:
+        while number // self.width >= 2 * self.POINTS:  # the others lie below
             before, self._stretches = self._stretches, {}
             self.width *= 2
             for place, ranks in before.items():
