@@ -44,6 +44,8 @@ _DISABLED = {
     "pubkeys": ["ssh-rsa", "ssh-dss"],
 }
 
+CLOSING_S = 1.0
+
 _key_exchanges = threading.Semaphore(_KEY_EXCHANGES)
 
 
@@ -56,6 +58,7 @@ class Connection:
 
     def close(self) -> None:
         self.resources.close()
+        self.transport.join(CLOSING_S)  # paramiko does not wait for its thread, which crashes a program that ends now
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,7 @@ class Dialler:
         connection = fabric.Connection(hop.host, hop.user, hop.port, config, gateway=False, connect_kwargs=settings)
         connection.client.set_missing_host_key_policy(self._policy(hop))  # fabric's own accepts every key
         resources.callback(connection.client.close)
+        resources.callback(_hang_up, sock)
         try:
             connection.open()
         except paramiko.ssh_exception.IncompatiblePeer as error:
@@ -199,6 +203,11 @@ def _dial_tcp(hop: Hop, deadline: Deadline) -> Iterator[socket.socket]:
 def _through(jump: paramiko.Transport, hop: Hop, deadline: Deadline) -> paramiko.Channel:
     place, ours = (hop.host, hop.port), ("", 0)
     return jump.open_channel("direct-tcpip", place, ours, timeout=max(0.01, deadline.left()))
+
+
+def _hang_up(sock: socket.socket | paramiko.Channel) -> None:
+    with contextlib.suppress(OSError, EOFError):
+        sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
 
 
 def _await_greeting(sock: socket.socket | paramiko.Channel, deadline: Deadline) -> None:

@@ -48,6 +48,17 @@ def test_help_imports_nothing_heavy():
     assert {name.partition(".")[0] for name in done.stderr.split()} & HEAVY == set()
 
 
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [("--help", 0), ("nosuch", 2), ("--help >&-", 0), ("jobs --json >/dev/full", 1), ("jobs --json | true", 0)],
+)
+def test_the_program_ends_with_its_commands_exit_code(tmp_path, line, code):
+    env = {**os.environ, "ORCH_HOME": str(tmp_path), "PYTHON": sys.executable}
+    shell = f'set -o pipefail; "$PYTHON" -m orchestrator.cli {line}'
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, env=env)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+
+
 def test_a_command_that_neither_analyses_nor_ships_imports_nothing_for_it(tmp_path):
     code = "import sys, atexit; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); "
     code += "from orchestrator.cli import main; main(['jobs'])"

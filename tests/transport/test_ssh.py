@@ -164,6 +164,16 @@ def test_a_stream_is_whole_and_its_chunks_bounded(host: SshTransport) -> None:
     assert sum(sizes) == 5_120_004 and max(sizes) <= 1 << 20
 
 
+def test_no_thread_outlives_its_connection(server: Sshd) -> None:
+    """A thread that decrypts at the interpreter's end crashes it."""
+    before = set(threading.enumerate())
+    transport = connect(server.target(), host_keys=server.host_keys())
+    transport.run("true", timeout_s=10)
+    assert set(threading.enumerate()) > before
+    transport.close()
+    assert set(threading.enumerate()) <= before
+
+
 def test_leaving_a_stream_closes_the_commands_input(host: SshTransport, tmp_path: Path) -> None:
     said = tmp_path / "said"
     with host.stream(f"echo ready; cat; echo ended > {said}") as chunks:
