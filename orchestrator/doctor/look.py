@@ -61,13 +61,15 @@ def look(
     examined = connections.each(nodes, ask, deadline_s=EXAMINE_S + CONNECT_S + OUTLIVED_S + 5)
     hosts = tuple(values(examined).values())
     addresses = {host.name: host.address for host in hosts if host.address and host.name not in lost}
-    conductor = Conductor([host for host in hosts if host.name in addresses] if len(hosts) > 1 else [], show)
+    leader = _master(hosts, master)
+    reachable = [host for host in hosts if host.name in addresses] if len(hosts) > 1 else []
+    conductor = Conductor(reachable, show, leader)
     fell_out = _try_ways(connections, conductor, addresses) if len(hosts) > 1 else {}
     return Observations(
         hosts=hosts,
         unreached={**errors_by_node(examined), **lost, **fell_out},
         mesh=conductor.found() if len(hosts) > 1 else None,
-        master=_master(hosts, master),
+        master=leader,
         shared_folders=shared_folders(connections, {host.name: host.facts for host in hosts}),
     )
 

@@ -148,13 +148,18 @@ LEAST_S = 0.15
 MOST_AGAIN = 8
 """Links that seem slow are measured again, one at a time."""
 SSH_PORT = 22
+CROWD = 32
+"""From more hosts on, only some links are tried: the cost of all of them grows with the square of the hosts."""
 
 
 class Conductor:
     """Decides each host's next action from the hosts' messages. show: called at the start of each phase."""
 
-    def __init__(self, hosts: Sequence[Host], show: Callable[[str], None] = lambda words: None) -> None:
+    def __init__(
+        self, hosts: Sequence[Host], show: Callable[[str], None] = lambda words: None, master: str | None = None
+    ) -> None:
         self._hosts = {host.name: host for host in hosts}
+        self._links = links([*self._hosts], master)
         self._lines = {host.name: queue.SimpleQueue[bytes]() for host in hosts}
         self._show, self._lock = show, threading.Lock()
         self._present, self._awaited = {*self._hosts}, {*self._hosts}
@@ -173,8 +178,8 @@ class Conductor:
 
     def found(self) -> Mesh:
         """Includes links that were not tried."""
-        links = [(start, end) for start in self._hosts for end in self._hosts if start != end]
-        return Mesh(tuple(self._pairs.get(pair) or Pair(*pair, "not tried") for pair in links), dict(self._closed))
+        ways = sorted(self._links, key=lambda way: [*map([*self._hosts].index, way)])
+        return Mesh(tuple(self._pairs.get(way) or Pair(*way, "not tried") for way in ways), dict(self._closed))
 
     def take(self, name: str, message: Mapping[str, Any]) -> None:
         """message: {} is a sign of life. Raises ValueError, TypeError, KeyError if it is malformed."""
@@ -242,16 +247,16 @@ class Conductor:
                 self._order(name, None)
 
     def _reach(self) -> None:
-        """All hosts connect to all others; then prepares the slots."""
+        """All hosts connect; then prepares the slots."""
         names = [name for name in self._hosts if name in self._places and name in self._present]
-        self._slots = slots(names)
+        ways = [(start, end) for start, end in self._links if start in names and end in names]
+        self._slots = slots(ways)
         self._seconds = max(LEAST_S, min(TRANSFER_S, TRANSFERS_S / max(1, len(self._slots))))
         self._slots = self._slots[: math.ceil(TRANSFERS_S / self._seconds)]
-        self._show(f"connecting {len(names) * (len(names) - 1)} pairs")
+        self._show(f"connecting {len(ways)} pairs")
         self._await(names, REACH_S)
         for name in names:
-            others = {other: self._places[other] for other in names if other != name}
-            self._order(name, {"reach": others})
+            self._order(name, {"reach": {end: self._places[end] for start, end in ways if start == name}})
         if not names:
             self._go_on()
 
@@ -280,15 +285,32 @@ class Conductor:
         self._lines[name].put(json.dumps(order).encode() + b"\n" if order else b"")
 
 
-def slots(names: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Every ordered pair once, in slots without a repeated name: a round-robin tournament in both directions."""
+def links(names: Sequence[str], master: str | None = None) -> list[tuple[str, str]]:
+    """Ordered pairs to try, in the order of a round-robin tournament: all, or of more than CROWD hosts those with the
+    master and those 1, 2, 4, 8, ... hosts apart.
+    """
     ring: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
-    found = []
+    place, found = {name: at for at, name in enumerate(names)}, list[tuple[str, str]]()
     for _ in range(len(ring) - 1):
         half = len(ring) // 2
         pairs = [(a, b) for a, b in zip(ring[:half], reversed(ring[half:]), strict=True) if a and b]
-        found += [pairs, [(b, a) for a, b in pairs]]
+        if len(names) > CROWD:
+            pairs = [(a, b) for a, b in pairs if master in (a, b) or abs(place[a] - place[b]).bit_count() == 1]
+        found += [*pairs, *((b, a) for a, b in pairs)]
         ring = [ring[0], ring[-1], *ring[1:-1]]
+    return found
+
+
+def slots(ways: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
+    """Each of them once, in slots without a repeated name; few slots in the order of `links`."""
+    found, busy = list[list[tuple[str, str]]](), list[set[str]]()
+    for way in ways:
+        at = next((at for at, names in enumerate(busy) if names.isdisjoint(way)), len(found))
+        if at == len(found):
+            found.append([])
+            busy.append(set())
+        found[at].append(way)
+        busy[at].update(way)
     return found
 
 

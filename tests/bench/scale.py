@@ -1,6 +1,7 @@
 """How long `orch up` takes for many hosts of which many are silent: a dead switch must not take healthy ones along.
+Then the costs of a job of many ranks, four per host: they should grow with the ranks.
 
-    .venv/bin/python tests/bench/scale.py [HEALTHY:SILENT ...]       # 250:250 16:64 16:0
+    .venv/bin/python tests/bench/scale.py [HEALTHY:SILENT ...] [RANKS ...]       # 250:250 16:64 16:0 32 64 128
 
 The silent hosts stand first in the inventory. Prints when the last healthy host was heard (its probe had ended, by the
 host's own word), when `orch up` had ended, and the most memory that it took. See `tests/support/crowd.py` for what the
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -19,21 +21,57 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import yaml
+
 from tests.support.crowd import Crowd, crowd
+from tests.support.quick_python import quick_python
 from tests.support.terminal import ORCH, Person
 
 MOST_REAL = 64  # more hosts than this do not run the probe themselves: the two cores would be theirs alone
-CASES = ("16:0", "16:64", "250:250")
+CASES = ("16:0", "16:64", "250:250", "32", "64", "128")
+PER_HOST = 4
 
 
 def main() -> None:
     given = [word for word in sys.argv[1:] if word != "--real"]
-    cases = [tuple(map(int, case.split(":"))) for case in given or CASES]
+    given = given or [*CASES]
+    cases = [tuple(map(int, case.split(":"))) for case in given if ":" in case]
     print(f"{platform.machine()}, {os.cpu_count()} cores, python {platform.python_version()}")
     print("hosts: addresses of one lab host and its one sshd (MaxStartups raised); their torch is a stub")
     with tempfile.TemporaryDirectory() as folder, crowd() as hosts:
         for healthy, silent in cases:
             show(hosts, Path(folder), healthy, silent, quick=healthy > MOST_REAL and "--real" not in sys.argv)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        python = quick_python(Path(folder, "python"))  # its torchrun and torch are stubs
+        with crowd(binds=[folder]) as hosts:
+            for ranks in (int(case) for case in given if ":" not in case):
+                show_ranks(hosts, Path(folder), ranks, python)
+
+
+def show_ranks(hosts: Crowd, folder: Path, ranks: int, python: str) -> None:
+    person = Person(hosts.lab, folder / f"home-{ranks}", folder)
+    inventory = hosts.inventory(folder, silent=0, healthy=ranks // PER_HOST)
+    content = yaml.safe_load(inventory.read_text())
+    for node in content["nodes"]:
+        node |= {"python": python, "gpus": PER_HOST, "workdir": f"~/ranks/{ranks}/{node['name']}"}
+    inventory.write_text(yaml.safe_dump({**content, "cluster": f"ranks{ranks}"}))
+    (folder / "stub.sh").write_text('echo "rank $RANK of $WORLD_SIZE"\n')
+    for words in (["up", str(inventory)], ["run", "stub.sh"], ["doctor"], ["collect"]):
+        load, began = os.getloadavg()[0], time.time()
+        line = ["/usr/bin/env", "time", "-f", "%M %U %S", *ORCH, *words]
+        done = hosts.lab.controller_exec(line, env=person.environment, cwd=folder, timeout=600)
+        kib, user_s, system_s = done.stderr.splitlines()[-1].split()
+        print(
+            f"{ranks} ranks of a stub on {ranks // PER_HOST} hosts: orch {words[0]} took {time.time() - began:.1f} s, "
+            f"{float(user_s) + float(system_s):.1f} s of CPU, {int(kib) / 1024:.0f} MiB at most, exit "
+            f"{done.returncode}{_ranks_heard(words, done.stdout)}; load before {load:.1f}",
+            flush=True,
+        )
+
+
+def _ranks_heard(words: list[str], out: str) -> str:
+    return f", {len(set(re.findall(r'rank [0-9]+ of', out)))} ranks printed" if words[0] == "run" else ""
 
 
 def show(hosts: Crowd, folder: Path, healthy: int, silent: int, *, quick: bool) -> None:

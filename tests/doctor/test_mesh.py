@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from orchestrator.doctor import Conductor, Pair, pairs, slots
+from orchestrator.doctor import Conductor, Pair, links, pairs, slots
 from tests.support.examined_hosts import NAMES, host
 
 OPEN = {"kind": "open", "words": "", "round_trip_s": 0.001}
@@ -42,11 +42,25 @@ class Stage:
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 8, 9])
 def test_every_way_has_its_turn_and_no_host_is_in_two_transfers_at_once(count):
     names = [f"n{number}" for number in range(count)]
-    found = slots(names)
+    found = slots(links(names))
+    assert len(found) <= 2 * max(0, count - 1 + count % 2)
     assert sorted(way for slot in found for way in slot) == sorted(permutations(names, 2))
     for slot in found:
         busy = [name for way in slot for name in way]
         assert len(busy) == len(set(busy))
+
+
+@pytest.mark.parametrize("count", [33, 128])
+def test_of_many_hosts_each_tries_the_master_and_few_others(count):
+    names = [f"n{number}" for number in range(count)]
+    found = links(names, "n5")
+    assert len(found) == len(set(found)) < 20 * count
+    tried = {name: {end for start, end in found if start == name} for name in names}
+    assert tried["n5"] == {*names} - {"n5"} and all("n5" in ends for name, ends in tried.items() if name != "n5")
+    assert all((end, start) in found for start, end in found)
+    assert tried["n0"] >= {"n1", "n2", "n4", "n8", "n16", "n32"}
+    for slot in slots(found):
+        assert len({name for way in slot for name in way}) == 2 * len(slot)
 
 
 def test_nobody_connects_before_all_listen_and_nobody_sends_before_all_have_connected():

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,7 +121,8 @@ class Crowd:
 
 
 @contextlib.contextmanager
-def crowd() -> Iterator[Crowd]:
-    with lab(INVENTORY) as one:
+def crowd(binds: Sequence[str] = ()) -> Iterator[Crowd]:
+    """binds: folders that the hosts see, too."""
+    with lab(INVENTORY, binds=[*binds]) as one:
         one.host_exec("all", ["sh", "-c", SETUP], check=True)
         yield Crowd(one)
