@@ -74,9 +74,10 @@ class Console:
         """batch, own: samples of all ranks, and of this rank."""
         self.next_s = time.monotonic() + INTERVAL_S
         mean = f"loss {loss / own:.4f}" if own and loss is not None else "loss -"
+        rate = _rate(1000 * batch / times["t_ms"])
         self.say(
-            f"epoch {epoch + 1}  step {step + 1}/{self.steps}  {mean}  {batch / times['t_ms'] * 1000:.0f} samples/s  "
-            f"(load {times['load_ms']:.1f}  compute {times['compute_ms']:.1f}  exposed {times['exposed_ms']:.1f}  "
+            f"epoch {epoch + 1}  step {step + 1}/{self.steps}  {mean}  {rate} samples/s  "
+            f"(load {times['load_ms']:.1f}  compute {times['compute_ms']:.1f}  sync+wait {times['exposed_ms']:.1f}  "
             f"optimiser {times['optim_ms']:.1f} ms)"
         )
 
@@ -101,7 +102,7 @@ class Console:
         speed = self.samples / self.train_s if self.train_s else 0.0
         total_s = time.monotonic() - self.started_s
         tokens = f", {speed * self.tokens:,.0f} tokens/s" if self.tokens else ""
-        self.say(f"done: {updates} steps in {total_s:.1f} s, {speed:.0f} samples/s{tokens}{accuracy}")
+        self.say(f"done: {updates} steps in {total_s:.1f} s, {_rate(speed)} samples/s{tokens}{accuracy}")
 
     def aside(self, line: str) -> None:
         """For any rank's own log."""
@@ -110,6 +111,10 @@ class Console:
     def say(self, line: str) -> None:
         if self.prints:
             print(line, flush=True)
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:.3g}" if per_s < 100 else f"{per_s:,.0f}"
 
 
 @dataclass(frozen=True)
