@@ -23,6 +23,10 @@
 # GPUs without a type, "a16+v100" for as many of each.
 # CGROUP=1 (the default where cgroup v1's freezer can be mounted): steps are tracked by cgroup, as on nearly every real
 # cluster, so that nothing outlives its step. CGROUP=0: by parentage, and what daemonises escapes.
+#
+# ACCOUNTS=1: with slurmdbd on the login host, the account "lab" and its QOS "normal" and "short" (one minute), enforced;
+# needs the packages slurmdbd and mariadb-server, which `install` does not bring. FORGET: seconds after which slurmctld
+# may forget a job that has ended.
 set -euo pipefail
 
 NAME=${NAME:-sl}                   # at most 8 characters
@@ -32,6 +36,8 @@ LAB_USER=${LAB_USER:-slurmer}
 NET=${NET:-10.77.0}                # a /24 that exists only inside these namespaces
 LOGIN=login                        # slurmctld, sshd and the client commands are here
 CGROUP=${CGROUP:-$(grep -qE '^freezer[[:space:]]+[1-9]' /proc/cgroups 2>/dev/null && echo 1 || echo 0)}
+ACCOUNTS=${ACCOUNTS:-0}
+FORGET=${FORGET:-3600}
 PATH=$PATH:/usr/sbin:/sbin
 
 say() { printf 'slurm_lab: %s\n' "$*" >&2; }
@@ -72,6 +78,7 @@ configure() {
     command install -d -m 755 -o "$LAB_USER" -g "$LAB_USER" "$LAB/work/$LAB_USER"
     slurm_conf >"$LAB/etc/slurm/slurm.conf"
     gres_conf >"$LAB/etc/slurm/gres.conf"
+    [ "$ACCOUNTS" = 0 ] || accounts_conf
     # v2 would need systemd. Without this file slurmd 22.05 looks for a mounted /sys/fs/cgroup, which `ip netns exec`
     # hides, and ends, even where nothing uses cgroups.
     printf '%s\n' CgroupPlugin=cgroup/v1 "CgroupMountpoint=$LAB/cgroup" >"$LAB/etc/slurm/cgroup.conf"
@@ -116,8 +123,8 @@ TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 MailProg=/bin/true
-# As on many small clusters: no database, so no sacct. What ended is in this file.
-AccountingStorageType=accounting_storage/none
+$(accounting)
+# What ended is in this file.
 JobCompType=jobcomp/filetxt
 JobCompLoc=$LAB/log/jobcomp.txt
 GresTypes=gpu
@@ -129,7 +136,7 @@ SchedulerParameters=batch_sched_delay=0,bf_interval=2
 ReturnToService=2
 SlurmdTimeout=20
 KillWait=10
-MinJobAge=3600
+MinJobAge=$FORGET
 JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -145,6 +152,40 @@ CONF
     done
     echo "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1"
     echo "PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF"
+}
+
+accounting() {
+    [ "$ACCOUNTS" = 1 ] || { echo AccountingStorageType=accounting_storage/none; return; }    # so no sacct
+    printf '%s\n' AccountingStorageType=accounting_storage/slurmdbd "AccountingStorageHost=$NET.1" "AccountingStoragePass=$LAB/munge/socket" \
+        AccountingStorageEnforce=associations,limits,qos
+}
+
+accounts_conf() {   # slurmdbd wants it private, and its user's
+    printf '%s\n' AuthType=auth/munge "AuthInfo=socket=$LAB/munge/socket" "DbdHost=$LOGIN" SlurmUser=slurm \
+        "LogFile=$LAB/log/slurmdbd.log" "PidFile=$LAB/pid/slurmdbd.pid" StorageType=accounting_storage/mysql \
+        StorageHost=127.0.0.1 StorageUser=slurm StoragePass=lab >"$LAB/etc/slurm/slurmdbd.conf"
+    chown slurm: "$LAB/etc/slurm/slurmdbd.conf"
+    chmod 600 "$LAB/etc/slurm/slurmdbd.conf"
+}
+
+# Run on the login host, before slurmctld: a database, slurmdbd, and who may run jobs.
+accounts_up() {
+    local db=$LAB/db
+    if ! [ -d "$db" ]; then
+        command install -d -o mysql -g mysql "$db"
+        mariadb-install-db --no-defaults --user=mysql --datadir="$db" --skip-test-db >"$LAB/log/db"
+    fi
+    mariadbd --no-defaults --user=mysql --datadir="$db" --socket="$db/socket" --bind-address=127.0.0.1 \
+        --innodb-use-native-aio=0 --innodb-flush-log-at-trx-commit=0 --log-error="$LAB/log/db" &
+    until mariadb-admin --no-defaults --socket="$db/socket" ping >/dev/null 2>&1; do sleep 0.1; done
+    mariadb --no-defaults --socket="$db/socket" -e "CREATE USER IF NOT EXISTS slurm@127.0.0.1 IDENTIFIED BY 'lab';
+        GRANT ALL ON slurm_acct_db.* TO slurm@127.0.0.1"
+    setpriv --reuid slurm --regid slurm --init-groups slurmdbd -D &
+    until sacctmgr --noheader list cluster >/dev/null 2>&1; do sleep 0.1; done
+    sacctmgr --immediate add cluster lab
+    sacctmgr --immediate add qos short set MaxWall=1
+    sacctmgr --immediate add account lab Cluster=lab
+    sacctmgr --immediate add user "$LAB_USER" Account=lab QOS=normal,short
 }
 
 kinds() { local kinds=$(field 2 "$1"); [ "$kinds" = - ] || tr + ' ' <<<"$kinds"; }
@@ -197,7 +238,7 @@ plug() {    # name, last octet, rate
         tc qdisc replace dev "$port" root tbf rate "$3" burst 256kb latency 20ms
     fi
     mkdir -p /etc/slurm "$mine/slurm"
-    cp "$LAB"/etc/slurm/* "$mine/slurm/"
+    cp -p "$LAB"/etc/slurm/* "$mine/slurm/"
     cp "$LAB/etc/hosts" "$mine/hosts"
 }
 
@@ -224,7 +265,9 @@ boot_node() {
 }
 
 boot_login() {
-    boot "$LOGIN" "/usr/sbin/sshd -f $LAB/ssh/sshd_config; while :; do slurmctld -D; sleep 1; done"
+    local accounts=:
+    [ "$ACCOUNTS" = 0 ] || accounts="$(declare -f accounts_up); LAB=$LAB LAB_USER=$LAB_USER accounts_up"
+    boot "$LOGIN" "/usr/sbin/sshd -f $LAB/ssh/sshd_config; $accounts; while :; do slurmctld -D; sleep 1; done"
 }
 
 running() { [ -s "$LAB/pid/$1.host" ] && kill -0 "$(cat "$LAB/pid/$1.host")" 2>/dev/null; }

@@ -156,6 +156,8 @@ NEVER = {
     "PartitionTimeLimit": "the partition does not allow that time",
     "Nodes_required_for_job_are_DOWN": "hosts that it needs are down, drained or reserved",
     "ReqNodeNotAvail": "a host that it needs is down or reserved",
+    "QOSMaxWallDurationPerJob": "the QOS does not allow that time",
+    "AssocMaxWallDurationPerJob": "the account does not allow that time",
     "AssocMaxJobsLimit": "the account's limit of jobs is reached",
     "QOSMaxGRESPerUser": "it asks for more GPUs than your QOS allows",
     "InvalidAccount": "the account may not run jobs there",
@@ -209,16 +211,34 @@ def read_job(text: str, job: str) -> SlurmJob:
     chosen = next(iter(waits), own[0])
     state = re.split(r"[ +]", chosen["JobState"])[0]
     start = _or_empty(chosen.get("StartTime", ""))
-    code = re.fullmatch(r"(\d{1,3}):(\d{1,3})", chosen.get("ExitCode", ""))
     return SlurmJob(
         job,
         one_line(state, 30),
         phase_of(state),
         one_line(_or_empty(chosen.get("Reason", "")), 100),
         start if re.fullmatch(r"[0-9T:-]{19}", start) else "",
-        (int(code[1]) or (128 + int(code[2]) if int(code[2]) else 0)) if code else None,
+        _exit_code(chosen.get("ExitCode", "")),
         _seconds(own[0].get("TimeLimit", "")) - min(_seconds(own[0].get("RunTime", "")), 1e9),
     )
+
+
+ACCOUNT = "State,ExitCode,TimelimitRaw,ElapsedRaw"
+
+
+def read_account(text: str, job: str) -> SlurmJob:
+    """text: of `sacct -nXP -o ACCOUNT -j JOB`, for a job that scontrol has forgotten; "" if there are no accounts."""
+    line = text.partition("\n")[0]
+    state, _, rest = line.partition("|")
+    times = re.search(r"\|(\d{1,9})\|(\d{1,9})$", line)
+    left_s = int(times[1]) * 60.0 - int(times[2]) if times else math.inf
+    code = _exit_code(rest.partition("|")[0])
+    return SlurmJob(job, one_line(state, 40) or "unknown", phase_of(state), exit_code=code, left_s=left_s)
+
+
+def _exit_code(text: str) -> int | None:
+    """`7:0`, or `0:9` for a signal."""
+    code = re.fullmatch(r"(\d{1,3}):(\d{1,3})", text)
+    return (int(code[1]) or (128 + int(code[2]) if int(code[2]) else 0)) if code else None
 
 
 def _seconds(text: str) -> float:
@@ -233,7 +253,3 @@ def _seconds(text: str) -> float:
 def phase_of(state: str) -> Phase:
     """state: like `CANCELLED by 1001` of sacct, too."""
     return PHASES.get(re.split(r"[ +]", state)[0].upper(), "unknown")
-
-
-def unknown(job: str) -> SlurmJob:
-    return SlurmJob(job, "unknown", "unknown")

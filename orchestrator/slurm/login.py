@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.errors import ConnectError, HostError, UsageError
-from orchestrator.slurm.answers import Broken, DeclaredHost, SlurmJob, phase_of, read_hosts, read_job, unknown
+from orchestrator.slurm.answers import ACCOUNT, Broken, DeclaredHost, SlurmJob, read_account, read_hosts, read_job
 from orchestrator.transport import CommandResult, Transport, shell
 from orchestrator.units import one_line
 
@@ -77,7 +77,7 @@ class SlurmLogin:
     def job(self, job: str) -> SlurmJob:
         asked = self._sh(
             'if out=$(scontrol show job -o "$1" 2>&1); then echo "$out"; else case $out in *"Invalid job id"*) '
-            'sacct -nXPj "$1" -o State,ExitCode 2>/dev/null | head -1;; *) echo "$out" >&2; exit 9;; esac; fi',
+            f'sacct -nXPj "$1" -o {ACCOUNT} 2>/dev/null | head -1;; *) echo "$out" >&2; exit 9;; esac; fi',
             job,
         )
         if asked.exit_code == 9:
@@ -88,15 +88,15 @@ class SlurmLogin:
         try:
             return read_job(text, job)
         except Broken:
-            state = text.partition("|")[0].strip()
-            return SlurmJob(job, one_line(state, 40), phase_of(state)) if "|" in text else unknown(job)
+            return read_account(text if "|" in text else "", job)
 
     def submit(self, name: str, files: bytes, *, at: str) -> str:
         """Slurm's number of the job. name: a new folder below `submitted`. files: a tar with `job.sh` and `code.tar`,
         unpacked there. at: a folder that has to be there, from that one. Raises UsageError with sbatch's own words.
         """
         script = 'umask 077; mkdir -p submitted && mkdir "submitted/$2" && cd "submitted/$2" && tar -xf - && '
-        script += 'mkdir src && tar -xf code.tar -C src && ls -d "$3" >/dev/null && sbatch --parsable job.sh'
+        script += 'mkdir src && tar -xf code.tar -C src && ls -d "$3" >/dev/null && { sbatch --parsable job.sh >number'
+        script += ' && cat number || { cd ..; rm -rf "$2"; exit 1; }; }'
         asked = self._sh(_FOLDER + script, self._folder, name, at, stdin=files, timeout_s=SEND_S)
         job = asked.stdout.decode(errors="replace").strip().rpartition("\n")[2].partition(";")[0]
         if asked.exit_code or not job.isdecimal():
@@ -125,9 +125,10 @@ class SlurmLogin:
         self._sh(_FOLDER + 'rm -rf "submitted/$2"', self._folder, name)
 
     def submissions(self) -> list[tuple[str, str]]:
-        """All folders with `started`."""
-        script = 'cd submitted 2>/dev/null || exit 0; for n in *; do printf "\\036%s\\n" "$n"; '
-        asked = self._sh(_FOLDER + script + 'cat "$n/started" 2>/dev/null; done; true', self._folder)
+        """All folders with `started`, or `number` and `queued.json` if nothing of it has started."""
+        script = 'cd submitted 2>/dev/null || exit 0; for n in *; do printf "\\036%s\\n" "$n"; cat "$n/started" '
+        script += '2>/dev/null || { [ -s "$n/number" ] && cat "$n/number" "$n/queued.json" 2>/dev/null; }; done; true'
+        asked = self._sh(_FOLDER + script, self._folder)
         if asked.exit_code:
             raise HostError(self._transport.node, f"the work folder {self._folder}: {_last(asked)}", "check `workdir:`")
         found = asked.stdout.decode(errors="replace").split("\x1e")[1:]
@@ -144,7 +145,9 @@ class SlurmLogin:
 
     def remove(self, names: Sequence[str]) -> None:
         """These submissions; after the last one also orch's code and the folder, unless it holds anything else."""
-        script = 'd=$PWD; shift; for n; do rm -rf "submitted/$n"; done; rmdir submitted && rm -rf controller-*; '
+        script = (
+            'd=$PWD; shift; for n; do rm -rf "submitted/$n"; done; rmdir submitted && rm -rf controller-* venv locks; '
+        )
         script += 'rmdir nodes; [ "$(ls -A)" = .orch-work ] && rm .orch-work; cd / && rmdir "$d"'
         self._sh(_FOLDER + script, self._folder, *names)
 

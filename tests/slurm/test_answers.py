@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.slurm.answers import PHASES, Broken, GpuCount, fields, gpu_counts, read_hosts, read_job
+from orchestrator.slurm.answers import PHASES, Broken, GpuCount, fields, gpu_counts, read_account, read_hosts, read_job
 from orchestrator.slurm.batch_script import BatchJob, Component, script_of
 
 NEWER = (
@@ -155,6 +155,22 @@ def test_every_state_has_a_phase():
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("COMPLETED|0:0|525600|0\n", ("done", 0, 525600 * 60)),
+        ("CANCELLED by 1001|0:0|1|85\n", ("cancelled", 0, -25)),
+        ("FAILED|3:0||7\nFAILED|3:0||7\n", ("failed", 3, float("inf"))),
+        ("FAILED|0:9|UNLIMITED|7\n", ("failed", 137, float("inf"))),
+        ("", ("unknown", None, float("inf"))),
+    ],
+)
+def test_what_sacct_prints_of_a_job_that_scontrol_has_forgotten(text, expected):
+    """S11."""
+    job = read_account(text, "7")
+    assert (job.phase, job.exit_code, job.left_s) == expected
+
+
+@pytest.mark.parametrize(
     ("reason", "words"),
     [
         (
@@ -163,6 +179,7 @@ def test_every_state_has_a_phase():
         ),
         ("ReqNodeNotAvail,_Reserved_for_maintenance", "is down or reserved"),
         ("QOSMaxJobsPerUserLimit", "(QOSMaxJobsPerUserLimit)"),
+        ("QOSMaxWallDurationPerJobLimit", "(QOSMaxWallDurationPerJobLimit): the QOS does not allow that time"),
         ("BeginTime", "(BeginTime), expected start 2026-11-28T21:00:00"),
     ],
 )

@@ -101,6 +101,7 @@ SECOND = {
     "tests/remote/test_watched_steps.py::test_processes": "processes that a script starts",
     "tests/remote/test_watched_steps.py::test_the_hosts": "a host's own sitecustomize",
     "tests/studies/test_slurm_row": "two rows of a study on a real Slurm",
+    "tests/slurm/test_accounts": "a Slurm cluster with a database",
     "tests/slurm/test_cluster": "a Slurm cluster of its own, and jobs that measure",
     "tests/slurm/test_jobs.py::test_a": "ends and restarts on a Slurm cluster",
     "tests/slurm/test_jobs.py::test_slurms": "a time limit of minutes",
