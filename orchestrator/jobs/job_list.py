@@ -179,6 +179,8 @@ class JobRecovery:
             for found in SlurmQueue(self._jobs, self._connections).recovered(cluster, known):
                 if isinstance(found, OrchError):
                     rescanned.problems[f"{cluster.name} {len(rescanned.problems)}"] = found
+                elif isinstance(found, JobRecord):
+                    rescanned.records += (found,)
                 else:
                     self._spare_others(found)
                     rescanned.records += (self._jobs.job_record(found.job),)

@@ -25,13 +25,14 @@ from orchestrator.jobs import launch
 from orchestrator.jobs.job_store import ENDED, FirstFailure, JobRecord, JobStore, SlurmLoan
 from orchestrator.jobs.recalled_plans import recall
 from orchestrator.jobs.state import ended_by
+from orchestrator.owner import read_owner
 from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.record import Record, Words
+from orchestrator.record import Owner, Record, Words
 from orchestrator.slurm.answers import SlurmJob
 from orchestrator.slurm.login import SlurmLogin
 from orchestrator.transport.ask import ConnectedHost
 
-STARTED = "started"
+STARTED, QUEUED = "started", "queued.json"
 LOOK_S = 2.0
 ENDS_S = 90.0
 """Longest wait for Slurm to end a job's last processes (KillWait)."""
@@ -43,6 +44,13 @@ class Started(Record):
     job: Words
     master: Words
     hosts: dict[str, Allocation]
+
+
+class Queued(Record):
+    """The content of `queued.json`: a job that a home which has lost it finds in Slurm's queue."""
+
+    owner: Owner
+    record: JobRecord
 
 
 class SlurmQueue:
@@ -117,9 +125,11 @@ class SlurmQueue:
         self.login(self._jobs.cluster(record.cluster)).drop(record.slurm.folder)
         self._jobs.forget_job(record.id)
 
-    def recovered(self, cluster: Cluster, known: Collection[str]) -> Iterator[LaunchPlan | OrchError]:
-        """Remembers all jobs that have started and are not known. Raises HostError."""
+    def recovered(self, cluster: Cluster, known: Collection[str]) -> Iterator[LaunchPlan | JobRecord | OrchError]:
+        """Remembers all jobs that are not known; a record is of a job that has not started. Raises HostError."""
         for folder, lines in self.login(cluster).submissions():
+            if (queued := _queued(folder, lines)) and folder not in known and queued.record.cluster == cluster.name:
+                yield self._remember_queued(queued)
             for started in _started(lines):
                 if started.job in known or not started.hosts:
                     continue
@@ -144,6 +154,15 @@ class SlurmQueue:
         self.learn(cluster, loan.folder)
         return plan
 
+    def _remember_queued(self, queued: Queued) -> JobRecord | OrchError:
+        record = queued.record
+        assert record.slurm  # noqa: S101 - of `_queued`
+        if queued.owner != read_owner(self._jobs.home):
+            words = f"{record.id} of {queued.owner.name} has not started: Slurm's job {record.slurm.job}"
+            return OrchError(words, "once it runs, `orch jobs --rescan --adopt` makes it yours")
+        self._jobs.save_job(record.model_copy(update={"number": self._jobs.next_number()}))
+        return self.refreshed(record)
+
     def learn(self, cluster: Cluster, folder: str) -> None:
         """Remembers the facts of the hosts that this submission has examined, for plans. Raises HostError."""
         with suppress(ValidationError):
@@ -167,6 +186,16 @@ def _now(record: JobRecord, found: SlurmJob, login: str, why: str) -> JobRecord:
     failure = FirstFailure(kind="slurm", node=login, reason=f"nothing of it has run{f': {why}' if why else ''}")
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return ended_by(record.model_copy(update={"state": "lost", "first_failure": failure, "ended": now}), found)
+
+
+def _queued(folder: str, text: str) -> Queued | None:
+    """text: of `number` and `queued.json`."""
+    number, _, written = text.partition("\n")
+    with suppress(ValidationError):
+        queued, loan = Queued.model_validate_json(written), SlurmLoan(job=number.partition(";")[0], folder=folder)
+        if queued.record.id == folder:
+            return queued.model_copy(update={"record": queued.record.model_copy(update={"slurm": loan})})
+    return None
 
 
 def _started(text: str) -> Iterator[Started]:

@@ -43,20 +43,29 @@ def test_init_writes_what_up_takes(tmp_path):
         assert re.search(r"rank \d on plain GPU 0,1,2,3", out)
 
 
-def test_a_home_that_has_lost_its_records_finds_running_and_ended_jobs(person):
-    """`orch jobs --rescan` asks the login host, and reports a running job as running."""
+def test_a_home_that_has_lost_its_records_finds_queued_running_and_ended_jobs(person):
+    """`orch jobs --rescan` asks the login host, and reports a running job as running; none of another home's queued."""
     person.up(V100, A2000)
     (person.folder / "train.py").write_text(SCRIPT)
     person("run", "train.py", "2")
     person("run", "--detach", "train.py", "3000")
     person.until(lambda: person.state() == "running")
+    person("run", "--detach", "train.py", "2")
+    person.until(lambda: "(Resources)" in person("jobs"))
     known = [(job["id"], job["state"]) for job in person.jobs()]
-    person.lab.exec("true")
     os.rename(person.folder / "home/jobs", person.folder / "home/lost")
     assert person.jobs() == []
     assert known[0][0] in person("jobs", "--rescan")
+    assert [state for _, state in known] == ["queued", "running", "succeeded"]
     assert sorted((job["id"], job["state"]) for job in person.jobs()) == sorted(known)
-    assert "cancelled" in person("cancel", "--job", known[0][0])
+    os.rename(person.folder / "home/jobs", person.folder / "home/again")
+    os.rename(person.folder / "home/owner.json", person.folder / "home/before.json")
+    assert f"{known[0][0]} of " in person("jobs", "--rescan")
+    assert known[0][0] not in [job["id"] for job in person.jobs()]
+    os.rename(person.folder / "home/before.json", person.folder / "home/owner.json")
+    person("jobs", "--rescan")
+    for job, _ in known[:2]:
+        assert "cancelled" in person("cancel", "--job", job)
 
 
 SLOW = {"samples_per_s": 60, "fixed_ms": 20}
