@@ -19,6 +19,7 @@ from orchestrator.hosts.cluster import (
     Problem,
     Venv,
     all_but,
+    login_host,
     only,
     released,
     with_known,
@@ -37,7 +38,7 @@ from orchestrator.hosts.work_folders import Cleared, Mended, Reaped, Survey, Who
 from orchestrator.jobs.job_store import ENDED
 from orchestrator.owner import read_owner
 from orchestrator.planning.nccl import GpuHost, unlike_versions
-from orchestrator.slurm.login import SlurmLogin
+from orchestrator.slurm.login import LoginFacts, SlurmLogin
 from orchestrator.store import Store
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import errors, errors_by_node, values
@@ -45,6 +46,8 @@ from orchestrator.transport.fanout import errors, errors_by_node, values
 PROBE_S = 90.0
 # Shorter: a user waits at the screen.
 GPUS_S = 15.0
+
+NO_ACCOUNTS = "Slurm keeps no accounts: how a job has ended is known from its hosts' last records only"
 
 Answer = TypeVar("Answer")
 
@@ -107,17 +110,9 @@ class Clusters:
     def _up_slurm(self, inventory: Inventory) -> Up:
         """Asks the login host only: hosts are known as Slurm declares them, until a job runs there."""
         assert inventory.engine  # noqa: S101 - the caller's
-        at = inventory.nodes[0].model_copy(update={"name": inventory.nodes[0].host})
-        (found,) = self.connections.open([at]).values()
-        if isinstance(found, HostError):
-            raise found
-        login = SlurmLogin(found.transport, found.workdir)
-        facts = login.facts(at.python, at.activate)
-        if facts.missing:
-            names = " ".join(facts.missing)
-            raise ProbeError(
-                at.name, f"{names}: missing there", f"`{at.python} -m pip install ...`, or `module load slurm`"
-            )
+        at = login_host(inventory.nodes[0], inventory.engine)
+        login, facts = self.ask_login(at)
+        found = self.connections.kept(at)
         problem, remedy = checks.workdir(at, probe(found, (), torch=False, timeout_s=PROBE_S))
         if problem:
             raise ProbeError(at.name, problem, remedy)
@@ -125,7 +120,7 @@ class Clusters:
         nodes, warnings = hosts_of(inventory, declared, login.expanded, f"{inventory.engine.workdir}/nodes")
         warnings += [f"skipped a line of `scontrol show nodes`: {line}" for line in broken[:3]]
         if not facts.accounts:
-            warnings.append("Slurm keeps no accounts: how a job has ended is known from its hosts' last records only")
+            warnings.append(NO_ACCOUNTS)
         cluster = Cluster(
             schema=1,
             name=inventory.cluster,
@@ -142,6 +137,18 @@ class Clusters:
 
         saved = self.store.save_cluster(with_facts, current=True)
         return Up(saved, None, {}, (*inventory.warnings, *warnings))
+
+    def ask_login(self, at: Node) -> tuple[SlurmLogin, LoginFacts]:
+        """at: a login host. Raises HostError, also if commands or Python modules are missing there."""
+        host = self.connections.kept(at)
+        login = SlurmLogin(host.transport, host.workdir)
+        facts = login.facts(at.python, at.activate)
+        if facts.missing:
+            names = " ".join(facts.missing)
+            raise ProbeError(
+                at.name, f"{names}: missing there", f"`{at.python} -m pip install ...`, or `module load slurm`"
+            )
+        return login, facts
 
     def _usable_before(self, name: str) -> Cluster | None:
         with suppress(StateError):

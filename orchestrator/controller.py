@@ -130,7 +130,8 @@ class Controller:
     def submissions(self) -> Submissions:
         from orchestrator.starting.submission import Submissions
 
-        return Submissions(self.store, self.connections, self.jobs, lambda line: self.say(line))
+        shows = lambda progress: self.shows_setup(progress)  # noqa: E731 - the command may set it later
+        return Submissions(self.store, self.connections, self.jobs, lambda line: self.say(line), shows)
 
     # ---- running ----------------------------------------------------------------------------------------------
 

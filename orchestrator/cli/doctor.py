@@ -57,7 +57,7 @@ def doctor(
 
     Checks logins, versions, drivers and GPUs, limits, disks and clocks; then all hosts connect to each other, both
     ways, and send a little. Nothing is installed or left running. Without an INVENTORY the hosts of the current cluster
-    are checked.
+    are checked. On Slurm it is the login host; each job checks its hosts.
 
     With --collective, if nothing blocks it, a job that all-reduces 1 KiB and 8 MiB follows. It uses the GPUs, for about
     10 s and torch's start. If it fails, fewer hosts are tried until the guilty host, or pair, is found.
@@ -86,8 +86,10 @@ def doctor(
             name, wanted = _of_file(controller, inventory, nodes, allow_local)
             seen = _look(controller, wanted, None)
         else:
-            known = controller.store.own_cluster(cluster, "`orch up` checks the login host, and each job its hosts")
-            name, wanted = known.name, known.chosen(known.names(nodes))
+            known = controller.store.cluster(cluster)
+            if collective or fix:
+                known.refuse_engine("`orch run --exp collectives` measures its network; `orch cancel` ends jobs")
+            name, wanted = known.name, known.with_files(nodes)
             fixed = fix_leftovers(controller, known, wanted, yes) if fix else {}
             seen = _look(controller, wanted, known.master)
             if fix and (made := fix_environments(controller, known, judge(seen), yes)):
@@ -119,9 +121,15 @@ def _refuse(inventory: Path | None, cluster: str | None, collective: bool, fix: 
 
 
 def _look(controller: Controller, nodes: Sequence[Node], master: str | None) -> Observations:
+    from orchestrator.clusters import NO_ACCOUNTS
     from orchestrator.doctor.look import look
     from orchestrator.provision.service import DATA_FOLDER
+    from orchestrator.views import console
 
+    if nodes[0].transport == "slurm":  # the login host
+        _, facts = controller.clusters.ask_login(nodes[0])
+        if not facts.accounts:
+            console.warn(NO_ACCOUNTS)
     with busy(f"examining {counted(len(nodes), 'host')}") as show:
         return look(controller.connections, nodes, data=DATA_FOLDER, master=master, show=show)
 
@@ -141,11 +149,14 @@ def _with_collective(controller: Controller, cluster: str, seen: Observations) -
 
 
 def _of_file(controller: Controller, file: Path, listed: str | None, allow_local: bool) -> tuple[str, Sequence[Node]]:
+    from orchestrator.hosts.cluster import login_host
     from orchestrator.hosts.grammar import names_in
     from orchestrator.hosts.inventory_file import load_inventory
 
     loaded = load_inventory(file)
     ask_about_local(controller.store.home, loaded.file, loaded.nodes, allow_local)
+    if loaded.engine:
+        return loaded.cluster, [login_host(loaded.nodes[0], loaded.engine)]
     only = names_in(listed, [node.name for node in loaded.nodes], str(file))
     return loaded.cluster, [loaded.node(one) for one in dict.fromkeys(only)] or loaded.nodes
 

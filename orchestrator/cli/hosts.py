@@ -76,8 +76,8 @@ def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | No
     from orchestrator.views import console
 
     with open_controller() as controller:
-        known = controller.store.own_cluster(cluster, "copy it to the shared disk once; then --set data_dir=")
-        wanted = known.chosen(known.names(nodes))
+        known = controller.store.cluster(cluster)
+        wanted = known.with_files(nodes)
         target = data_folder(to)
         for note in expanded_here("--to", "", target, str(Path.home()), homes_of(wanted, known.facts)):
             console.warn(note)
@@ -147,8 +147,8 @@ def _data_sets(
     from orchestrator.provision.service import Provision, data_folder
 
     with open_controller() as controller:
-        known = controller.store.own_cluster(cluster)
-        wanted, target = known.chosen(known.names(nodes)), data_folder(to)
+        known = controller.store.cluster(cluster)
+        wanted, target = known.with_files(nodes), data_folder(to)
         return target, Provision(controller.store, controller.connections).data_sets(wanted, target, remove=remove)
 
 
@@ -216,7 +216,7 @@ def setup(
 
     extra = read_requirements(requirements) if requirements else None
     with open_controller() as controller:
-        known = controller.store.own_cluster(cluster, "make an environment on the shared disk, and set `python:`")
+        known = controller.store.own_cluster(cluster, "`orch run --requirements`, or a `python:` on the shared disk")
         picked = known.chosen(known.names(nodes))
         wanted = choose(torch, torchvision, gpu_hosts(known, picked))
         if extra:

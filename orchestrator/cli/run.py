@@ -123,12 +123,11 @@ def _start(ctx: click.Context, spec: JobSpec, way: RunMode) -> None:
 
 def _refuse_apart(way: RunMode, spec: JobSpec, *, on_slurm: bool) -> None:
     follows, remedy = "works only while `orch run` follows the job", "leave --detach out"
-    if way.detach and on_slurm and way.notify:
-        raise UsageError(f"--notify {follows}", remedy)
     if way.detach and not on_slurm and spec.rejoin:
         raise UsageError(f"--rejoin {follows}: a host that was down needs a new start", remedy)
-    if not way.detach and spec.retries and is_webhook(way.notify):
-        raise UsageError("--notify URL reports each attempt's end", "with --detach it reports the end of the last one")
+    if (on_slurm or not way.detach) and spec.retries and is_webhook(way.notify):
+        other = "a command" if on_slurm else "with --detach it"
+        raise UsageError("--notify URL reports each attempt's end", f"{other} reports the end of the last one")
 
 
 def is_webhook(notify: str | None) -> bool:
@@ -189,7 +188,8 @@ def _run_on_slurm(controller: Controller, asked: Asked, way: RunMode) -> None:
     if way.dry_run:
         script = controller.submissions.prepared(asked).script
         return console.print_json({"schema": 1, "script": script}) if way.as_json else click.echo(script, nl=False)
-    with busy(f"asking Slurm on {asked.cluster.nodes[0].host}"):
+    with busy(f"asking Slurm on {asked.cluster.nodes[0].host}") as now_at:
+        controller.shows_setup = setup_lines(now_at)
         record = controller.submissions.submit(asked)
     if way.detach:
         return console.print_json(documents.job_json(record)) if way.as_json else click.echo(record.id)

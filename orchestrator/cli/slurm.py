@@ -32,14 +32,14 @@ KEEPERS_S = 120.0
 @click.command("slurm-batch")
 def slurm_batch() -> None:
     """Run the job of this folder on the hosts of this Slurm job."""
-    from orchestrator.cli.run import RunMode, run_asked
+    from orchestrator.cli.run import RunMode, is_webhook, run_asked
     from orchestrator.hosts.inventory_file import load_inventory
     from orchestrator.record import require_record
     from orchestrator.starting.submission import FILE, TORCH, Submitted
 
     folder = Path.cwd()
     submitted = require_record(folder / FILE, Submitted, "submit it again")
-    with _keepers() as keepers, open_controller() as controller:
+    with _keepers(submitted.scratch) as keepers, open_controller() as controller:
         inventory = _write_inventory(folder, submitted, keepers)
         os.chdir(folder / "src")
         memory = Path(__file__).resolve().parents[2] / TORCH
@@ -48,8 +48,8 @@ def slurm_batch() -> None:
             click.echo(f"{error}", err=True)
         if submitted.measures:
             return _measure(controller, submitted, folder)
-        asked = _asked(controller, submitted, folder)
-        way = RunMode(detach=False, dry_run=False, notify=None, save=None, as_json=False)
+        asked = _asked(controller, submitted, folder, submitted.notify if is_webhook(submitted.notify) else None)
+        way = RunMode(detach=False, dry_run=False, notify=submitted.notify, save=None, as_json=False)
         run_asked(controller, asked, way, keepers.note)
     return None
 
@@ -57,20 +57,21 @@ def slurm_batch() -> None:
 class Keepers:
     """One step on each host, which owns what has to outlive a command: `remote/keeper_step.py`.
 
-    gpus: by component, of each host, as CUDA_VISIBLE_DEVICES. allocations: of each component.
+    env: by component, of each host, the variables of its ranks. allocations: of each component. scratch: a folder on
+    each host's own disk.
     """
 
-    def __init__(self, job: str, components: int) -> None:
-        several = components > 1
+    def __init__(self, job: str, components: int, scratch: str | None) -> None:
+        several, self._scratch = components > 1, scratch
         self.allocations = [f"{job}+{number}" if several else job for number in range(components)]
-        self.gpus: list[dict[str, str]] = [{} for _ in self.allocations]
+        self.env: list[dict[str, dict[str, str]]] = [{} for _ in self.allocations]
         self._steps = [self._start(number if several else None) for number in range(components)]
 
     def _start(self, component: int | None) -> subprocess.Popen[str]:
         line = ["srun", "--overlap", "--ntasks-per-node=1", "--mpi=none", "--quiet", "--unbuffered"]
         line += ["--kill-on-bad-exit=0", "--no-kill"]  # the other hosts' steps outlive a host that fails
         line += [] if component is None else [f"--het-group={component}"]
-        keeper = [sys.executable, "-m", "orchestrator.remote.keeper_step"]
+        keeper = [sys.executable, "-m", "orchestrator.remote.keeper_step", *([self._scratch] if self._scratch else [])]
         return subprocess.Popen([*line, *keeper], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def await_all(self) -> None:
@@ -85,7 +86,9 @@ class Keepers:
                     if about is None:
                         words = f"Slurm did not start a step on every host within {KEEPERS_S:.0f} s"
                         raise OrchError(words, "srun's own words are above in this log")
-                    self.gpus[number][str(about["host"])] = str(about["gpus"])
+                    if "error" in about:
+                        raise OrchError(f"{about['host']}: {about['error']}", "correct `scratch:` in the inventory")
+                    self.env[number][str(about["host"])] = dict(about["env"])
         finally:
             late.cancel()
 
@@ -108,7 +111,7 @@ class Keepers:
         """Reports this job to followers elsewhere."""
         from orchestrator.jobs.slurm_queue import STARTED, started_line
 
-        hosts = {name: each for names, each in zip(self.gpus, self.allocations, strict=True) for name in names}
+        hosts = {name: each for names, each in zip(self.env, self.allocations, strict=True) for name in names}
         own = {node.name: hosts[node.name] for node in job.plan.nodes}
         with open(Path("..", STARTED), "a") as file:
             file.write(started_line(job.id, job.plan.master, own))
@@ -120,12 +123,12 @@ def _hosts_of(component: int, components: int) -> int:
 
 
 @contextlib.contextmanager
-def _keepers() -> Iterator[Keepers]:
+def _keepers(scratch: str | None) -> Iterator[Keepers]:
     if "SLURM_JOB_ID" not in os.environ:
         raise UsageError(
             "slurm-batch is for Slurm's batch step", "`orch run` on a cluster with `engine: slurm` submits it"
         )
-    keepers = Keepers(os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_HET_SIZE", "1")))
+    keepers = Keepers(os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_HET_SIZE", "1")), scratch)
     signal.signal(signal.SIGTERM, lambda number, frame: keepers.end())
     try:
         keepers.await_all()
@@ -139,13 +142,13 @@ def _write_inventory(folder: Path, submitted: Submitted, keepers: Keepers) -> Pa
     from orchestrator.paths import Home
 
     path, home = folder / "inventory.yaml", Home.default()
-    write_atomic(path, json.dumps(submitted.inventory(keepers.gpus, keepers.allocations)))
+    write_atomic(path, json.dumps(submitted.inventory(keepers.env, keepers.allocations)))
     home.root.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomic(home.owner, submitted.owner.model_dump_json(by_alias=True))
     return path
 
 
-def _asked(controller: Controller, submitted: Submitted, folder: Path) -> Asked:
+def _asked(controller: Controller, submitted: Submitted, folder: Path, webhook: str | None) -> Asked:
     """The job again; after Slurm has queued it again, from its last checkpoint, as a job of its own."""
     from dataclasses import replace
 
@@ -159,7 +162,8 @@ def _asked(controller: Controller, submitted: Submitted, folder: Path) -> Asked:
         spec = spec.updated(settings={**spec.settings, "resume": path})
     asked = controller.read(spec)
     asked = with_submitted(asked, submitted, (folder / CODE).read_bytes())
-    return asked if not before else replace(asked, job=replace(asked.job, request=replace(asked.job.request, job=None)))
+    request = replace(asked.request, notify=webhook, job=None if before else submitted.job)
+    return replace(asked, job=replace(asked.job, request=request))
 
 
 def _measure(controller: Controller, submitted: Submitted, folder: Path) -> None:

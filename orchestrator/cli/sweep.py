@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from orchestrator.sweeps.sweep_spec import SweepSpec
 
 LEAST_COMPARED = 2
+ON_SLURM = "`orch run --detach` in a shell loop: Slurm packs the jobs; then `orch collect`, `orch compare`"
 
 
 class SweepCommand(RunCommand):
@@ -155,7 +156,7 @@ def _asked(
 
     job, asked = _specs(ctx, options, grid, given)
     store = SweepStore(controller.store.home)
-    cluster, first = controller.store.own_cluster(job.cluster), parse_job(job)
+    cluster, first = controller.store.own_cluster(job.cluster, ON_SLURM), parse_job(job)
     digest = digest_of(job, asked, cluster.name, first.code.sha256)
     if known := store.unfinished(digest):
         console.say(f"going on with {known.id}, which this command began")
@@ -208,7 +209,7 @@ class _Made:
         from orchestrator.planning.request import parse_job
         from orchestrator.sweeps.grid import with_values
 
-        cluster = controller.store.own_cluster(record.cluster)
+        cluster = controller.store.own_cluster(record.cluster, ON_SLURM)
         with busy(f"planning {len(record.trials)} jobs"):
             pack = functools.cache(pack_folder)
             jobs = {trial.key: parse_job(with_values(job, trial.values), pack=pack) for trial in record.trials}

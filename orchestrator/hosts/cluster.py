@@ -89,7 +89,7 @@ class Cluster(Record):
     def login(self) -> Node:
         """Slurm's login host, with the work folder that all hosts share. Only with an engine."""
         assert self.engine  # noqa: S101 - the caller's
-        return self.nodes[0].model_copy(update={"name": self.nodes[0].host, "workdir": self.engine.workdir})
+        return login_host(self.nodes[0], self.engine)
 
     @property
     def types(self) -> Mapping[str, list[Node]]:
@@ -125,6 +125,12 @@ class Cluster(Record):
         listed = listed if isinstance(listed, str) or listed is None else ",".join(listed)
         return names_in(listed or None, [node.name for node in self.nodes], f"cluster {self.name}")
 
+    def with_files(self, listed: str | None) -> list[Node]:
+        """The nodes of --nodes to which files are copied; on Slurm the login host, whose disk all share."""
+        if self.engine and listed:
+            raise UsageError("--nodes does not work on Slurm", "leave it out: all hosts see the login host's folder")
+        return [self.login] if self.engine else self.chosen(self.names(listed))
+
     def chosen(self, only: Sequence[str]) -> list[Node]:
         return [self.node(name) for name in dict.fromkeys(only)] or list(self.active())
 
@@ -143,6 +149,12 @@ class Cluster(Record):
 
     def active(self) -> tuple[Node, ...]:
         return tuple(node for node in self.nodes if node.name not in self.released)
+
+
+def login_host(node: Node, engine: SlurmEngine) -> Node:
+    """node: any host or type of that engine; the login host needs no GPU and no network of theirs."""
+    bare = {"device": "cpu", "gpus": None, "interface": None, "bandwidth_bps": None, "note": None}
+    return node.model_copy(update={"name": node.host, "workdir": engine.workdir, **bare})
 
 
 def _masked(node: Node) -> Node:

@@ -152,6 +152,8 @@ class SlurmEngine(_Model):
     """Login host, [user@]host[:port]; `localhost` is this machine. Keys for SSH are in `defaults`."""
     workdir: WorkFolder
     """Folder on a disk that the login host and all hosts share."""
+    scratch: FilePath | None = None
+    """Folder on each host's own disk, like /tmp; there each job gets a folder of its own, TMPDIR, until its end."""
     partition: SlurmWord | None = None
     """Partition, as `sbatch --partition` takes it; default: Slurm's."""
     account: SlurmWord | None = None

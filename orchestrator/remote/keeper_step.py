@@ -1,6 +1,8 @@
 """A step of a Slurm job on each of its hosts, for as long as the job lasts: owner of all that outlives a command.
 
-    python -m orchestrator.remote.keeper_step           # prints {"host", "gpus"}, then waits
+    python -m orchestrator.remote.keeper_step [SCRATCH]     # prints {"host", "env"}, or {"host", "error"}; then waits
+
+SCRATCH: a folder of the host's own disk. A folder in it is TMPDIR of the job's ranks, and removed at the end.
 
 Slurm ends every process that a step has started when that step ends, so a supervisor cannot be started by the step
 that asks for it. It asks this one, by a socket in a folder of its user: `start`. Slurm signals only the steps' own
@@ -14,6 +16,7 @@ import contextlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import stat
@@ -54,6 +57,8 @@ def main() -> None:
         sys.exit("keeper_step: needs a step of a Slurm job")
     _own_folder(path.parent)
     path.unlink(missing_ok=True)
+    own = Path(sys.argv[1], f"orch-{os.getuid()}-{path.name}") if sys.argv[1:] else None
+    about = _about(own)
     children: list[subprocess.Popen[bytes]] = []
     woken, waker = os.pipe()
     os.set_blocking(waker, False)
@@ -63,10 +68,12 @@ def main() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.bind(str(path))
         server.listen(16)
-        os.write(1, json.dumps(_about()).encode() + b"\n")
+        os.write(1, json.dumps(about).encode() + b"\n")
         try:
             _serve(server, woken, children)
         finally:
+            if own:
+                shutil.rmtree(own, ignore_errors=True)
             path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # another job's socket is in it
                 path.parent.rmdir()
@@ -79,8 +86,16 @@ def _own_folder(folder: Path) -> None:
         sys.exit(f"keeper_step: {folder} is not a folder that only this user can enter: remove it")
 
 
-def _about() -> dict[str, Any]:
-    return {"host": os.environ["SLURMD_NODENAME"], "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
+def _about(scratch: Path | None) -> dict[str, Any]:
+    host, env = os.environ["SLURMD_NODENAME"], {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
+    if not scratch:
+        return {"host": host, "env": env}
+    try:
+        shutil.rmtree(scratch, ignore_errors=True)  # of this job, before Slurm queued it again
+        scratch.mkdir(mode=0o700)
+    except OSError as error:
+        return {"host": host, "error": f"{scratch} cannot be made ({error.strerror})"}
+    return {"host": host, "env": {**env, "TMPDIR": str(scratch)}}
 
 
 def _serve(server: socket.socket, woken: int, children: list[subprocess.Popen[bytes]]) -> None:

@@ -27,9 +27,10 @@ from pydantic import Field, PlainSerializer
 
 import orchestrator
 from orchestrator.clusters import PROBE_S, now_utc
-from orchestrator.errors import HostError, OrchError, UsageError
+from orchestrator.errors import HostError, OrchError, RefusedError, UsageError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
+from orchestrator.hosts.facts import VISIBLE
 from orchestrator.hosts.inventory import Inventory, Node, nearest
 from orchestrator.hosts.inventory_file import load_inventory
 from orchestrator.hosts.probe import look
@@ -37,20 +38,22 @@ from orchestrator.jobs.job_list import JobList
 from orchestrator.jobs.job_store import FINAL_STATES, JobRecord, SlurmLoan
 from orchestrator.jobs.retry_policy import keepers_of, kept_by, newest
 from orchestrator.jobs.running import RunningJob
-from orchestrator.jobs.slurm_queue import LOOK_S, SlurmQueue
+from orchestrator.jobs.slurm_queue import LOOK_S, QUEUED, Queued, SlurmQueue
 from orchestrator.owner import read_owner
 from orchestrator.planning import naming
 from orchestrator.planning.bundle import trainer_folder
 from orchestrator.planning.job_forms import with_paths
-from orchestrator.planning.job_spec import JobSpec
+from orchestrator.planning.job_spec import JobSpec, spelled
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
 from orchestrator.planning.launchers import read_program
 from orchestrator.planning.request import AUTO, RunRequest
+from orchestrator.provision.venvs import SetupProgress, set_up_for_job
 from orchestrator.record import SCHEMA, Owner, Record
 from orchestrator.slurm.batch_script import BatchJob, Component, script_of
 from orchestrator.starting.retries import Asked
 from orchestrator.store import Store
 from orchestrator.transport.ask import ConnectedHost
+from orchestrator.transport.fanout import errors, values
 from orchestrator.transport.shell import LocalTransport
 
 FILE, CODE, TORCH = "submitted.json", "code.tar", "torch"
@@ -73,18 +76,22 @@ class Submitted(Record):
     owner: Owner
     spec: Annotated[JobSpec, PlainSerializer(lambda spec: spec.model_dump(exclude_unset=True, by_alias=True))]
     env: dict[str, str] = Field(repr=False)
+    notify: str | None = Field(None, repr=False)
     code: CodeFolder
     workdir: str
+    scratch: str | None = None
     defaults: dict[str, Any] = Field(repr=False)
     types: tuple[dict[str, Any], ...] = Field(repr=False)
     measures: Measures | None = None
 
-    def inventory(self, components: Sequence[Mapping[str, str]], allocations: Sequence[str]) -> dict[str, Any]:
-        """The inventory of the hosts that Slurm has lent. components: by host its GPUs, as CUDA_VISIBLE_DEVICES."""
+    def inventory(
+        self, components: Sequence[Mapping[str, Mapping[str, str]]], allocations: Sequence[str]
+    ) -> dict[str, Any]:
+        """The inventory of the hosts that Slurm has lent. components: by host its variables, see `Keepers`."""
         nodes = [
-            _host(keys, name, gpus, f"{self.workdir}/{NODES}/{name}", allocation)
+            _host(keys, name, env, f"{self.workdir}/{NODES}/{name}", allocation)
             for keys, hosts, allocation in zip(self.types, components, allocations, strict=True)
-            for name, gpus in hosts.items()
+            for name, env in hosts.items()
         ]
         defaults = {key: value for key, value in self.defaults.items() if key not in _LOGIN}
         return {"cluster": self.cluster, **({"defaults": defaults} if defaults else {}), "nodes": nodes}
@@ -94,12 +101,13 @@ _LOGIN = ("user", "port", "key_file", "host_key", "proxy_jump", "connect_timeout
 """Keys for the way to the login host."""
 
 
-def _host(keys: Mapping[str, Any], name: str, gpus: str, workdir: str, allocation: str) -> dict[str, Any]:
+def _host(keys: Mapping[str, Any], name: str, env: Mapping[str, str], workdir: str, allocation: str) -> dict[str, Any]:
     """Slurm's choice of GPUs is a fence: others on that host belong to other jobs."""
     kept = {key: value for key, value in keys.items() if key not in (*_LOGIN, "slurm", "most")}
-    fence = {"env": {**kept.get("env", {}), "CUDA_VISIBLE_DEVICES": gpus}} if gpus else {"device": "cpu"}
+    fence = {"env": {**kept.get("env", {}), **{key: value for key, value in env.items() if value}}}
+    device = {} if env.get(VISIBLE) else {"device": "cpu"}
     place = {"name": name, "host": name, "transport": "slurm", "workdir": workdir, "allocation": allocation}
-    return {**kept, **fence, **place}
+    return {**kept, **fence, **device, **place}
 
 
 @dataclass(frozen=True)
@@ -111,14 +119,24 @@ class Submission:
 
 
 class Submissions:
-    """say: prints a line."""
+    """say: prints a line. shows_setup: called while the login host installs a job's packages."""
 
-    def __init__(self, store: Store, connections: Connections, jobs: JobList, say: Callable[[str], None]) -> None:
-        self._store, self._connections, self._jobs, self._say = store, connections, jobs, say
+    def __init__(
+        self,
+        store: Store,
+        connections: Connections,
+        jobs: JobList,
+        say: Callable[[str], None],
+        shows_setup: Callable[[SetupProgress], None],
+    ) -> None:
+        self._store, self._connections, self._jobs = store, connections, jobs
+        self._say, self._shows_setup = say, shows_setup
         self._queue = SlurmQueue(store, connections)
 
-    def prepared(self, asked: Asked, measures: Measures | None = None) -> Submission:
-        """Asks no host. Raises OrchError."""
+    def prepared(
+        self, asked: Asked, measures: Measures | None = None, pythons: Mapping[str, str] | None = None
+    ) -> Submission:
+        """Asks no host. pythons: by type, if it has packages of this job. Raises OrchError."""
         cluster, request = asked.cluster, asked.job.request
         inventory = load_inventory(Path(cluster.file))
         if inventory.engine is None:
@@ -145,14 +163,21 @@ class Submissions:
             schema=1,
             job=job,
             cluster=cluster.name,
-            owner=read_owner(self._store.home),
+            owner=(owner := read_owner(self._store.home)),
+            notify=request.notify,
             spec=travelling(request),
             env=dict(request.env),
             code=asked.job.code,
             workdir=engine.workdir,
+            scratch=engine.scratch,
             defaults=inventory.defaults,
             measures=measures,
-            types=tuple(next(keys for keys in inventory.entries if keys["name"] == node.name) for node in chosen),
+            types=tuple(
+                {**keys, **({"python": pythons[node.name]} if pythons else {})}
+                for node in chosen
+                for keys in inventory.entries
+                if keys["name"] == node.name
+            ),
         )
         files = {
             "job.sh": script.encode(),
@@ -173,6 +198,8 @@ class Submissions:
             name=request.spec.name,
             note=request.spec.note,
         )
+        if not measures:
+            files[QUEUED] = Queued(owner=owner, record=record).model_dump_json(by_alias=True).encode()
         return Submission(job, script, _tar(files), record)
 
     def prepare(self, cluster: Cluster) -> list[str]:
@@ -197,13 +224,33 @@ class Submissions:
 
     def submit(self, asked: Asked, measures: Measures | None = None) -> JobRecord:
         """Hands it to Slurm. Raises UsageError with sbatch's own words."""
-        made, code = self.prepared(asked, measures), self._send(asked.cluster)
+        made, code = self.prepared(asked, measures, self._pythons(asked)), self._send(asked.cluster)
         number = self._queue.login(asked.cluster).submit(made.job, made.files, at=f"../../{code}")
         loan = SlurmLoan(job=number, folder=made.job)
         record = made.record.model_copy(update={"slurm": loan, "number": self._store.next_number()})
         self._store.save_job(record)
         self._say(f"{made.job}: Slurm's job {number}, on {', '.join(record.nodes)}")
         return record
+
+    def _pythons(self, asked: Asked) -> dict[str, str]:
+        """By type, with the packages of `--requirements`: the login host installs them once, on the shared disk. Raises
+        RefusedError.
+        """
+        wanted, cluster = asked.request.requirements, asked.cluster
+        if wanted is None:
+            return {}
+        login, owner, found = self._connections.kept(cluster.login), read_owner(self._store.home), dict[str, str]()
+        _refuse_unfit(asked.request)
+        inventory = load_inventory(Path(cluster.file))
+        for node in map(inventory.node, wanted_types(inventory, asked.request.spec.nodes)):
+            host = ConnectedHost(login.transport, node.python, node.activate, login.workdir)
+            made = set_up_for_job(
+                {node.name: host}, wanted, {host.node: node.env}, self._shows_setup, owner=owner, cluster=cluster.name
+            )
+            if failed := errors(made):
+                raise RefusedError(failed)
+            found |= {name: each.python for name, each in values(made).items()}
+        return found
 
     def started(self, record: JobRecord, shown: Callable[[str], None]) -> RunningJob:
         """Waits until Slurm has started it. shown: called with Slurm's reason and expected start. Raises OrchError if
@@ -227,14 +274,19 @@ class Submissions:
 
     def end_all(self, cluster: Cluster) -> None:
         """Takes this cluster's jobs out of Slurm. Raises HostError."""
-        for record in self._store.jobs():
-            if record.cluster == cluster.name and record.slurm and not record.slurm.is_over:
+        for record in self._own(cluster):
+            if record.slurm and not record.slurm.is_over:
                 self._queue.cancel(record)
 
     def remove_all(self, cluster: Cluster) -> None:
         """Submissions of this home, from the shared work folder. Raises HostError."""
-        own = [job.slurm.folder for job in self._store.jobs() if job.cluster == cluster.name and job.slurm]
-        self._queue.login(cluster).remove(own)
+        self._queue.login(cluster).remove([job.slurm.folder for job in self._own(cluster) if job.slurm])
+
+    def _own(self, cluster: Cluster) -> list[JobRecord]:
+        """Without jobs of other homes, which `--rescan` found."""
+        jobs = [job for job in self._store.jobs() if job.cluster == cluster.name and job.slurm]
+        owner = read_owner(self._store.home)
+        return [job for job in jobs if job.was_queued or self._store.plan(job.id).owner == owner]
 
     def after(self, job: RunningJob) -> RunningJob | None:
         """The next job of the same Slurm job: a retry, or a resume after Slurm has queued it again."""
@@ -261,13 +313,13 @@ def _refuse_unfit(request: RunRequest) -> None:
         )
     for name, why in (
         ("hosts", "--nodes 2xTYPE asks for hosts of a type"),
-        ("waits", "every job waits in Slurm's queue"),
+        ("wait_limit_s", "`orch cancel` takes a job out of Slurm's queue"),
+        ("priority", "`options: [--nice=100]` in the inventory, or `qos:`"),
         ("share", "Slurm decides who shares a GPU"),
         ("keep", "name the folder by its path: all hosts see the same disk"),
     ):
-        if getattr(request.spec, name):
-            option = {"waits": "wait"}.get(name, name)
-            raise UsageError(f"--{option} does not work on Slurm", why)
+        if request.spec.given(name):
+            raise UsageError(f"{spelled(name)} does not work on Slurm", why)
 
 
 def wanted_types(inventory: Inventory, listed: Sequence[str]) -> dict[str, int]:
@@ -293,14 +345,11 @@ def _options(node: Node) -> tuple[tuple[str, str], ...]:
 def travelling(request: RunRequest) -> JobSpec:
     """The specification for another machine: paths below the shipped folder, settings as decided here, no variables."""
     spec = request.spec
-    if spec.requirements:
-        raise UsageError(
-            "--requirements does not reach Slurm's hosts", "install the packages in the `python:` of the file"
-        )
     settings = {**request.chosen, **({"strategy": AUTO} if request.best_way else {})}
     changed: dict[str, Any] = {name: [] for name in ("nodes", "env_files") if spec.given(name)}
     changed |= {"env": {}} if spec.given("env") else {}
-    changed |= {name: None for name in ("resume", "cluster") if spec.given(name)}
+    changed |= {"wait": False} if spec.wait else {}  # each job waits in Slurm's queue
+    changed |= {name: None for name in ("resume", "cluster", "requirements") if spec.given(name)}
     if settings:
         changed["settings"] = settings
     if request.kind == "experiment" and not spec.exp:
@@ -339,8 +388,8 @@ def _tar(files: Mapping[str, bytes]) -> bytes:
 
 
 def with_submitted(asked: Asked, submitted: Submitted, blob: bytes) -> Asked:
-    """The job with the code, variables and id that it was submitted with. asked: of the same specification."""
-    request = replace(asked.job.request, env=submitted.env, job=submitted.job)
+    """The job with the code and variables that it was submitted with. asked: of the same specification."""
+    request = replace(asked.job.request, env=submitted.env)
     return replace(asked, job=replace(asked.job, request=request, code=submitted.code, blob=blob))
 
 

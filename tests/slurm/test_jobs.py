@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.provision.test_setup import wheel
 from tests.slurm.conftest import A16, A2000, V100, Person
 from tests.support.trainer_ranks import real_mnist
 from tests.support.watching import unchanged
@@ -95,6 +96,45 @@ def test_a_job_outlives_the_controller_at_home(person):
     person("collect")
     log = next((person.folder / "runs").glob("*/nodes/v100/rank-0/stdout.log")).read_text()
     assert log.count("step ") == 60
+
+
+LOCAL = """import os, pathlib, greeting
+own = pathlib.Path(os.environ["TMPDIR"])
+text = (own / "birds/a.txt").read_text()
+print("local", own.parent, oct(own.stat().st_mode & 0o777), text, greeting.TEXT, flush=True)
+"""
+
+
+def test_a_job_gets_its_packages_data_and_a_local_folder_and_reports_its_end(person):
+    """Packages and data by way of the login host; TMPDIR on the host's own disk, removed at the end."""
+    work, told = person.lab.work, person.lab.work / "told"
+    (person.folder / "birds").mkdir()
+    (person.folder / "birds/a.txt").write_text("blackbird")
+    (person.folder / "train.py").write_text(LOCAL)
+    person.lab.exec("mkdir", "-p", str(work / "wheels"))
+    wheel(work / "wheels", "greeting", "1.0", {"greeting/__init__.py": "TEXT = 'hello'\n"})
+    (person.folder / "r.txt").write_text(f"--no-index\n--find-links {work}/wheels\ngreeting==1.0\n")
+    brings = {"prepare": f'cp -r {work}/data/birds "$TMPDIR"'}
+    person.up({**V100, **brings}, scratch="/nowhere/there")
+    assert "is complete; 1 file" in person("data", "push", "birds", "--to", f"{work}/data/birds")
+    assert "birds: 1 file" in person("data", "list", f"{work}/data")
+    assert "--nodes does not work on Slurm" in person("data", "list", "--nodes", "v100", code=2)
+    assert re.search(r"1[0-9] checks passed", person("doctor"))
+    assert "v100: /nowhere/there/orch-" in person("run", "train.py", code=1)
+
+    person.up({**V100, **brings}, scratch="/tmp")
+    notify = f'echo "$ORCH_STATE $ORCH_EXIT_CODE" >{told}'
+    job = person("run", "--wait", "--detach", "--notify", notify, "--requirements", "r.txt", "train.py").splitlines()[0]
+    person.until(told.exists)
+    person.until(lambda: person.state() == "succeeded")
+    assert told.read_text() == "succeeded 0\n"
+    assert "local /tmp 0o700 blackbird hello" in person("logs", job)
+    person.until(lambda: not person.lab.exec("squeue", "-h").strip(), 60)
+    assert "orch" not in person.lab.on("v100", "ls", "/tmp")
+    person("data", "remove", "--yes", f"{work}/data/birds")
+    assert not (work / "data/birds").exists()
+    person("down", "--yes", "--discard")
+    assert not (work / person.folder.name).exists()
 
 
 def test_what_is_cancelled_has_ended_everywhere(person):

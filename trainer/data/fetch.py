@@ -35,7 +35,7 @@ MNIST_MD5 = {
 
 
 def folder(settings: Settings) -> Path:
-    return Path(settings.data_dir).expanduser().absolute()
+    return Path(os.path.expandvars(settings.data_dir)).expanduser().absolute()
 
 
 def prepare(settings: Settings) -> None:
