@@ -81,6 +81,8 @@ def inventory() -> str:
     parts = ["# The inventory", WRITTEN, "One YAML file describes a cluster: `cluster`, `defaults` and `nodes`."]
     parts += ["## Keys of a node alone", _keys({key: one for key, one in host.items() if key not in shared})]
     parts += ["## Keys of a node or of `defaults`", "What a node says itself wins over `defaults`.", _keys(shared)]
+    parts += ["## `engine.slurm`: a cluster whose hosts Slurm lends", _keys(definitions["SlurmEntry"]["properties"])]
+    parts += ["## `slurm`, of a node, with `engine: slurm`", _keys(definitions["SlurmTypeEntry"]["properties"])]
     parts += ["## `paced`: the speed of a GPU that is not there", _keys(definitions["PacedEntry"]["properties"])]
     parts += ["## `slowdown`, within `paced`", _keys(definitions["SlowdownEntry"]["properties"])]
     return _page(parts)
