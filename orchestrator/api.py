@@ -120,8 +120,8 @@ class Cluster:
         """Queued runs, other people's too, on hosts where this home's jobs run or wait, in order: `job`, `user`,
         `nodes`, `since_s`.
         """
-        found = self._controller.queue.waiting(self._controller.jobs.all(self.name).records, self.name)
-        return [*found.runs.get(self.name, ())]
+        found = self._controller.queue.waiting(self._controller.jobs.all(self.name).records)
+        return [*found.get(self.name, ())]
 
     def jobs(self) -> list[Job]:
         """All remembered jobs, newest first, without damaged records."""
@@ -155,7 +155,7 @@ class Job:
 
     @property
     def state(self) -> str:
-        """Asks the hosts: `starting`, `running`, `succeeded`, `failed`, `cancelled`, `lost`."""
+        """Asks the hosts: `queued`, `starting`, `running`, `succeeded`, `failed`, `cancelled`, `lost`."""
         return self._job.refresh().state
 
     def lines(self) -> Iterator[str]:

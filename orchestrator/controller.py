@@ -7,14 +7,16 @@ one job; `measuring/` runs jobs of its own.
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.errors import HostError, HostsError, OrchError, RefusedError, TurnError, UsageError
+from orchestrator.errors import HostError, HostsError, OrchError, RefusedError, UsageError
 from orchestrator.files import own_folder
 from orchestrator.hosts.connections import Connections
 from orchestrator.owner import read_owner
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from orchestrator.starting.retries import Asked, Retries
     from orchestrator.starting.submission import Submissions
     from orchestrator.transport.ask import ConnectedHost
+
+CROSSED_PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 
 
 @dataclass(frozen=True)
@@ -199,19 +203,15 @@ class Controller:
         return self.handovers.noted(self.choice.plan(asked.cluster, job.request, job.code, asked.only), job.blob)
 
     def start(self, asked: Asked, shown: Callable[[LaunchPlan], None] = lambda _: None) -> RunningJob:
-        """Plans and launches a job; with `waits`, after its turn in the queue. With `request.hosts`, hosts that refuse
-        are replaced by spares while enough remain. On Slurm, returns when it has started the job. shown: called with
-        each plan before it is tried. Raises OrchError, also TurnError.
+        """Plans and launches a job; with `waits`, its hosts start it in its turn. With `request.hosts`, hosts that
+        refuse are replaced by spares while enough remain. On Slurm, returns when it has started the job. shown: called
+        with each plan before it is tried. Raises OrchError.
         """
         if asked.cluster.engine:
             return self.submissions.started(self.submissions.submit(asked), self.say)
         cluster, request, code = asked.cluster, asked.request, asked.job.code
         if request.hosts is None or request.spec.waits:
             shown(plan := self.choice.plan(cluster, request, code, asked.only))
-            if request.spec.waits and request.detached:  # on its hosts
-                return self.launch(plan, asked.job.blob)
-            if request.spec.waits:
-                return self.launch_in_turn(plan, asked.job.blob, request.spec.wait_limit_s)
             return self._launch_before_rivals(plan, asked.job.blob)
         away, notes = self.choice.away(cluster, request, asked.only), set[str]()
         while True:
@@ -248,7 +248,7 @@ class Controller:
         for note in dict.fromkeys(note for note in handover.notes if note not in shown):
             self.say(note)
         shown |= {*handover.notes}
-        self.checks.look_at_gpus(plan, job.hosts, shown)
+        has_room = self.checks.look_at_gpus(plan, job.hosts, shown)
         with self.store.launching(record, plan) as start:
 
             def undone() -> None:
@@ -259,9 +259,9 @@ class Controller:
             def prepared(answers: Mapping[str, Prepared]) -> None:
                 self.checks.check_prepared(plan, job.hosts, answers, shown)
 
-            waiting = plan.nodes if plan.detached and plan.asked.waits else ()
-            needed = {node.name: needed_bytes(plan, node) for node in waiting}
-            launch(plan, hosts, blob, undone, prepared, lambda: self.handovers.deliver(plan, handover), needed)
+            needed = {node.name: needed_bytes(plan, node) for node in plan.nodes if plan.asked.waits}
+            carried = partial(self.handovers.deliver, plan, handover)
+            launch(plan, hosts, blob, undone, prepared, carried, needed, has_room=has_room)
             start.over()
         return job
 
@@ -282,34 +282,17 @@ class Controller:
         own = {name: replace(host, python=pythons[name]) for name, host in hosts.items()}
         return plan.model_copy(update={"nodes": nodes}), own
 
-    def launch_in_turn(self, plan: LaunchPlan, blob: bytes, limit_s: float | None = None) -> RunningJob:
-        """Queues for the plan's GPUs, then launches. Raises TurnError and as `launch`."""
-        from orchestrator.clusters import now_utc
-        from orchestrator.jobs.job_queue import Turn
-
-        plan = plan.model_copy(update={"owner": read_owner(self.store.home)})
-        self._reached(plan)
-        with Turn(plan, self.store, self.connections, self.say, limit_s) as turn:
-            while True:
-                turn.wait()
-                try:
-                    return self.launch(plan.model_copy(update={"created": now_utc()}), blob)
-                except HostsError as error:
-                    if not turn.goes_on(error):
-                        raise
-
     def _launch_before_rivals(self, plan: LaunchPlan, blob: bytes) -> RunningJob:
-        """`launch`; if two simultaneous starts block each other, the queue decides."""
-        from orchestrator.jobs.job_queue import CROSSED_S, crossed
-
-        try:
-            return self.launch(plan, blob)
-        except RefusedError as error:
-            if not crossed(plan, self.connections, error):
-                raise
-            with suppress(TurnError):
-                return self.launch_in_turn(plan, blob, CROSSED_S)
-            raise
+        """`launch`; simultaneous starts that block each other try again at random moments, so that one goes first."""
+        shown = set[str]()
+        for pause_s in CROSSED_PAUSES_S:
+            try:
+                return self.launch(plan, blob, shown)
+            except RefusedError as error:
+                if not self.queue.is_crossed(plan, error):
+                    raise
+            time.sleep(random.uniform(0, pause_s))  # noqa: S311 - no secret
+        return self.launch(plan, blob, shown)
 
     def _reached(self, plan: LaunchPlan) -> RunningJob:
         """Connects to all hosts, after half-done starts are undone. Raises RefusedError."""

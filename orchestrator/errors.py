@@ -14,8 +14,7 @@
     ├── HostsError            3   several hosts' errors
     │   └── RefusedError          hosts refused a job; nothing has run
     ├── TooFewError           3   fewer hosts can take part than `--hosts` needs
-    ├── UnlikeError           3   usable hosts that cannot train together
-    └── TurnError             3   a queued run was not started; 1 if cancelled
+    └── UnlikeError           3   usable hosts that cannot train together
 
 This file imports nothing else of the project.
 """
@@ -123,11 +122,3 @@ class TooFewError(OrchError):
 
 class UnlikeError(OrchError):
     exit_code = 3
-
-
-class TurnError(OrchError):
-    exit_code = 3
-
-    def __init__(self, message: str, remedy: str = "", *, exit_code: int = 3) -> None:
-        super().__init__(message, remedy)
-        self.exit_code = exit_code

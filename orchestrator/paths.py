@@ -79,11 +79,6 @@ class Home:
     def job_folder(self, job: str) -> Path:
         return self.jobs / job
 
-    @property
-    def waiting(self) -> Path:
-        """A file per queued run."""
-        return self.root / "waiting"
-
     def uncollected(self, job: str) -> Path:
         """Exists while hosts may hold files of this job that were not collected after its end."""
         return self.job_folder(job) / "uncollected"

@@ -18,7 +18,6 @@ EXIT_CODES = {
     "RefusedError": 3,
     "TooFewError": 3,
     "UnlikeError": 3,
-    "TurnError": 3,
     "NoJobError": 2,
 }
 

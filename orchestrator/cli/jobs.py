@@ -74,20 +74,17 @@ def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str |
         if rescan:
             problems |= _rescanned(controller, cluster, adopt=adopt, yes=yes)
         found = controller.jobs.all(cluster, why=True)
-        waiting = controller.queue.waiting(found.records, cluster)
-    queued = {rival.job for rivals in waiting.runs.values() for rival in rivals}
-    records = [job for job in found.records if job.state != "cancelled" or job.id not in queued]  # retried
-    if not as_json:  # a job that waits on its hosts is a row of the queue
-        records = [job for job in records if job.state != "queued" or job.id not in queued]
+        waiting = controller.queue.waiting(found.records)
     if as_json:
         from orchestrator.views import documents
 
-        shown = documents.jobs_json(records[: limit or None], found.unheard)
-        console.print_json({**shown, "waiting": documents.waiting_json(waiting.runs)})
+        shown = documents.jobs_json(found.records[: limit or None], found.unheard)
+        console.print_json({**shown, "waiting": documents.waiting_json(waiting)})
     else:
-        job_table.print_waiting(waiting.runs)
+        queued = {rival.job for rivals in waiting.values() for rival in rivals}  # they have rows of the queue
+        records = [job for job in found.records if job.state != "queued" or job.id not in queued]
+        job_table.print_waiting(waiting)
         _show_jobs(records, SCREEN_JOBS if limit is None and console.out.is_terminal else limit or 0)
-    job_table.warn_lost_places(waiting.lost)
     job_table.warn_stalls(found.records)
     job_table.warn_unheard(found.unheard)
     problems = {**found.problems, **problems}
@@ -258,7 +255,7 @@ def _started_job(controller: Controller, wanted: str | None, cluster: str | None
 def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) -> None:
     """End a job on all its hosts, then check that nothing is left.
 
-    Without --job it is the latest job of the cluster, and you are asked to confirm. A run that waits leaves the queue.
+    Without --job it is the latest job of the cluster, and you are asked to confirm. A queued job leaves the queue.
 
     \b
     orch cancel --job mnist_lenet-20261121-0912-k3f
@@ -268,8 +265,6 @@ def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) ->
     from orchestrator.views import console, documents, job_table
 
     with open_controller() as controller:
-        if wanted and _left_queue(controller, wanted, as_json):
-            return None
         try:
             job = controller.jobs.find(wanted, cluster) if wanted else _meant(controller, cluster, yes)
         except QueuedError as queued:
@@ -300,17 +295,6 @@ def _take_out(controller: Controller, queued: QueuedError, as_json: bool) -> Non
     if as_json:
         return console.print_json(documents.job_json(record))
     return job_table.print_end(record)
-
-
-def _left_queue(controller: Controller, wanted: str, as_json: bool) -> bool:
-    from orchestrator.views import console
-
-    job = controller.queue.cancel(wanted)
-    if job and as_json:
-        console.print_json({"schema": 1, "id": job, "state": "cancelled"})
-    if job:
-        console.say(f"{job} is out of the queue; nothing of it has run")
-    return job is not None
 
 
 def _meant(controller: Controller, cluster: str | None, yes: bool) -> RunningJob:

@@ -87,8 +87,8 @@ def run(
     orch run --keep out/ train.py             takes out/ along from job to job
     orch run --nodes v100 train.py --lr 0.1   your own script; ships its folder
     orch run -m mypackage.train --lr 0.1      the same for a module
-    orch run --wait train.py                  starts when the GPUs are free
-    orch run --wait --detach train.py         the same, with your laptop closed
+    orch run --wait train.py                  starts when the GPUs are free, also
+                                              with your laptop closed
     orch run --env HF_TOKEN --env-file .env train.py
     orch run --name wide-net --note "rate of the paper" train.py --lr 0.1
     orch run --notify 'mail -s "$ORCH_JOB $ORCH_STATE" me </dev/null' train.py
@@ -286,8 +286,9 @@ def _follow(job: RunningJob, printed: set[str], *, as_json: bool) -> None:
         following.print_events(job.follow(folds=True), stream=stream, ended=ended)
     except KeyboardInterrupt:
         try:
+            goes_on = "it waits on its hosts" if job.record.state == "queued" else "the job keeps running"
             also = ", and is not tried again" if job.plan.attempt else ""
-            console.say(f"\nDetached; the job keeps running{also}.\nReattach: orch logs -f --job {job.id}")
+            console.say(f"\nDetached; {goes_on}{also}.\nReattach: orch logs -f --job {job.id}")
             console.say(f"Cancel: orch cancel --job {job.id} (or Ctrl-C again within {SECOND_CTRL_C_S:.0f} s)")
             threading.Event().wait(SECOND_CTRL_C_S)
         except KeyboardInterrupt:
@@ -313,7 +314,7 @@ def _finish(job: RunningJob, findings: Sequence[Finding] | None, *, detached: bo
         job_table.print_outcome(record)
     job_table.print_exit_code(record)
     if record.state != "succeeded":
-        sys.exit(1)
+        sys.exit(3 if record.first_failure and record.first_failure.kind == "queue" else 1)
     console.say(f"next: orch collect --job {job.id}")
 
 

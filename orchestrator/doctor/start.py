@@ -38,8 +38,9 @@ class StartChecks:
         self._store, self._say = store, say
         self.findings: list[Finding] = []
 
-    def look_at_gpus(self, plan: LaunchPlan, hosts: Mapping[str, ConnectedHost], printed: set[str]) -> None:
-        """Reports users and health of the job's GPUs. Raises RefusedError if the job has no room or a GPU is unusable.
+    def look_at_gpus(self, plan: LaunchPlan, hosts: Mapping[str, ConnectedHost], printed: set[str]) -> bool:
+        """Reports users and health of the job's GPUs. Returns whether other programs leave enough memory. Raises
+        RefusedError if they do not and the job does not wait, or if a GPU is unusable.
 
         printed: lines that are not repeated; new lines are added.
         """
@@ -52,13 +53,13 @@ class StartChecks:
             facts, health = look(hosts[planned.name], (), torch=False, timeout_s=GPUS_S)
             return Host(_node(cluster, planned), facts, health)
 
-        refused = []
-        for name, found in for_each(on_gpus, see, deadline_s=GPUS_S).items():
-            refusal = self._judge(plan, on_gpus[name], found, printed)
-            waits = plan.detached and plan.asked.waits and isinstance(refusal, occupied.OccupiedError)  # for its end
-            refused += [refusal] if refusal and not waits else []
-        if refused:
+        looked = for_each(on_gpus, see, deadline_s=GPUS_S)
+        judged = [self._judge(plan, on_gpus[name], found, printed) for name, found in looked.items()]
+        refused = [each for each in judged if each]
+        waits = plan.asked.waits and all(isinstance(each, occupied.OccupiedError) for each in refused)
+        if refused and not waits:
             raise RefusedError(refused)
+        return not refused
 
     def _judge(
         self, plan: LaunchPlan, planned: NodePlan, found: Host | HostError, printed: set[str]

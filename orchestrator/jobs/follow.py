@@ -11,6 +11,7 @@ With `folds`, tracebacks wait for the job's end (`tracebacks`), and the end is a
 
 from __future__ import annotations
 
+import math
 import queue
 import re
 import threading
@@ -36,7 +37,7 @@ LATE_S = 10.0
 """After the job's end, hosts that still send get this long to finish; others get GONE_S since their last sign."""
 GONE_S = 3.0
 SETTLE_S = 0.5
-"""For the last lines of all hosts, before the Ending."""
+"""For the last lines of all hosts, before the Ending; for all hosts' places in the queue."""
 PROGRESS_S = 0.25
 BARS_S = 1.0
 """For redrawn lines and `Silence`."""
@@ -72,7 +73,7 @@ class Follow:
         self._probe = StallProbe(ask) if ask and until_end else None
         self._last_standstill = Standstill()
         self._is_silent, self._has_progress = until_end, False
-        self._waited_for = ""
+        self._waits = _Waits()
         self._progress_due_s, self._bars_due_s = 0.0, time.monotonic() + BARS_S
 
     def events(self, items: Iterable[tuple[str, Frame | HostError]]) -> Iterator[Event]:
@@ -134,9 +135,7 @@ class Follow:
         record = self._remember(self.liveness.found(now_s))
         if self._probe:
             self._probe.tell(record)
-        waited_for, self._waited_for = self._waited_for, _AGE.sub("", record.waits_for or "")
-        if self._waited_for and self._waited_for != waited_for and self._until_end:
-            yield Notice(f"{record.id} waits: {record.waits_for}")
+        self._waits.take(record, now_s)
         if self._until_end and not (self._probe and self._probe.is_at_work):
             yield from self._stall_events(record)
         if record.state not in FINAL_STATES:
@@ -154,6 +153,8 @@ class Follow:
 
     def _when_due(self) -> Iterator[Event]:
         now_s = time.monotonic()
+        if self._until_end and (words := self._waits.news(now_s)):
+            yield Notice(f"{self._plan.job} {words}")
         if self._tracebacks and (lines := self._tracebacks.due(now_s, is_failing=self.liveness.is_failing)):
             yield lines
         if self.ended_at_s is not None and (self.liveness.all_have_ended or now_s > self.ended_at_s + SETTLE_S):
@@ -171,11 +172,39 @@ class Follow:
             if bars := self._splitter.bars():
                 self._is_silent = False
                 yield bars
-            if self._is_silent and self.ended_at_s is None:
-                yield Silence(self._plan.world_size, since_s(self._plan))
+            if self._is_silent and self.ended_at_s is None and not self._waits.is_queued:
+                yield Silence(self._plan.world_size, self._since_s())
 
     def _progress(self) -> RunProgress:
-        return self._view.progress(since_s(self._plan))
+        return self._view.progress(self._since_s())
+
+    def _since_s(self) -> float:
+        return min(since_s(self._plan), time.monotonic() - self._waits.queued_until_s)
+
+
+class _Waits:
+    """A queued job's place; reported when it has not changed for SETTLE_S, since hosts report one after another."""
+
+    def __init__(self) -> None:
+        self.is_queued, self.queued_until_s = False, -math.inf
+        self._words = self._reported = ""
+        self._since_s = 0.0
+
+    def take(self, record: JobRecord, now_s: float) -> None:
+        self.is_queued = record.state == "queued"
+        if self.is_queued:
+            self.queued_until_s = now_s
+        words = record.waits_for or (self._words if self.is_queued else "")
+        if _AGE.sub("", words) != _AGE.sub("", self._words):
+            self._since_s = now_s
+        self._words = self._reported if record.state in FINAL_STATES else words
+
+    def news(self, now_s: float) -> str:
+        now = _AGE.sub("", self._words)
+        if now == self._reported or now_s < self._since_s + SETTLE_S:
+            return ""
+        self._reported = now
+        return f"waits: {self._words}" if now else "starts"
 
 
 class _Links:

@@ -41,13 +41,6 @@ class Removal(Record):
     nodes: tuple[str, ...]
 
 
-class WaitingRun(Record):
-    schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
-    job: str
-    cluster: str
-    nodes: tuple[str, ...]
-
-
 class PlanHead(Record):
     schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
     job: str
@@ -224,30 +217,6 @@ class JobStore(RememberedClusters):
         raise UsageError(
             f"no job yet on cluster {cluster}", f"the latest of cluster {newest.cluster}: --job {newest.id}"
         )
-
-    # ---- runs that wait -----------------------------------------------------------------------------------------
-
-    def remember_waiting(self, run: WaitingRun) -> None:
-        with self._if_writable(), self._locked():
-            make_folder(self.home.waiting)
-            write_record(self.home.waiting / f"{run.job}.json", run)
-
-    def forget_waiting(self, job: str) -> None:
-        with self._if_writable():
-            (self.home.waiting / f"{job}.json").unlink(missing_ok=True)
-
-    def waiting_runs(self) -> list[WaitingRun]:
-        found = []
-        for path in sorted(self.home.waiting.glob("*.json")):
-            with suppress(OrchError):
-                found.append(self._read(path, WaitingRun))
-        return found
-
-    def waiting_run(self, wanted: str) -> WaitingRun | None:
-        """wanted: an id or a unique prefix."""
-        runs = self.waiting_runs()
-        fitting = [run for run in runs if run.job == wanted] or [run for run in runs if run.job.startswith(wanted)]
-        return fitting[0] if len(fitting) == 1 else None
 
     # ---- starts -----------------------------------------------------------------------------------------------
 

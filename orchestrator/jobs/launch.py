@@ -43,13 +43,16 @@ def launch(
     prepared: Callable[[Mapping[str, Prepared]], None] = lambda answers: None,
     deliver: Callable[[], Mapping[str, list[list[Any]]]] = dict,
     needed_bytes: Mapping[str, int] | None = None,
+    *,
+    has_room: bool = True,
 ) -> None:
     """Raises RefusedError with every host's refusal, HostsError if a host was lost during `go`. undone: called before
     an error if every host confirmed that nothing is left. prepared: receives the answers to `prepare`. deliver: copies
     files of an earlier job to the hosts, and returns their places (`remote/handover.py`). needed_bytes: by node, on
-    each of its GPUs, for a job that waits there.
+    each of its GPUs, for a job that waits there. has_room: other programs leave enough memory on its GPUs; else it
+    waits if it may.
     """
-    start = _Start(plan, hosts, blob, needed_bytes or {})
+    start = _Start(plan, hosts, blob, needed_bytes or {}, has_room=has_room)
     try:
         start.deliver(deliver)
         answers = start.prepare()
@@ -63,9 +66,16 @@ def launch(
 
 class _Start:
     def __init__(
-        self, plan: LaunchPlan, hosts: Mapping[str, ConnectedHost], blob: bytes, needed_bytes: Mapping[str, int]
+        self,
+        plan: LaunchPlan,
+        hosts: Mapping[str, ConnectedHost],
+        blob: bytes,
+        needed_bytes: Mapping[str, int],
+        *,
+        has_room: bool,
     ) -> None:
         self._plan, self._hosts, self._blob, self._needed_bytes = plan, hosts, blob, needed_bytes
+        self._has_room = has_room
         self._token = secrets.token_hex(32)
         self._kept = plan.masked().model_dump(mode="json", by_alias=True)
         self._carried: Mapping[str, list[list[Any]]] = {}
@@ -119,9 +129,10 @@ class _Start:
         hub_port = ask.understood(plan.master, lambda: int(answers[plan.master].answer["hub_port"]))
         several = plan.nodes if len(plan.nodes) > 1 else ()
         peers = {node.name: peer_place(node, answers[node.name].answer) for node in several}
+        at_once = self._has_room and all(each.answer.get("has_gpus") is True for each in answers.values())
 
         def tell(name: str) -> dict[str, Any]:
-            return ask_host(self._hosts[name], plan, "go", hub_port=hub_port, peers=peers)
+            return ask_host(self._hosts[name], plan, "go", hub_port=hub_port, peers=peers, at_once=at_once)
 
         started = on_all(plan, tell, ASK_S)
         if errors(started):
@@ -148,7 +159,7 @@ def peer_place(node: NodePlan, answer: Mapping[str, Any]) -> list[Any]:
 def node_request(plan: LaunchPlan, node: NodePlan, token: str, needed_bytes: int = 0) -> dict[str, Any]:
     """The content of node.json. token: hex, a secret of this job's supervisors. needed_bytes: on each GPU."""
     asked, attempt = plan.asked, plan.attempt
-    waits, retries = plan.detached and asked.waits, attempt if plan.detached else None
+    retries = attempt if plan.detached else None
     return {
         "schema": 1,
         "job": plan.job,
@@ -181,7 +192,7 @@ def node_request(plan: LaunchPlan, node: NodePlan, token: str, needed_bytes: int
         "prepare": node.prepare,
         "after": [one.job for one in attempt.earlier] if attempt else [],
         "queue": {"priority": asked.priority, "limit_s": asked.wait_limit_s, "needed_bytes": needed_bytes}
-        if waits
+        if asked.waits
         else None,
         "retries": {"most": retries.most, "any_cause": retries.any_cause, "wait_s": retries.wait_s}
         if retries

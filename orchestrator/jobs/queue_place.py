@@ -1,8 +1,7 @@
 """A job's place in the queue, from its hosts' answers (`remote/gpu_queue.py`), which are untrusted. Pure.
 
-place_of({"a": read_answer("a", answer), ...})       PlaceInQueue(holders=(...), before=(...))
-queue_of({"a": ..., "b": ...})                       all waiting jobs in order
-place_in({"a": agent.json, ...})                     of a job that its supervisors wait for
+queue_of({"a": read_answer("a", answer), ...})       all waiting jobs in order
+place_in({"a": agent.json, ...})                     words for the place of a queued job
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from orchestrator.units import format_duration, one_line, some
 
 MOST = 4096
 MOST_NUMBER = (1 << 53) - 1  # as in remote/gpu_queue.py
-FIRST = {"high": 1, "normal": 1 << 51, "low": 1 << 52}  # as there
 SHOWN = 3
 
 
@@ -39,13 +37,11 @@ class Rival:
 
 @dataclass(frozen=True)
 class HostAnswer:
-    """lost: the host has no ticket of the job. silent: logins whose sockets look like tickets but gave no answer."""
+    """silent: logins whose sockets look like tickets but gave no answer."""
 
     tickets: tuple[Rival, ...] = ()
     ahead: tuple[Rival, ...] = ()
     held: tuple[Rival, ...] = ()
-    lost: bool = False
-    cancelled: bool = False
     silent: tuple[str, ...] = ()
 
 
@@ -64,12 +60,6 @@ class PlaceInQueue:
     def is_turn(self) -> bool:
         return not self.holders and not self.before
 
-    @property
-    def behind(self) -> frozenset[tuple[str, int, tuple[str, ...]]]:
-        """A change of this is reported. It has the holders' hosts: a starting job has GPUs on only some of them."""
-        holders = {(rival.job, 0, rival.nodes) for rival in self.holders}
-        return frozenset(holders | {(rival.job, rival.number, ()) for rival in self.before})
-
     def words(self) -> str:
         """`place 2 in the queue, behind ada's job x-1 (has GPUs of a, b for 12m03s), bob's job y-1 (waits for 5m)`."""
         rivals = [f"{each.name} (has GPUs of {some(each.nodes, SHOWN)}{_for(each)})" for each in self.holders]
@@ -83,13 +73,11 @@ def _for(rival: Rival) -> str:
 
 def read_answer(node: str, answer: Mapping[str, Any]) -> HostAnswer:
     """Raises ValueError, TypeError, KeyError, AttributeError if malformed."""
-    if answer.get("lost") is True:
-        return HostAnswer(lost=True)
     tickets, ahead, held = (
-        tuple(_rival(node, row) for row in answer[rows][:MOST]) for rows in ("tickets", "ahead", "held")
+        tuple(_rival(node, row) for row in answer.get(rows, ())[:MOST]) for rows in ("tickets", "ahead", "held")
     )
-    silent = tuple(one_line(login, 60) for login in answer.get("silent", ())[:SHOWN])
-    return HostAnswer(tickets, ahead, held, cancelled=answer.get("cancelled") is True, silent=silent)
+    silent = tuple(one_line(login, 60) or "another login" for login in answer.get("silent", ())[:SHOWN])
+    return HostAnswer(tickets, ahead, held, silent)
 
 
 def _rival(node: str, row: Mapping[str, Any]) -> Rival:
@@ -108,25 +96,19 @@ def place_of(answers: Mapping[str, HostAnswer]) -> PlaceInQueue:
     return PlaceInQueue(tuple(holders), tuple(before))
 
 
-def number_after(numbers: Iterable[int], priority: str = "normal") -> int:
-    """As in `remote/gpu_queue.py`."""
-    first = FIRST[priority]
-    last = min((start for start in FIRST.values() if start > first), default=MOST_NUMBER + 1) - 1
-    return min(last, max(first, 1 + max((number for number in numbers if number <= last), default=0)))
-
-
 def place_in(records: Mapping[str, Mapping[str, Any]]) -> str:
-    """The place of a job that waits without a controller, from its supervisors' records (untrusted); "" if unknown."""
-    answers, occupied = dict[str, HostAnswer](), list[str]()
+    """From the job's supervisors' records (untrusted); "" if any place is unknown."""
+    answers, more = dict[str, HostAnswer](), list[str]()
     for node, record in records.items():
         with suppress(ValueError, TypeError, KeyError, AttributeError):
             shown = record["queue"]
-            answers[node] = read_answer(node, {"tickets": [], "ahead": shown["ahead"], "held": shown["held"]})
-            occupied += [f"{node}: {one_line(shown['occupied'], 120)}"] if shown["occupied"] else []
+            answers[node] = read_answer(node, shown)
+            more += [f"{node}: {one_line(shown['occupied'], 120)}"] if shown["occupied"] else []
+            more += [f"{node}: a socket of {login} gives no answer: passed over" for login in answers[node].silent]
     place = place_of(answers)
-    if not answers or place.is_turn:
-        return "; ".join(occupied)
-    return place.words()
+    if len(answers) < len(records):
+        return ""
+    return "; ".join([*([] if place.is_turn else [place.words()]), *more])
 
 
 def queue_of(answers: Mapping[str, HostAnswer]) -> tuple[Rival, ...]:

@@ -70,7 +70,7 @@ def _of_living(plan: LaunchPlan, alive: Sequence[Mapping[str, Any]], known: JobR
         update["state"] = "running"
     elif "queued" in phases:
         by_node = {str(record.get("node")): record for record in alive if record.get("node") in known.nodes}
-        update |= {"state": "queued", "waits_for": place_in(by_node) or "for its turn"}
+        update |= {"state": "queued", "waits_for": place_in(by_node) or None}
     elif update.get("attempt") and "resting" in phases:
         attempt: Attempt = update["attempt"]
         update["waits_for"] = f"attempt {attempt.words} follows, after {attempt.earlier[-1].why}"

@@ -30,8 +30,8 @@ WHY_CHARS = 200
 
 # No script causes these.
 _OF_HOSTS = {"lost", "network", "supervisor", "port"}
-# A removed folder or a time limit.
-_OF_PERSONS = {"folder", "time"}
+# A removed folder or a time limit, of the run or of its wait.
+_OF_PERSONS = {"folder", "time", "queue"}
 # The next attempt leaves the host out, if a controller starts it.
 _LOSES_HOST = {"lost", "network", "supervisor"}
 # Sent by the kernel (out of memory), a shutdown or a person, not by the process itself.

@@ -41,7 +41,7 @@ def main(request: dict[str, Any]) -> None:
 def go(request: dict[str, Any]) -> dict[str, Any]:
     job = _job(request)
     write_json(job.peers, request["peers"])
-    if not tell(job, {"go": {"hub_port": request["hub_port"]}}):
+    if not tell(job, {"go": {"hub_port": request["hub_port"], "at_once": request["at_once"]}}):
         raise Refused(f"the supervisor of {job.id} is gone", "run again; `orch logs` may show why")
     return {}
 

@@ -127,7 +127,7 @@ class Coordinator:
             self._turn_until_s = asyncio.get_running_loop().time() + limit_s
         elif limit_s and self._turn_until_s and asyncio.get_running_loop().time() > self._turn_until_s:
             self._turn_until_s = None
-            late = failure("time", self._node["name"], f"it was still queued after {limit_s:g} s")
+            late = failure("queue", self._node["name"], f"it was still queued after {limit_s:g} s (--wait-limit)")
             asyncio.get_running_loop().call_soon(self._state.fail, late)
 
     async def watch_turn(self) -> None:

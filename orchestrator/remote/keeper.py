@@ -3,9 +3,10 @@
     python -m orch_remote.keeper <job folder> <descriptor for the answer>
 
 As a subreaper it inherits the processes of a killed supervisor, ends them and records why. The answer is one JSON
-object: {"pid", "hub_port", "peer_port"}, or {"error", "remedy"}.
+object: {"pid", "hub_port", "peer_port", "has_gpus"}, or {"error", "remedy"}.
 
-A job that waits for its GPUs (`turn`) claims them later: its supervisor asks for that, a word per message (`Claims`).
+A job that may wait for its GPUs (`turn`) can claim them later: its supervisor asks for that, a word per message
+(`Claims`).
 After a failed attempt of a job that its supervisors retry (`attempts`), it starts the next supervisor. At the end it
 sends the notification (`notify`).
 """
@@ -70,10 +71,13 @@ class Keeper:
         self._supervisor, self._line = 0, socket.socket()
         self._is_asked_to_end = False
         self._doors = Doors()
-        if not node.get("queue"):
+        try:
             if not node["share_gpus"]:
                 refuse_before_turn(job.id, node["gpu_uuids"])
             self._claims = self._claimed()
+        except Refused:
+            if not node.get("queue"):
+                raise
         if node.get("retries"):  # all supervisors listen at the same ports, and read the same requests
             several = len(node["members"]) > 1
             hub = listen_at(node["address"]) if several and node["is_master"] else None
@@ -100,7 +104,7 @@ class Keeper:
             if os.getppid() != keeper:
                 os._exit(1)
             adopt_orphans()
-            again = asyncio.run(Supervisor(self._job, self._node, Claims(line), self._doors).run(answer))
+            again = asyncio.run(Supervisor(self._job, self._node, Claims(line, self._claims), self._doors).run(answer))
         except Exception:
             traceback.print_exc()
             os._exit(1)

@@ -18,7 +18,9 @@ FinalState = Literal["succeeded", "failed", "cancelled"]
 
 class _Failure(TypedDict):
     kind: str
-    """"rank", "torchrun", "prepare", "network", "port", "folder", "time", "supervisor"; "lost" for a silent host."""
+    """"rank", "torchrun", "prepare", "network", "port", "folder", "time", "queue" (`--wait-limit` is over),
+    "supervisor"; "lost" for a silent host.
+    """
     node: str
     reason: str
     rank: int | None

@@ -2,8 +2,8 @@
 
 Request: {"action": "prepare", "workdir", "node": for node.json, "plan": for plan.json, "blob_bytes"}, then that many
 bytes of code. "carried": files of an earlier job (`handover`). The answer is {"pid", "hub_port", "peer_port",
-"firewall", "now": see `health.now`}, {"need_code": true} if the code is missing here and in the request, or {"error",
-"remedy"}. Creating the job's folder is the lock.
+"has_gpus", "firewall", "now": see `health.now`}, {"need_code": true} if the code is missing here and in the request,
+or {"error", "remedy"}. Creating the job's folder is the lock.
 """
 
 from __future__ import annotations

@@ -68,6 +68,7 @@ class Supervisor:
             if node["is_master"]
             else None
         )
+        self._has_gpus = claims.has_any or not node["gpu_uuids"]
         self._queue = QueuePlace(job.id, node, claims, self._queue_changed) if node.get("queue") else None
         self._membership: Membership | None = None
         rendezvous = self._coordinator.rendezvous if self._coordinator else None
@@ -101,7 +102,8 @@ class Supervisor:
             record["peer_port"] = await self._peers.listen(self._node["address"], self._doors.peers)
         self._write()
         if answer is not None:
-            os.write(answer, json.dumps({key: record.get(key) for key in ("pid", "hub_port", "peer_port")}).encode())
+            kept = {key: record.get(key) for key in ("pid", "hub_port", "peer_port")}
+            os.write(answer, json.dumps({**kept, "has_gpus": self._has_gpus}).encode())
             os.close(answer)
             if not self._queue:
                 self._programs.begin()
@@ -152,7 +154,7 @@ class Supervisor:
             rest_s = attempts.pause_s(self._node, self._earlier)
             self._write({"next_at": time.time() + rest_s})
             await asyncio.sleep(rest_s)
-        if self._queue and self._stopping is None:
+        if self._queue and self._stopping is None and not (self._go or {}).get("at_once"):
             self.state.enter("queued")
             try:
                 await self._queue.come()

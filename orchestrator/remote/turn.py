@@ -1,4 +1,4 @@
-"""A job that waits for its GPUs without a controller: its hosts take their turn together.
+"""A job that waits for its GPUs (`--wait`): its hosts take their turn together, and no controller is needed.
 
 On every host, `QueuePlace` holds the ticket (`gpu_queue`) and looks who is ahead; on the master's, `Turn` decides:
 
@@ -9,6 +9,8 @@ On every host, `QueuePlace` holds the ticket (`gpu_queue`) and looks who is ahea
 
 If a host cannot claim its GPUs, the next order has no `claim`: all others release theirs, and wait on. So a job never
 keeps GPUs on one host while it waits for others with another job that does the same.
+
+If every host could claim its GPUs at `prepare`, the job does not queue: `go` is "at_once" (`supervisor`).
 """
 
 from __future__ import annotations
@@ -43,10 +45,17 @@ PLACE_KEYS = ("job", "user", "number", "since_s")
 
 
 class Claims:
-    """The supervisor's side of the keeper's claims on the job's GPUs (`keeper`). Blocks while the keeper works."""
+    """The supervisor's side of the keeper's claims on the job's GPUs (`keeper`). Blocks while the keeper works.
 
-    def __init__(self, line: socket.socket) -> None:
-        self._line, self._handles = line, list[int]()
+    handles: of the claims that the keeper has.
+    """
+
+    def __init__(self, line: socket.socket, handles: Sequence[int] = ()) -> None:
+        self._line, self._handles = line, [*handles]
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self._handles)
 
     def take(self) -> None:
         """Raises Refused, then nothing is claimed."""
@@ -76,13 +85,13 @@ class QueuePlace:
     def __init__(self, job: str, node: dict[str, Any], claims: Claims, changed: Callable[[], None]) -> None:
         self.report: TurnReport = {"next": 0, "number": 0, "has_come": False, "claimed": 0, "refused": 0}
         self.shown: dict[str, Any] = {}
-        """For agent.json: {"place", "ahead", "held", "occupied", "at"}."""
+        """For agent.json: {"place", "ahead", "held", "occupied", "silent", "at"}."""
         self._job, self._node, self._claims, self._changed = job, node, claims, changed
         self._asked: dict[str, Any] = node["queue"]
         self._holder: TicketHolder | None = None
         self._order: Order = {"do": "queue"}
         self._woken, self._is_over = asyncio.Event(), False
-        self._room_at, self._room = 0.0, ""
+        self._room_at, self._room = -OCCUPIED_S, ""
         self._told: object = None
 
     def obey(self, order: Order) -> None:
@@ -103,6 +112,7 @@ class QueuePlace:
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1) as looks:  # holders must answer while we ask them; no thread stays for the ranks
             try:
+                await loop.run_in_executor(looks, self._claims.release)  # of `prepare`
                 while not self._is_over:
                     self._woken.clear()
                     await loop.run_in_executor(looks, self._follow_order)
@@ -141,7 +151,7 @@ class QueuePlace:
             self._drop_ticket()
         if number and not self._holder:
             ticket = Ticket(self._job, number, tuple(self._node["gpu_uuids"]))
-            self._holder = gpu_queue.hold(ticket, self._node["name"], (self._node.get("owner") or {}).get("id", ""))
+            self._holder = gpu_queue.hold(ticket)
             asyncio.get_running_loop().add_reader(self._holder.fileno(), self._holder.turn)
         self.report = {**self.report, "number": number}
 
@@ -156,13 +166,13 @@ class QueuePlace:
     def _look(self) -> dict[str, Any]:
         gpus = self._node["gpu_uuids"]
         if not gpus:
-            return {"tickets": [], "ahead": [], "held": [], "occupied": ""}
+            return {"tickets": [], "ahead": [], "held": [], "silent": [], "occupied": ""}
         seen = gpu_queue.look(WorkFolder(self._node["workdir"]), self._job, gpus)
-        is_first = not seen["ahead"] and not seen["held"]
+        is_first = bool(self._holder) and not seen["ahead"] and not seen["held"]
         return {**seen, "occupied": self._occupied() if is_first and not self.report["claimed"] else ""}
 
     def _occupied(self) -> str:
-        if not self._room or time.monotonic() > self._room_at + OCCUPIED_S:
+        if time.monotonic() > self._room_at + OCCUPIED_S:
             self._room_at = time.monotonic()
             self._room = occupied(self._node["gpu_uuids"], self._asked["needed_bytes"])
         return self._room
@@ -180,6 +190,7 @@ class QueuePlace:
             "ahead": [{key: row[key] for key in PLACE_KEYS} for row in seen["ahead"][-SHOWN:]],
             "held": seen["held"][:SHOWN],
             "occupied": seen["occupied"],
+            "silent": seen["silent"][:SHOWN],
             "at": time.time(),
         }
         if (now := (self.report, _without_ages(self.shown))) != self._told:

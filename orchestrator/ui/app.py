@@ -116,7 +116,7 @@ class LocalSite:
     ) -> str:
         cluster = controller.store.cluster(name)
         listed = controller.jobs.all(cluster.name)
-        queue = controller.queue.waiting(listed.records, cluster.name)
+        queue = controller.queue.waiting(listed.records).get(cluster.name, ())
         names = controller.store.cluster_names()
         shown = [record.id for record in listed.records[: pages.MOST_JOBS]]
         collected = {job: summary for job in shown if (summary := self._summary(controller, job))}

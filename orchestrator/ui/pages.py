@@ -24,9 +24,9 @@ from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.inventory_file import keys_of_new_node, node_with_defaults
 from orchestrator.hosts.occupied import not_allowed
 from orchestrator.jobs.job_list import Jobs
-from orchestrator.jobs.job_queue import Waiting
 from orchestrator.jobs.job_store import ENDED, JobRecord
 from orchestrator.jobs.live_stats import HostNow, JobNow
+from orchestrator.jobs.queue_place import Rival
 from orchestrator.jobs.stall import standstill
 from orchestrator.planning.job_forms import run_line
 from orchestrator.planning.job_spec import FILE, OPTIONS, PAGE_FIELDS, JobSpec, checked, from_text, key_of
@@ -78,7 +78,7 @@ def cluster_page(
     names: Sequence[str],
     listed: Jobs,
     collected: Mapping[str, Summary],
-    queue: Waiting,
+    queue: Sequence[Rival],
     root: str,
     said: str = "",
     error: OrchError | None = None,
@@ -92,9 +92,8 @@ def cluster_page(
         cluster=document,
         clusters=names,
         columns=list(zip(columns, titles, strict=True)),
-        waiting=waiting_json({cluster.name: queue.runs.get(cluster.name, ())}),
-        lost=queue.lost,
-        own=queue.own | {job.id for job in listed.records if job.state == "queued"},
+        waiting=waiting_json({cluster.name: queue}),
+        own={job.id for job in listed.records if job.state == "queued"},
         jobs=listed.records[:MOST_JOBS],
         collected=collected,
         unheard=listed.unheard,
@@ -260,8 +259,6 @@ def _value(name: str, text: str) -> Any:
 
 
 def cancel(controller: Controller, cluster: Cluster, form: Form) -> str:
-    if waited := controller.queue.cancel(form["job"]):
-        return f"{waited} is out of the queue; nothing of it has run"
     job = controller.jobs.find(form["job"])
     _, stayed = job.cancel()
     if stayed:

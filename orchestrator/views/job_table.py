@@ -113,14 +113,6 @@ def warn_stalls(jobs: Iterable[JobRecord]) -> None:
             console.warn(f"{job.id}: {words}")
 
 
-def warn_lost_places(jobs: Iterable[str]) -> None:
-    """Queued runs that are no longer in the queue."""
-    for job in jobs:
-        console.warn(
-            f"{job} has lost its place in the queue: the `orch run` that waited has ended; nothing of it has run"
-        )
-
-
 def warn_unheard(unheard: Mapping[str, Mapping[str, HostError]]) -> None:
     """Jobs with hosts that did not answer."""
     for job, errors in unheard.items():

@@ -408,7 +408,7 @@ def cancel_twice(r: Round) -> Generator[bool, None, Expected]:
     return Expected(state="cancelled")
 
 
-# ---- who looks, and who waits ----------------------------------------------------------------------------------------
+# ---- who looks -------------------------------------------------------------------------------------------------------
 
 
 @fault
@@ -443,21 +443,6 @@ def doctor_beside(r: Round) -> Generator[bool, None, Expected]:
         seen = doctor.look(connections, r.cell.nodes, data="~/data")
     if seen.unreached or not seen.mesh:
         raise RuntimeError(f"the doctor saw {seen.unreached}, {seen.mesh}")
-    return Expected(state="succeeded", survives=True)
-
-
-@fault
-def queued_behind(r: Round) -> Generator[bool, None, Expected]:
-    """A run waits for GPUs of this host. It leaves the queue, or its controller dies and leaves its ticket there."""
-    yield True
-    host, waits = r.cell.connect()[r.victim], f"behind-{r.rng.getrandbits(32):08x}"
-    words = {"workdir": r.workdir[r.victim], "node": r.victim, "job": waits, "owner": US.owner.id, "gpus": [waits]}
-    for action in ("take", "renew", "look"):
-        answer = ask.ask(host, "gpu_queue", {**words, "action": action, "number": 1}, timeout_s=30)
-    if [ticket["job"] for ticket in answer["tickets"]] != [waits]:
-        raise RuntimeError(f"{waits} waits, and the queue is {answer}")
-    if r.rng.random() < 0.5:
-        ask.ask(host, "gpu_queue", {**words, "action": "leave"}, timeout_s=30)
     return Expected(state="succeeded", survives=True)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.jobs import HostAnswer, Rival, place_of, queue_of, read_answer
+from orchestrator.jobs import HostAnswer, Rival, place_in, place_of, queue_of, read_answer
 
 
 def said(**rows):
@@ -19,14 +19,19 @@ def test_a_job_on_two_hosts_is_one_rival_and_the_nearest_is_named_first():
     standing = place_of({"a": a, "b": b})
     words = "place 3 in the queue, behind alice's job has-1 (has GPUs of a, b for 12m03s), job y-1 (waits)"
     assert standing.words() == f"{words}, alice's job x-1 (waits for 5.0s)"
-    assert not standing.is_turn and standing.behind == {("has-1", 0, ("a", "b")), ("x-1", 1, ()), ("y-1", 2, ())}
+    assert not standing.is_turn
 
 
-def test_a_job_seen_while_it_starts_is_worth_another_line_once_it_has_all_its_hosts():
-    a, b = (read_answer(node, said(held=[row("has-1")])) for node in "ab")
-    starting, runs = place_of({"a": a, "b": HostAnswer()}), place_of({"a": a, "b": b})
-    assert starting.behind != runs.behind
-    assert ("GPUs of a for" in starting.words(), "GPUs of a, b for" in runs.words()) == (True, True)
+def test_other_programs_and_silent_sockets_are_named_after_the_place():
+    records = {
+        "a": {"queue": said(held=[row("has-1")], occupied="", silent=["bob", ""])},
+        "b": {"queue": said(occupied="other programs leave 1 MiB", silent=[])},
+    }
+    place = "place 1 in the queue, behind alice's job has-1 (has GPUs of a for 5.0s)"
+    silent = [f"a: a socket of {login} gives no answer: passed over" for login in ("bob", "another login")]
+    assert place_in(records) == "; ".join([place, *silent, "b: other programs leave 1 MiB"])
+    assert place_in({"b": records["b"]}) == "b: other programs leave 1 MiB"
+    assert place_in({**records, "c": {}}) == place_in({**records, "c": {"queue": "nonsense"}}) == ""
 
 
 def test_it_is_a_jobs_turn_when_no_host_names_another():

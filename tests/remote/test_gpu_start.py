@@ -3,7 +3,6 @@
 import getpass
 import json
 import os
-import re
 import subprocess
 import sys
 
@@ -14,11 +13,12 @@ from orchestrator.cli import main
 from orchestrator.controller import Controller
 from orchestrator.errors import HostsError
 from orchestrator.hosts import Cluster, Connections, Node, Occupant, read_facts
-from orchestrator.jobs import job_queue
 from orchestrator.paths import Home
+from orchestrator.planning import JobSpec
 from orchestrator.remote import occupants, probe
 from orchestrator.store import Store
 from tests.support.local_job import gang
+from tests.support.sshd import wait_for
 
 SLEEPS = "import time\ntime.sleep(600)\n"
 
@@ -32,7 +32,12 @@ def smi(tmp_path, monkeypatch):
         row = f"0, Tesla V100-PCIE-16GB, GPU-a, 16384, {used}, 525.105.17, 00000000:3B:00.0, {mode}, 7.0"
         lines = "\n".join(processes)
         (tmp_path / "nvidia-smi").write_text(f"""#!/bin/sh
-case $1 in --query-compute-apps=*) echo '{lines}';; --query-gpu=*) echo '{row}';; *) exit 2;; esac
+case $1 in
+  --query-compute-apps=*) echo '{lines}';;
+  --query-gpu=uuid,*) echo 'GPU-a, 16384, {used}';;
+  --query-gpu=*) echo '{row}';;
+  *) exit 2;;
+esac
 """)
         (tmp_path / "nvidia-smi").chmod(0o755)
 
@@ -130,20 +135,16 @@ def test_a_job_without_room_beside_somebody_leaves_no_trace(smi, somebody, tmp_p
         assert started.controller.store.job_ids() == []
 
 
-def test_a_run_that_waits_starts_when_somebody_has_made_room(smi, somebody, tmp_path, monkeypatch):
-    monkeypatch.setattr(job_queue, "OCCUPIED_S", 0.1)
+def test_a_run_that_waits_starts_when_somebody_has_made_room(smi, somebody, tmp_path):
     smi(16000, [f"GPU-a, {somebody}, 16000, python3"])
-    with gang(tmp_path, SLEEPS, ranks=(1,)) as job:
-        started, said = Started(job, Home(tmp_path / "home")), []
-
-        def say(line):
-            said.append(line)
-            smi(0)
-
-        started.controller.say = say
-        started.controller.launch_in_turn(started.plan, job.blob, limit_s=600)
-        assert job.folder("a").is_dir()
-    assert len(said) == 1 and re.match(r"waits: a: 384.0MiB of 16.0GiB are free on GPU 0", said[0])
+    with gang(tmp_path, SLEEPS, ranks=(1,), asked=JobSpec(script="script.py", wait=True)) as job:
+        started = Started(job, Home(tmp_path / "home"))
+        running = started.controller.launch(started.plan, job.blob)
+        words = "a: other programs leave 384 MiB of 16384 on GPU GPU-a, and it needs about 1024"
+        wait_for(lambda: running.refresh().waits_for == words, "its place", 60)
+        assert running.record.state == "queued"
+        smi(0)
+        wait_for(lambda: running.refresh().state == "running", "its start", 60)
 
 
 def test_status_looks_who_is_on_the_gpus_now(smi, somebody, tmp_path, monkeypatch):

@@ -40,7 +40,7 @@ class Rack:
 
 
 class Waiting:
-    """One controller, one step at a time: each `yield` is a moment in which any other may act."""
+    """One job, one step at a time: each `yield` is a moment in which any other may act."""
 
     def __init__(self, rack: Rack, job: str, gpus: set[str], steps: int) -> None:
         self.rack, self.job, self.gpus, self.steps = rack, job, gpus, steps

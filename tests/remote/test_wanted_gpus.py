@@ -209,8 +209,6 @@ def test_of_two_who_refuse_each_other_crosswise_one_starts(people, start, monkey
         return answer
 
     monkeypatch.setattr(ask, "ask", asked)
-    monkeypatch.setattr(job_queue, "POLL_S", 0.1)
-    monkeypatch.setattr(job_queue, "CROSSED_S", 2.0)
     ended = both(people, start)
     (job,), (error,) = ([one for one in ended if isinstance(one, kind)] for kind in (RunningJob, RefusedError))
     assert names(job) == {"a", "b", "c"} and "is in use by" in str(error)
@@ -221,6 +219,8 @@ def test_who_is_refused_for_a_job_that_runs_for_long_does_not_wait(people, monke
     one, two = people
     one.starts(1, 1, ["b"])
     monkeypatch.setattr(job_queue, "CROSSED_S", 0.0)
-    monkeypatch.setattr(two.controller, "launch_in_turn", lambda *_: pytest.fail("it waits"))
+    launch, launched = two.controller.launch, []
+    monkeypatch.setattr(two.controller, "launch", lambda *given: launched.append(1) or launch(*given))
     with pytest.raises(RefusedError, match="is in use by"):
         two.starts_on_all()
+    assert launched == [1]

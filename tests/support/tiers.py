@@ -32,8 +32,6 @@ SECOND = {
     "tests/cli/test_wait.py::test_an_attempt": "a queue, ticket by ticket",
     "tests/cli/test_wait.py::test_cancel": "a queue, ticket by ticket",
     "tests/cli/test_wait.py::test_ctrl_c": "a queue, ticket by ticket",
-    "tests/cli/test_wait.py::test_hosts_that": "a queue, ticket by ticket",
-    "tests/cli/test_wait.py::test_jobs_start": "a queue of many",
     "tests/cli/test_why": "all of `orch why`, step by step",
     "tests/cuda/test_cuda_make_gpu": "all of `make gpu`",
     "tests/cuda/test_cuda_standin.py::test_its_server": "the stand-in itself",
