@@ -190,7 +190,7 @@ def alone_words(plan: LaunchPlan, record: JobRecord) -> str:
         return ""
     return (
         f"the {plan.world_size} ranks joined no process group, each runs by itself: a script joins with "
-        "torch.distributed.init_process_group"
+        "torch.distributed.init_process_group, a framework by its settings (`orch help frameworks`)"
     )
 
 

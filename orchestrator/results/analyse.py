@@ -33,7 +33,7 @@ from orchestrator.results.batch_norm_groups import read_batch_norm, read_rebalan
 from orchestrator.results.caveats import left_on_hosts, left_out, tried_before
 from orchestrator.results.curves import Curves, SpeedCourse, read_curves, read_speed_course, read_target
 from orchestrator.results.events import Events, MetricsFile
-from orchestrator.results.measure import OF_RUN, Figures, RankFigures, gpu_label, measure, write_steps
+from orchestrator.results.measure import OF_RUN, Figures, RankFigures, gpu_label, measure, over, write_steps
 from orchestrator.results.network import measures_collectives, not_measured, read_collectives, unpaced
 from orchestrator.results.single_host import measured as faster_ways
 from orchestrator.results.straggler import find_bound, find_straggler, read_gpu_use
@@ -93,13 +93,13 @@ def _summarise(
         **_from_record(job),
         **_from_ranks(plan, events),
         **_from_steps(plan, figures, nodes),
-        speed_course=SpeedCourse() if collectives else read_speed_course(events),
+        speed_course=SpeedCourse() if collectives else read_speed_course(events, apart=figures.apart),
         **_training(plan, figures, events),
         nodes=nodes,
         stages=stage_summaries(plan, events.latest("start"), figures),
         collectives=collectives,
         missing=(*missing, *caveats.missing(plan, events, figures), *gaps),
-        warnings=(*words, *caveats.not_finite(job), *caveats.warnings(plan, events, figures, nodes)),
+        warnings=(*words, *caveats.not_finite(job), *caveats.warnings(plan, job, events, figures, nodes)),
     )
 
 
@@ -153,13 +153,14 @@ def _from_ranks(plan: LaunchPlan, events: Events) -> dict[str, Any]:
 
 def _from_steps(plan: LaunchPlan, figures: Figures, nodes: tuple[NodeSummary, ...]) -> dict[str, Any]:
     """Hosts are compared only if every rank reported."""
-    speed = cluster_speed(figures) or None  # samples are not counted
+    speed = figures.speed(figures.ranks.values()) or None  # samples are not counted
     fields: dict[str, Any] = {
         "samples_per_s": speed,
         "by_gpu": by_gpu(nodes, plan, figures),
+        "apart": figures.apart,
         **{name: getattr(figures, name) for name in OF_RUN},
     }
-    if len(figures.reported) < plan.world_size:
+    if len(figures.reported) < plan.world_size or figures.apart:
         return fields
     part, basis = efficiency(speed, nodes)
     return fields | {
@@ -234,11 +235,6 @@ def node_summaries(
     return tuple(_as_seen_by_its_host(node, plan, run) for node in measured)
 
 
-def cluster_speed(figures: Figures) -> float | None:
-    """Samples/s of all measured steps."""
-    return over(sum(rank.samples for rank in figures.ranks.values()), figures.wall_s) or None
-
-
 def _node_summary(node: NodePlan, figures: Figures, events: Events, solo: float | None) -> NodeSummary:
     numbers = node.rank_numbers
     mine = figures.of(node)
@@ -251,7 +247,7 @@ def _node_summary(node: NodePlan, figures: Figures, events: Events, solo: float 
         gpu=gpu_label(node),
         ranks=node.ranks,
         batch_per_rank=_batch_per_rank(node, start, figures),
-        samples_per_s=over(sum(rank.samples for rank in mine), figures.wall_s) if len(mine) == node.ranks else None,
+        samples_per_s=figures.speed(mine) if len(mine) == node.ranks else None,
         own_samples_per_s=_sum(own) if len(mine) == node.ranks else None,
         solo_samples_per_s=solo,
         step_ms=figures.step_ms.get(node.name),
@@ -341,10 +337,6 @@ def by_gpu(nodes: tuple[NodeSummary, ...], plan: LaunchPlan, figures: Figures) -
         )
         for gpu, group in kinds.items()
     }
-
-
-def over(count: float, amount: float) -> float | None:
-    return count / amount if amount > 0 else None
 
 
 def _sum(values: Iterable[float | None]) -> float | None:

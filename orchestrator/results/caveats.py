@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from orchestrator.jobs.job_store import JobRecord
 from orchestrator.jobs.metric_lines import number
+from orchestrator.jobs.stall import alone_words
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.results.events import Events, Rejects
@@ -75,7 +76,9 @@ def missing(plan: LaunchPlan, events: Events, figures: Figures) -> Iterable[str]
         )
 
 
-def warnings(plan: LaunchPlan, events: Events, figures: Figures, nodes: tuple[NodeSummary, ...]) -> Iterable[str]:
+def warnings(
+    plan: LaunchPlan, job: JobRecord | None, events: Events, figures: Figures, nodes: tuple[NodeSummary, ...]
+) -> Iterable[str]:
     """Unusable or misleading data."""
     starts = events.starts()
     if times := max(starts.values(), default=1) - 1:
@@ -89,7 +92,7 @@ def warnings(plan: LaunchPlan, events: Events, figures: Figures, nodes: tuple[No
         if isinstance(schema, (int, float)) and schema > SCHEMA:
             newer = one_line(str(schema), 20)
             yield f"{node_of[rank]}: rank {rank} writes metrics of schema {newer}; this orch reads up to {SCHEMA}."
-    if _trained_apart(events):
+    if figures.apart and not (job and alone_words(plan, job)):
         yield (
             "Each rank trained by itself, as far as can be seen: by its first step no rank had created a process group "
             "of torch. A framework that is not set up for several hosts does so without an error: "
@@ -100,13 +103,6 @@ def warnings(plan: LaunchPlan, events: Events, figures: Figures, nodes: tuple[No
     for node in nodes:
         if not node.valid:
             yield f"{node.name}: its figures are not valid: {_why_not_valid(plan.node(node.name), events)}."
-
-
-def _trained_apart(events: Events) -> bool:
-    """Whether the ranks of an observed script never met."""
-    starts = events.latest("start").values()
-    apart = [bool(start.get("samples_from")) and start.get("backend") is None for start in starts]
-    return len(apart) > 1 and all(apart)
 
 
 def _rejected(rejects: Rejects, was_restarted: bool) -> Iterable[str]:

@@ -210,13 +210,13 @@ class SpeedCourse(Record):
     marks: tuple[HappenedAt, ...] = ()
 
 
-def read_speed_course(events: Events) -> SpeedCourse:
+def read_speed_course(events: Events, *, apart: bool = False) -> SpeedCourse:
+    """apart: each rank trained by itself, so that only its own steps count."""
     query = events.connection.execute
     (measured,) = query("SELECT count(DISTINCT step) FROM timed WHERE measured").fetchone()
     cut = any(number(start, "work") is not None for start in events.latest("start").values())
-    rows = query(
-        _STRETCHES, [max(1, min(SPEED_POINTS, measured // STEPS_A_POINT)), TOGETHER if cut else None]
-    ).fetchall()
+    stretches = max(1, min(SPEED_POINTS, measured // STEPS_A_POINT))
+    rows = query(_STRETCHES, [stretches, TOGETHER if cut else None, apart]).fetchall()
     speeds: dict[str, list[float]] = {}
     for _, name, speed in rows:
         speeds.setdefault(name, []).append(speed)
@@ -243,9 +243,11 @@ parts AS (
     SELECT step, t_ms, ntile(?) OVER (ORDER BY step) AS part FROM timed JOIN clock USING (rank) WHERE measured),
 times AS (SELECT part, max(step) AS step, sum(t_ms) AS ms FROM parts GROUP BY part HAVING sum(t_ms) > 0),
 work AS (
-    SELECT part, coalesce(?, node) AS name, sum(samples) AS samples, min(rank) AS first
+    SELECT part, coalesce(?, node) AS name, sum(samples) AS samples, min(rank) AS first,
+        sum(timed.t_ms) / count(DISTINCT rank) AS own_ms
     FROM timed JOIN parts USING (step) WHERE measured GROUP BY part, name)
-SELECT step, name, 1000 * samples / ms FROM times JOIN work USING (part) ORDER BY step, first
+SELECT step, name, 1000 * samples / CASE WHEN ? THEN own_ms ELSE ms END
+FROM times JOIN work USING (part) ORDER BY step, first
 """
 
 

@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
 from duckdb import ColumnExpression, Expression, FunctionExpression
 
+from orchestrator.jobs.live import WINDOW_STEPS
 from orchestrator.jobs.metric_lines import bubble_and_sync, count, number, wait_and_sync
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan, read_settings
 from orchestrator.results.events import Events
@@ -60,15 +61,26 @@ class Figures:
     samples_total: int
     step_ms: dict[str, StepTime]
     loss: float | None
+    observed: bool = False
+    """Whether a script without `import trainer` took the steps."""
+    apart: bool = False
+    """Whether the ranks of such a script never met."""
 
-    @property
-    def wall_s(self) -> float:
+    def speed(self, ranks: Iterable[RankFigures]) -> float | None:
+        """Samples/s of these ranks."""
+        if self.apart:
+            return sum(over(rank.samples, rank.total_ms / 1000) or 0.0 for rank in ranks) or None
         # Ranks that meet in every step take equally long over many; the sum of each step's slowest rank would count
         # twice a delay of one host after a step for which the others wait in the next.
-        return max((rank.total_ms for rank in self.ranks.values()), default=0.0) / 1000
+        wall_s = max((rank.total_ms for rank in self.ranks.values()), default=0.0) / 1000
+        return over(sum(rank.samples for rank in ranks), wall_s)
 
     def of(self, node: NodePlan) -> list[RankFigures]:
         return [self.ranks[rank] for rank in node.rank_numbers if rank in self.ranks]
+
+
+def over(count: float, amount: float) -> float | None:
+    return count / amount if amount > 0 else None
 
 
 def measure(events: Events, plan: LaunchPlan) -> Figures:
@@ -82,6 +94,8 @@ def measure(events: Events, plan: LaunchPlan) -> Figures:
     samples_total, reported = query("SELECT coalesce(sum(samples), 0), list(DISTINCT rank) FROM steps").fetchone()
     (loss,) = query(_LAST_LOSS).fetchone()
     epoch_loss = _last_epoch_loss(events)
+    starts = events.latest("start").values()
+    observed = bool(starts) and all(start.get("samples_from") for start in starts)
     return Figures(
         reported=frozenset(reported or ()),
         ranks=_by_work(events, [RankFigures(*row) for row in query(_BY_RANK).fetchall()]),
@@ -89,8 +103,10 @@ def measure(events: Events, plan: LaunchPlan) -> Figures:
         steps=steps,
         warmup_steps_left_out=left_out,
         samples_total=int(samples_total),
-        step_ms={node: StepTime(p50=p50, p95=p95) for node, p50, p95 in query(_STEP_TIMES).fetchall()},
+        step_ms={node: StepTime(p50=p50, p95=p95, mean=mean) for node, p50, p95, mean in query(_STEP_TIMES).fetchall()},
         loss=loss if epoch_loss is None else epoch_loss,
+        observed=observed,
+        apart=observed and len(starts) > 1 and all(start.get("backend") is None for start in starts),
     )
 
 
@@ -189,7 +205,7 @@ SELECT rank, list(wait_ms ORDER BY stretch) FROM means GROUP BY rank
 
 _STEP_TIMES = """
 WITH slowest AS (SELECT node, step, max(t_ms) AS t_ms FROM timed WHERE measured GROUP BY node, step)
-SELECT node, quantile_cont(t_ms, 0.5), quantile_cont(t_ms, 0.95) FROM slowest GROUP BY node
+SELECT node, quantile_cont(t_ms, 0.5), quantile_cont(t_ms, 0.95), avg(t_ms) FROM slowest GROUP BY node
 """
 
 _EPOCHS_LOSS = """
@@ -197,11 +213,12 @@ SELECT CASE WHEN count(loss) < count(*) THEN NULL WHEN sum(samples) > 0 THEN sum
 FROM timed WHERE complete AND has_loss AND epoch = ?
 """
 
-_LAST_LOSS = """
-WITH last AS (SELECT max(step) AS step FROM timed WHERE complete AND has_loss)
+_LAST_LOSS = f"""
+WITH last AS (
+    SELECT DISTINCT step FROM timed WHERE complete AND has_loss ORDER BY step DESC LIMIT {WINDOW_STEPS})
 SELECT CASE WHEN count(loss) < count(*) THEN NULL WHEN sum(samples) > 0 THEN sum(loss) / sum(samples) ELSE avg(loss) END
 FROM timed JOIN last ON timed.step = last.step WHERE has_loss
-"""
+"""  # noqa: S608 - a number of our own
 
 
 def write_steps(events: Events, plan: LaunchPlan, path: Path) -> None:

@@ -84,7 +84,7 @@ def find_bound(plan: LaunchPlan, figures: Figures) -> Bound | None:
         return None
     part = max(known, key=lambda name: known[name])
     node = next(node.name for node in plan.nodes if last in node.rank_numbers)
-    return Bound(part=part, node=node, share=min(1.0, known[part] / step_ms))
+    return Bound(part=part, node=node, share=min(1.0, known[part] / step_ms), observed=figures.observed)
 
 
 def _last(plan: LaunchPlan, figures: Figures) -> int | None:

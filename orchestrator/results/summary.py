@@ -129,6 +129,7 @@ class StepTime(Record):
 
     p50: float
     p95: float
+    mean: float | None = None
 
 
 class RankEnd(Record):
@@ -222,10 +223,14 @@ class Bound(Record):
     node: str
     share: float
     """0..1 of the step."""
+    observed: bool = False
+    """A script without `import trainer` took the steps: all that it does between them counts as loading."""
 
     @property
     def words(self) -> str:
         share = format_percent(self.share)
+        if self.part == "input" and self.observed:
+            return f"Input-bound: for {share} of each step {self.node} loads data or does other work between steps."
         return {
             "wire": f"Network-bound: {share} of each step is gradient traffic not hidden by compute.",
             "compute": f"Compute-bound: {share} of each step is {self.node}'s own forward and backward.",
@@ -266,6 +271,8 @@ class Summary(Record):
     by_gpu: dict[str, GpuSummary] = Field(default_factory=dict)
     stages: tuple[StageSummary, ...] = ()
     """A pipeline's, in the order of the samples."""
+    apart: bool = False
+    """Each rank trained by itself."""
     straggler: Straggler | None = None
     bound: Bound | None = None
     missing: tuple[str, ...] = ()
@@ -294,7 +301,7 @@ class Summary(Record):
     """0..1; None when paced."""
     accuracy_per_class: dict[str, float] = Field(default_factory=dict)
     loss: float | None = None
-    """The last complete epoch's, else that of the last step with a loss; None when paced."""
+    """The last complete epoch's, else the mean of the last 20 steps with a loss, as while it ran; None when paced."""
     test_loss: float | None = None
     bits_per_byte: float | None = None
     """In the last test, if the samples are text."""
@@ -311,6 +318,8 @@ class Summary(Record):
     @property
     def slow_words(self) -> str:
         """The slow host or network and the reason, the worst first; "" if unknown."""
+        if self.apart:
+            return f"{self.world_size} ranks trained {self.world_size} networks, each by itself."
         if self.bound is None or self.world_size == 1:
             return self.bound.words if self.bound else ""
         network = f"The network was slow: {self.bound.words.partition(': ')[2]}" if self.bound.part == "wire" else ""

@@ -90,10 +90,11 @@ def blocks_words(known: Sequence[BlockTimes]) -> str:
 # The summary of a collected run.
 
 COLUMNS = (
-    *("node", "GPU", "ranks", "batch/rank", "samples/s", "alone*", "step p50"),
-    *("load", "compute", "sync", "wait"),
+    *("node", "GPU", "ranks", "batch/rank", "samples/s", "alone*"),
+    *("step ms", "load", "compute", "sync", "wait", "optimiser"),
 )
-DISPENSABLE = ("ranks", "batch/rank", "load", "GPU", "alone*")
+"""Times are means, so that the parts add up to the step."""
+DISPENSABLE = ("ranks", "batch/rank", "optimiser", "load", "GPU", "alone*")
 """Dropped first on a narrow screen."""
 SLOWED_SHOWN = 5
 CLASSES_SHOWN = 20
@@ -123,7 +124,9 @@ def print_hosts(summary: Summary) -> None:
     shown = table(title, COLUMNS, list(map(_cells, summary.nodes)), right_from=2, drop=DISPENSABLE)
     console.out.print(shown)
     if summary.samples_per_s is not None:
-        has_star = summary.efficiency is not None or any(column.header == "alone*" for column in shown.columns)
+        are_known = any(node.solo_samples_per_s or node.own_samples_per_s for node in summary.nodes)
+        is_shown = are_known and any(column.header == "alone*" for column in shown.columns)
+        has_star = summary.efficiency is not None or is_shown
         _print_speed(summary, has_star=has_star)
     if summary.stages:
         print_stages(summary)
@@ -146,9 +149,10 @@ def _stage_cells(stage: StageSummary, *, several: bool) -> tuple[str, ...]:
 
 
 def _cells(node: NodeSummary) -> tuple[str, ...]:
-    step = node.step_ms.p50 if node.step_ms else None
+    step = (node.step_ms.mean or node.step_ms.p50) if node.step_ms else None
     alone = node.solo_samples_per_s or node.own_samples_per_s
-    figures = (node.samples_per_s, alone, step, node.load_ms, node.compute_ms, node.sync_ms, node.wait_ms)
+    parts = (node.load_ms, node.compute_ms, node.sync_ms, node.wait_ms, node.optim_ms)
+    figures = (node.samples_per_s, alone, step, *parts)
     batch = "-" if node.batch_per_rank is None else str(node.batch_per_rank)
     return (node.name, node.gpu, str(node.ranks), batch, *map(figure, figures))
 

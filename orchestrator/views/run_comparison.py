@@ -34,7 +34,8 @@ def print_comparison(comparison: Comparison) -> None:
 
 def sentences(comparison: Comparison) -> list[str]:
     """Verdicts by run, and notes."""
-    lines = [f"{run.letter}: {run.verdict}" for run in comparison.runs[1:]]
+    lines = [headline(comparison)] if _are_different(comparison) else []
+    lines += [f"{run.letter}: {run.verdict}" for run in comparison.runs[1:]]
     lines += [
         f"{run.letter}: a paced host kept its pace too seldom; its figures are not valid"
         for run in comparison.runs
@@ -79,8 +80,8 @@ def render_comparison(comparison: Comparison) -> str:
 
 def headline(comparison: Comparison) -> str:
     """One sentence."""
-    if len(kinds := {run.experiment for run in comparison.runs}) > 1:
-        return f"{len(comparison.runs)} runs of {len(kinds)} experiments: their samples are different work"
+    if kinds := _are_different(comparison):
+        return f"{len(comparison.runs)} runs of {kinds} experiments: their samples are different work"
     known = [run for run in comparison.runs if run.samples_per_s is not None]
     if len(known) < 2:
         return f"{len(comparison.runs)} runs; at most one has a known speed"
@@ -88,6 +89,12 @@ def headline(comparison: Comparison) -> str:
         return f"B: {comparison.runs[1].verdict}"
     best = max(known, key=lambda run: run.samples_per_s or 0.0)
     return f"{len(comparison.runs)} runs; {best.letter} was the fastest, {figure(best.samples_per_s)} samples/s"
+
+
+def _are_different(comparison: Comparison) -> int:
+    """The number of experiments; 0 if there is only one."""
+    kinds = {run.experiment for run in comparison.runs}
+    return len(kinds) if len(kinds) > 1 else 0
 
 
 def _split(runs: tuple[ComparedRun, ...]) -> BarChart | None:

@@ -274,6 +274,17 @@ def test_ranks_of_a_script_that_never_met_are_said_to_have_trained_apart(
     assert any("Each rank trained by itself" in warning for warning in summary.warnings) == warns
 
 
+def test_of_ranks_that_trained_apart_each_has_its_own_speed(tmp_path: Path) -> None:
+    """None waits for another: the slower one's time is not the faster one's."""
+    slow, fast = [step(n, 32, 4, 12, 0, 0) for n in range(10)], [step(n, 32, 1, 7, 0, 0) for n in range(10)]
+    begun = start(backend=None, samples_from="loader")
+    summary = analyse(write_run(tmp_path, TWO, {0: [begun, *slow, end()], 1: [begun, *fast, end()]}))
+    assert [node.samples_per_s for node in summary.nodes] == [pytest.approx(2000), pytest.approx(4000)]
+    assert summary.samples_per_s == pytest.approx(6000)
+    assert (summary.efficiency, summary.straggler, summary.bound, summary.faster) == (None, None, None, ())
+    assert summary.slow_words == "2 ranks trained 2 networks, each by itself."
+
+
 # ---- what is missing or damaged -----------------------------------------------------------------------------------
 
 
