@@ -292,6 +292,8 @@ def test_absent_data_are_one_line_with_the_folder_and_the_way_out(exp: str, tmp_
 def test_a_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert fetch.folder(parse_settings("mnist_lenet", {})) == tmp_path / "data"
+    monkeypatch.setenv("TMPDIR", "/local/7")
+    assert str(fetch.folder(parse_settings("mnist_lenet", {"data_dir": "$TMPDIR/data"}))) == "/local/7/data"
 
 
 def test_archives_that_cannot_be_unpacked_give_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ class Settings:
         resumes_same=True,
     )
     data_dir: str = setting(
-        "The folder on each host that holds or receives the data sets.",
+        "The folder on each host that holds or receives the data sets; it may begin with a variable, like $TMPDIR.",
         default="~/data",
         brought=True,
         also=("data_path", "data_root", "dataset_path"),
