@@ -39,7 +39,9 @@ def slurm_batch() -> None:
 
     folder = Path.cwd()
     submitted = require_record(folder / FILE, Submitted, "submit it again")
-    with _keepers(submitted.scratch) as keepers, open_controller() as controller:
+    webhook = submitted.notify if is_webhook(submitted.notify) else None
+    told = None if webhook else submitted.notify
+    with _told_of_no_start(told), _keepers(submitted.scratch) as keepers, open_controller() as controller:
         inventory = _write_inventory(folder, submitted, keepers)
         os.chdir(folder / "src")
         memory = Path(__file__).resolve().parents[2] / TORCH
@@ -48,10 +50,27 @@ def slurm_batch() -> None:
             click.echo(f"{error}", err=True)
         if submitted.measures:
             return _measure(controller, submitted, folder)
-        asked = _asked(controller, submitted, folder, submitted.notify if is_webhook(submitted.notify) else None)
-        way = RunMode(detach=False, dry_run=False, notify=submitted.notify, save=None, as_json=False)
+        asked = _asked(controller, submitted, folder, webhook)
+        way = RunMode(detach=False, dry_run=False, notify=told, save=None, as_json=False)
         run_asked(controller, asked, way, keepers.note)
     return None
+
+
+@contextlib.contextmanager
+def _told_of_no_start(command: str | None) -> Iterator[None]:
+    """Runs `--notify` if nothing starts."""
+    from orchestrator.cli.run import notify
+    from orchestrator.jobs.slurm_queue import QUEUED, Queued
+    from orchestrator.record import require_record
+
+    path = Path.cwd() / QUEUED
+    try:
+        yield
+    except OrchError:
+        if command:
+            record = require_record(path, Queued, "submit it again").record
+            notify(command, record.model_copy(update={"state": "failed", "exit_code": 1}))
+        raise
 
 
 class Keepers:

@@ -62,7 +62,10 @@ def test_a_home_that_has_lost_its_records_finds_queued_running_and_ended_jobs(pe
     os.rename(person.folder / "home/owner.json", person.folder / "home/before.json")
     assert f"{known[0][0]} of " in person("jobs", "--rescan")
     assert known[0][0] not in [job["id"] for job in person.jobs()]
+    person("down", "--yes", "--discard", code=None)
+    assert person.lab.exec("squeue", "-h").count("train-20") == 4  # it ended no job of the other home
     os.rename(person.folder / "home/before.json", person.folder / "home/owner.json")
+    person("up", "hpc.yaml")
     person("jobs", "--rescan")
     for job, _ in known[:2]:
         assert "cancelled" in person("cancel", "--job", job)

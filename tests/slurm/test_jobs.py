@@ -5,8 +5,10 @@ import json
 import os
 import pwd
 import re
+import threading
 import time
 from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -120,10 +122,15 @@ def test_a_job_gets_its_packages_data_and_a_local_folder_and_reports_its_end(per
     assert "birds: 1 file" in person("data", "list", f"{work}/data")
     assert "--nodes does not work on Slurm" in person("data", "list", "--nodes", "v100", code=2)
     assert re.search(r"1[0-9] checks passed", person("doctor"))
-    assert "v100: /nowhere/there/orch-" in person("run", "train.py", code=1)
+    notify = f'echo "$ORCH_STATE $ORCH_EXIT_CODE" >{told}'
+    person("run", "--detach", "--notify", notify, "train.py")
+    person.until(told.exists)
+    person.until(lambda: person.state() == "failed")
+    assert "v100: /nowhere/there/orch-" in person("logs", code=2)
+    assert told.read_text() == "failed 1\n"
+    told.unlink()
 
     person.up({**V100, **brings}, scratch="/tmp")
-    notify = f'echo "$ORCH_STATE $ORCH_EXIT_CODE" >{told}'
     job = person("run", "--wait", "--detach", "--notify", notify, "--requirements", "r.txt", "train.py").splitlines()[0]
     person.until(told.exists)
     person.until(lambda: person.state() == "succeeded")
@@ -138,13 +145,28 @@ def test_a_job_gets_its_packages_data_and_a_local_folder_and_reports_its_end(per
 
 
 def test_what_is_cancelled_has_ended_everywhere(person):
-    """S7: by orch, and by Slurm's own scancel."""
+    """S7: by orch, and by Slurm's own scancel; a webhook gets both ends."""
     person.up(V100, A2000)
     (person.folder / "train.py").write_text(SCRIPT)
+    told = []
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self):
+            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer((f"{person.lab.network}.254", 0), Hook)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    hook = ["--notify", f"http://{person.lab.network}.254:{server.server_port}/"]
+    assert "--notify URL reports each attempt's end" in person("run", *hook, "--retries", "1", "train.py", code=2)
     for number, end in enumerate(
         (lambda: person("cancel", "--yes"), lambda: person.lab.exec("scancel", person.slurm_job()))
     ):
-        person("run", "--detach", "train.py", "3000")
+        person("run", "--detach", *hook, "train.py", "3000")
         person.until(lambda: person.state() == "running")
         end()
         person.until(lambda: not person.lab.exec("squeue", "-h").strip(), 60)
@@ -152,6 +174,9 @@ def test_what_is_cancelled_has_ended_everywhere(person):
         assert [line for node in ("v100", "a2000") for line in person.lab.processes(node)] == []
         records = (person.lab.work / person.folder.name / "nodes").glob("*/jobs/*/agent.json")
         assert all("ended" in json.loads(path.read_text()) for path in records)
+    server.shutdown()
+    server.server_close()
+    assert [each["job"] for each in told] == [job["id"] for job in reversed(person.jobs())]
 
 
 def test_slurms_time_limit_ends_a_job_with_its_reason(person):
