@@ -59,10 +59,10 @@ class LateWeights:
 
     @torch.no_grad()
     def _copied(self, into: dict[str, Tensor]) -> dict[str, Tensor]:
+        if into:
+            torch._foreach_copy_(list(into.values()), [self.weights[name] for name in into])
         for name, weight in self.weights.items():
-            if name in into:
-                into[name].copy_(weight)
-            elif weight.requires_grad:
+            if weight.requires_grad and name not in into:
                 into[name] = _copy(weight)
         return into
 
