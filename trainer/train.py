@@ -9,6 +9,8 @@ import dataclasses
 import math
 import time
 
+from torch import Tensor
+
 from trainer.ranks.rank_info import RankInfo
 from trainer.session.session import Session
 from trainer.setup.assemble import set_up
@@ -32,10 +34,13 @@ def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
 
 def train_epoch(session: Session) -> None:
     smoothing = session.run.settings.label_smoothing
+
+    def loss_sum(outputs: Tensor, labels: Tensor) -> Tensor:
+        of_tokens = cross_entropy_sum(outputs, labels, smoothing)
+        return of_tokens / labels.shape[1] if labels.dim() == 2 else of_tokens
+
     for inputs, labels in session.batches():
-        outputs = session.model(inputs)
-        loss_sum = cross_entropy_sum(outputs, labels, smoothing)
-        session.step(loss_sum / labels.shape[1] if labels.dim() == 2 else loss_sum)
+        session.learn(inputs, labels, loss_sum)
 
 
 def evaluate(session: Session) -> None:

@@ -7,8 +7,12 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from trainer.pipeline import Pipeline
+from trainer.pipeline import Criterion, Pipeline
 from trainer.strategies import Exchange
+
+
+def summed(outputs: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(outputs, labels, reduction="sum")
 
 
 def updated(
@@ -19,6 +23,6 @@ def updated(
     try:
         inputs, targets = next(making)
         while True:
-            inputs, targets = making.send(cross_entropy(pipeline.model(inputs), targets, reduction="sum"))
+            inputs, targets = making.send(pipeline.model(inputs, Criterion(summed, targets)))
     except StopIteration as end:
         return end.value

@@ -13,7 +13,7 @@ from tests.support.cpu_graphs import CpuGraph, cpu_graphs
 from trainer.compute.arithmetic import Full, build_precision
 from trainer.compute.graphs import Graphs, Memory, replayable
 from trainer.compute.models import build_model
-from trainer.pipeline import StageWork, replay_stage
+from trainer.pipeline import Criterion, Part, StageWork, replay_stage
 
 CPU = torch.device("cpu")
 
@@ -184,6 +184,60 @@ def test_a_larger_micro_batch_has_the_memory_of_recordings() -> None:
             recorded.append(sum(map(len, stage.graphs.recorded.values())))
             stage.backward(torch.ones(size, 3), size, 0)
     assert recorded == [0, 0, 0, 1, 1, 0, 0, 0, 1, 2, 2]
+
+
+def loss_sum(outputs: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(outputs, labels, reduction="sum", label_smoothing=0.1)
+
+
+def judged(amp: str, *, splits: bool, replays: bool) -> tuple[list[Tensor], int]:
+    """Gradients of weights and inputs, and sums of losses, of a last stage with three micro-batches in flight."""
+    torch.manual_seed(0)
+    layers, notes, found = (
+        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
+        list[str](),
+        list[Tensor](),
+    )
+    precision = build_precision(amp, CPU, None)
+    precision.take_scale({"scale.own": torch.tensor([256.0, 0.0])})
+    with cpu_graphs():
+        stage = StageWork(Part(layers, list(layers)), precision, reads=False, splits=splits)
+        if replays:
+            replay_stage(stage, 3, notes.append, notes.append)
+        for sizes in [(4, 4, 4, 2, 2)] * 6 + [(4, 3, 2)] * 4:
+            layers.zero_grad(set_to_none=True)
+            stage.begin(sizes)
+            left = list(sizes)
+            while left:
+                flight, left = left[:3], left[3:]
+                for size in flight:
+                    inputs = stage.enter(torch.randn(size, 8))
+                    with precision.autocast():
+                        loss = stage.part(inputs, Criterion(loss_sum, torch.randint(3, (size,))))
+                    stage.judge(inputs, loss, 0)
+                found += [stage.backward(None, sum(sizes), 0).clone() for _ in flight]
+                for _ in flight if splits else ():
+                    stage.weights()
+            found += [stage.total.clone(), *(weight.grad.clone() for weight in layers.parameters())]
+        sizes = {note.split()[3] for note in notes if "recorded for" in note}
+        assert (sizes, len(notes)) == (({"4", "3", "2"}, 3) if replays else (set(), 0)), notes
+        return found, CpuGraph.replays
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("amp", ["none", "bf16", "fp16"])
+def test_recorded_losses_are_plain_ones(amp: str, splits: bool) -> None:
+    (plain, _), (replayed, count) = (judged(amp, splits=splits, replays=on) for on in (False, True))
+    assert count >= (3 if splits else 2) * 25
+    assert all(map(torch.equal, plain, replayed))
+
+
+def test_losses_in_flight_that_share_labels_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = judged("none", splits=True, replays=False)
+    copied, shared = Criterion.copied, dict[torch.Size, Criterion]()
+    monkeypatch.setattr(Criterion, "copied", lambda self: shared.setdefault(self.labels.shape, copied(self)))
+    replayed, _ = judged("none", splits=True, replays=True)
+    assert not all(map(torch.equal, plain, replayed))
 
 
 class Tied(nn.Module):

@@ -17,7 +17,19 @@ from tests.support.cpu_graphs import CpuGraph, cpu_graphs
 from tests.support.gloo_ranks import Gang, group_of
 from tests.support.pipeline_update import updated
 from tests.trainer import test_pipeline
-from tests.trainer.test_pipeline import BLOCKS, Case, copied, network, optimiser, order, peers_of, samples, shapes
+from tests.trainer.test_pipeline import (
+    BLOCKS,
+    Case,
+    copied,
+    network,
+    optimiser,
+    order,
+    own_state,
+    peers_of,
+    samples,
+    shapes,
+    state_of,
+)
 from trainer.checkpoints.kept_state import fill
 from trainer.compute.arithmetic import Full
 from trainer.compute.timer import NO_DELAY, CpuTimer
@@ -63,6 +75,7 @@ def delayed(case: LateCase) -> dict[str, Tensor]:
     layout = Layout.of(parse_stages(case.stages), case.nodes, BLOCKS)
     exact = own_names(used, layout.pipelines[0][-1])
     before = {name: weight.detach().clone() for name, weight in kept.named_parameters()}
+    losses = [0.0] * len(case.sizes)
     for update, sizes in enumerate(case.sizes):
         now = {name: weight.detach().clone() for name, weight in kept.named_parameters()}
         with torch.no_grad():
@@ -74,13 +87,15 @@ def delayed(case: LateCase) -> dict[str, Tensor]:
         flat = [size for of_rank in sizes for size in of_rank]
         parts = list(zip(images.split(flat), labels.split(flat), strict=True))
         for part, targets in (parts[index] for index in order(layout, sizes)):
-            (cross_entropy(used(part), targets, reduction="sum") / batch).backward()
+            loss_sum = cross_entropy(used(part), targets, reduction="sum")
+            (loss_sum / batch).backward()
+            losses[update] += loss_sum.item()
         for of_kept, of_used in zip(kept.parameters(), used.parameters(), strict=True):
             of_kept.grad = None if of_used.grad is None else of_used.grad.clone()
         steps.step()
         before = now
     statistics = {name: buffer.clone() for name, buffer in used.named_buffers()}
-    return {name: tensor.detach().clone() for name, tensor in kept.state_dict().items()} | statistics
+    return state_of(kept, losses, layout) | statistics
 
 
 class LateRank:
@@ -122,7 +137,7 @@ def _late(rank: int, case: LateCase) -> tuple[dict[str, Tensor], int] | None:
     peers = peers_of(layout, rank)
     if rank >= len(case.nodes):
         return None
-    one, early = LateRank(rank, case, layout, peers), 0
+    one, early, losses = LateRank(rank, case, layout, peers), 0, list[float]()
 
     def of_rank(update: int) -> dict[int, Any]:
         return dict(zip(layout.first_ranks, case.sizes[update], strict=True))
@@ -142,8 +157,9 @@ def _late(rank: int, case: LateCase) -> tuple[dict[str, Tensor], int] | None:
         begins_next = case.first <= update + 1 < ends and update + 1 not in case.drained
         following = batch(update + 1) if begins_next else None
         one.steps.zero_grad()
-        _, exchange = updated(one.pipeline, *batch(update), sum(map(sum, sizes)), update, following)
+        loss_sum, exchange = updated(one.pipeline, *batch(update), sum(map(sum, sizes)), update, following)
         early += len(exchange.early)
+        losses.append(loss_sum.item())
         one.steps.step()
     one.pipeline.settle()
     if case.graphs:
@@ -151,7 +167,8 @@ def _late(rank: int, case: LateCase) -> tuple[dict[str, Tensor], int] | None:
         assert not any("off a plain pass, two" in note for note in one.notes)
         micro_batches = sum(len(of) for sizes in case.sizes for of in sizes)
         assert CpuGraph.replays >= 2 * (micro_batches - 6), "plain: two updates, and the one before the first late one"
-    return {name: tensor.detach().clone() for name, tensor in one.part.state_dict().items()}, early
+    found = state_of(one.part, losses, layout)
+    return found if one.pipeline.is_last else own_state(found), early
 
 
 def furthest(gang: Gang, case: LateCase, *, statistics: bool = True) -> float:

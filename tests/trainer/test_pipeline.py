@@ -83,7 +83,7 @@ def alone(case: Case) -> dict[str, Tensor]:
     """One process, which takes each update's micro-batches in the pipeline's order."""
     model = network(case.dtype)
     steps = optimiser(model)
-    layout = Layout.of(parse_stages(case.stages), case.nodes, BLOCKS)
+    layout, losses = Layout.of(parse_stages(case.stages), case.nodes, BLOCKS), [0.0] * len(case.sizes)
     for update, sizes in enumerate(case.sizes):
         batch = sum(map(sum, sizes))
         images, labels = samples(update, batch, case.dtype)
@@ -92,9 +92,25 @@ def alone(case: Case) -> dict[str, Tensor]:
         steps.zero_grad()
         for number, (part, said) in enumerate(parts[index] for index in order(layout, sizes)):
             factor = 2 if number == case.heavier else 1
-            (factor * cross_entropy(model(part), said, reduction="sum") / batch).backward()
+            loss_sum = cross_entropy(model(part), said, reduction="sum")
+            (factor * loss_sum / batch).backward()
+            losses[update] += loss_sum.item()
         steps.step()
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return state_of(model, losses, layout)
+
+
+def state_of(model: nn.Module, losses: Sequence[float], layout: Layout) -> dict[str, Tensor]:
+    """With each update's loss if one rank has it."""
+    of_updates = {"losses": torch.tensor(losses, dtype=torch.float64)} if len(last_ranks(layout)) == 1 else {}
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()} | of_updates
+
+
+def own_state(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in found.items() if name != "losses"}
+
+
+def last_ranks(layout: Layout) -> list[int]:
+    return [rank for stages in layout.ranks for rank in stages[-1]]
 
 
 def order(layout: Layout, sizes: Sequence[Sequence[int]]) -> list[int]:
@@ -141,7 +157,7 @@ def _piped(rank: int, case: Case) -> dict[str, Tensor] | None:
     group = group_of(len(case.nodes))
     pipeline = Pipeline(stage, layout, cuts, group, sums, CpuTimer(), NO_DELAY, in_flight=case.in_flight)
     steps = optimiser(part)
-    notes: list[str] = []
+    notes, losses = list[str](), list[float]()
     if case.graphs:
         replay_stage(stage, pipeline.in_flight, notes.append, notes.append)
         stage.forward, stage.backward = copied(stage.forward), copied(stage.backward)  # type: ignore[method-assign]
@@ -153,7 +169,7 @@ def _piped(rank: int, case: Case) -> dict[str, Tensor] | None:
         images, labels = images.split(counts)[rank], labels.split(counts)[rank]
         steps.zero_grad()
         pipeline.announce(of_rank)
-        updated(pipeline, images, labels, batch)
+        losses.append(updated(pipeline, images, labels, batch)[0].item())
         steps.step()
     pipeline.settle()
     if case.graphs:
@@ -163,8 +179,8 @@ def _piped(rank: int, case: Case) -> dict[str, Tensor] | None:
         assert CpuGraph.replays > sum(len(of) for sizes in case.sizes for of in sizes), notes
     if case.averages:
         pipeline.average_statistics(part, ())
-    state = part.state_dict()
-    return {name: tensor.detach().clone() for name, tensor in state.items()}
+    found = state_of(part, losses, layout)
+    return found if is_last else own_state(found)
 
 
 def copied(task: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:

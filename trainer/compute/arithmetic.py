@@ -114,6 +114,10 @@ _SCALE = "scale.own"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def widened(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float32) if tensor.dtype in DTYPES.values() else tensor
+
+
 class Full:
     def autocast(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()

@@ -131,7 +131,7 @@ class Graphs:
                 self.sums = Sums(trainable(model))
             found = Recording(model, images, self.sums if self.adds else None)
             gib = (free - torch.cuda.mem_get_info(images.device)[0]) / 2**30
-            far, apart = distances(model, found, images)
+            far, apart = found.distances(model, images)
         except RuntimeError as error:  # torch's error for anything that CUDA refuses
             self._give_up(str(error).partition("\n")[0][:200])
             return None
@@ -218,12 +218,12 @@ def replayable(model: nn.Module, say: Callable[[str], None], gave_up: Callable[[
 
 
 def replays(model: nn.Module, graphs: Any) -> None:
-    """graphs: with `replay(model, images)`, which returns None for a plain pass."""
+    """graphs: with `replay(model, *inputs)`, which returns None for a plain pass."""
     plain = type(model)
 
-    def forward(self: Any, images: Tensor) -> Tensor:
-        output: Tensor | None = self.graphs.replay(self, images)
-        return cast(Tensor, plain.forward(self, images)) if output is None else output
+    def forward(self: Any, *inputs: Any) -> Tensor:
+        output: Tensor | None = self.graphs.replay(self, *inputs)
+        return cast(Tensor, plain.forward(self, *inputs)) if output is None else output
 
     model.graphs, model.plain_forward = graphs, plain.forward  # type: ignore[assignment]
     model.__class__ = type(plain.__name__, (plain,), {"forward": forward})
@@ -265,21 +265,18 @@ class Use:
 
 
 class Reusable:
-    _use: weakref.ref[Use] | None = None
+    _use: Callable[[], Use | None] = staticmethod(lambda: None)
 
     def begin(self) -> Use:
-        """Hold it until `release`."""
+        """Hold it until the pass's last task."""
         use = Use()
         self._use = weakref.ref(use)
         return use
 
-    def release(self) -> None:
-        self._use = None
-
     @property
     def is_free(self) -> bool:
         """False between a forward pass and its last task, unless its output is lost."""
-        return self._use is None or self._use() is None
+        return self._use() is None
 
 
 class Recording(Reusable):
@@ -293,11 +290,19 @@ class Recording(Reusable):
 
     def replay(self, images: Tensor, *, hands_over: bool = True) -> Tensor:
         """hands_over: whether backward gives gradients to autograd."""
-        self.images.copy_(images)
-        value, use = self.images, self.begin()
+        value, use = images, self.begin()
         for piece in self.pieces:
-            value = _Replay.apply(self, use, piece, hands_over, value, *piece.weights)
+            piece.hands_over = hands_over
+            value = Replay.apply(piece, use, value, *piece.weights)
         return value
+
+    def distances(self, model: Any, images: Tensor) -> tuple[float, float]:
+        def found(output: Tensor) -> Found:
+            with uncast(output):
+                return [output], torch.autograd.grad(output, trainable(model), some_gradient(output))
+
+        plain, sums = (lambda: found(model.plain_forward(model, images))), self.sums.all if self.sums else ()
+        return distances(plain, lambda: found(self.replay(images)), model, sums)
 
 
 @contextlib.contextmanager
@@ -352,8 +357,11 @@ class Memory:
 
 class Piece:
     """output, gradients: memory that a replay writes to. sums: by trainable weight; backward then adds to them.
-    instead: of parameters, by their id.
+    instead: of parameters, by their id. end: of the stages' output, makes the piece's.
     """
+
+    hands_over = False
+    """Whether backward returns gradients of weights."""
 
     def __init__(
         self,
@@ -362,6 +370,7 @@ class Piece:
         memory: Memory,
         sums: Sequence[Tensor] | None = None,
         instead: Mapping[int, Tensor] | None = None,
+        end: Callable[[Tensor], Tensor] = lambda output: output,
     ) -> None:
         self.weights, self.memory, self.sums = trainable(stages), memory, sums
         # Aliases, because DDP's hooks bind the parameters' gradients to another stream.
@@ -370,9 +379,9 @@ class Piece:
         for alias, found in zip(self.aliases, sums or (), strict=sums is not None):
             alias.grad = found
         self.images = images.detach().requires_grad_(images.requires_grad)
-        self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with memory.recorded(self.forward):
-            self.output = functional_call(stages, own, (self.images,), tie_weights=False)
+        self.graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with memory.recorded(self.graphs[0]):
+            self.output = end(functional_call(stages, own, (self.images,), tie_weights=False))
 
     def record_backward(self, gradient: Tensor) -> Tensor:
         """gradient: memory of the output's gradient. Returns that of the images'."""
@@ -380,7 +389,7 @@ class Piece:
         self.images_gradient: Tensor | None = None
         self.gradients: Sequence[Tensor] = self.sums or ()
         if self.output.requires_grad:
-            with self.memory.recorded(self.backward), uncast(gradient):
+            with self.memory.recorded(self.graphs[1]), uncast(gradient):
                 self._backward(gradient)
         self.output = self.output.detach()  # drops the autograd graph, so that the pool can reuse its memory
         return gradient if self.images_gradient is None else self.images_gradient
@@ -394,6 +403,26 @@ class Piece:
         gradients = torch.autograd.grad(self.output, wanted, gradient)
         self.gradients = gradients[len(wanted) - len(self.aliases) :]
         self.images_gradient = gradients[0] if self.images.requires_grad else None
+
+    # Both return new tensors on the same memory, which autograd takes without a copy.
+
+    def forward(self, images: Tensor) -> Tensor:
+        _put(images, self.images)
+        self.graphs[0].replay()
+        output: Tensor = self.output
+        return output.detach()
+
+    def backward(self, gradient: Tensor, use: Use | None = None) -> list[Tensor | None]:
+        """Gradients of images and weights."""
+        _put(gradient, self.output_gradient)
+        self.graphs[1].replay()
+        found = [self.images_gradient, *(self.gradients if self.hands_over else [None] * len(self.gradients))]
+        return [gradient if gradient is None else gradient.detach() for gradient in found]
+
+
+def _put(tensor: Tensor, into: Tensor) -> None:
+    if tensor.data_ptr() != into.data_ptr():
+        into.copy_(tensor)
 
 
 def aliases_of(stages: nn.Module, instead: Mapping[int, Tensor]) -> dict[str, Tensor]:
@@ -411,28 +440,20 @@ def aliases_of(stages: nn.Module, instead: Mapping[int, Tensor]) -> dict[str, Te
     }
 
 
-class _Replay(torch.autograd.Function):
+class Replay(torch.autograd.Function):
+    """of: has forward(inputs), and backward(gradient, use), which returns the gradients of inputs and weights."""
+
     @staticmethod
-    def forward(
-        context: Any, recording: Recording, use: Use, piece: Piece, hands_over: bool, images: Tensor, *weights: Tensor
-    ) -> Tensor:
-        context.recording, context.use, context.piece, context.hands_over = recording, use, piece, hands_over
-        piece.forward.replay()
-        output: Tensor = piece.output
-        return output.detach()
+    def forward(context: Any, of: Any, use: Use, inputs: Tensor, *weights: Tensor) -> Tensor:
+        context.of, context.use = of, use
+        output: Tensor = of.forward(inputs)
+        return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        piece = context.piece
-        if gradient.data_ptr() != piece.output_gradient.data_ptr():
-            piece.output_gradient.copy_(gradient)
-        piece.backward.replay()
-        context.recording.release()
-        # New tensors on the same memory: autograd takes them without a copy.
-        images_gradient = None if piece.images_gradient is None else piece.images_gradient.detach()
-        gradients = [found.detach() if context.hands_over else None for found in piece.gradients]
-        return None, None, None, None, images_gradient, *gradients
+        use, context.use = context.use, None
+        return None, None, *context.of.backward(gradient, use)
 
 
 def pieces_of(stages: Sequence[nn.Module]) -> Iterator[nn.Sequential]:
@@ -444,31 +465,35 @@ def pieces_of(stages: Sequence[nn.Module]) -> Iterator[nn.Sequential]:
             piece = []
 
 
-def distances(model: Any, recording: Recording, images: Tensor) -> tuple[float, float]:
+Found = tuple[Sequence[Tensor], ...]
+"""Outputs, and gradients of inputs and weights."""
+
+
+def distances(
+    plain: Callable[[], Found], replayed: Callable[[], Found], model: nn.Module, sums: Sequence[Tensor]
+) -> tuple[float, float]:
     """Relative distances of a replay, and of a second plain pass, to a plain pass. Leaves buffers and sums as found."""
-    changed = [*model.buffers(), *(recording.sums.all if recording.sums else ())]
+    changed = [*model.buffers(), *sums]
     kept = [tensor.clone() for tensor in changed]
 
-    def one(forward: Callable[[Tensor], Tensor]) -> tuple[Sequence[Tensor], ...]:
-        for total in recording.sums.all if recording.sums else ():
-            total.zero_()
-        output = forward(images)
-        with uncast(output):
-            gradients = torch.autograd.grad(output, trainable(model), some_gradient(output))
-        found = [output.detach()], [each.clone() for each in gradients], [buffer.clone() for buffer in model.buffers()]
+    def copies_of(made: Callable[[], Found]) -> list[list[Tensor]]:
+        for total in sums:
+            total.data.zero_()
+        copies = [[tensor.detach().clone() for tensor in each] for each in (*made(), model.buffers())]
+        # Without new versions, which autograd checks: a micro-batch may hold BatchNorm's statistics for its backward.
         for tensor, before in zip(changed, kept, strict=True):
-            tensor.copy_(before)
-        return found
+            tensor.data.copy_(before)
+        return copies
 
-    plain = one(lambda images: model.plain_forward(model, images))
-    replayed = max(map(far, plain, one(recording.replay)))
-    return replayed, max(map(far, plain, one(lambda images: model.plain_forward(model, images))))
+    first = copies_of(plain)
+    off = max(map(far, first, copies_of(replayed)))
+    return off, max(map(far, first, copies_of(plain)))
 
 
 def some_gradient(output: Tensor) -> Tensor:
     """Depends only on the shape; all values differ."""
     count = torch.arange(output.numel(), device=output.device)
-    return (torch.sin(1.0 + count) / len(output)).view_as(output).to(output.dtype)
+    return (torch.sin(1.0 + count) / output.shape[:1].numel()).view_as(output).to(output.dtype)
 
 
 def far(plain: Sequence[Tensor], other: Sequence[Tensor]) -> float:

@@ -34,7 +34,7 @@ from trainer.measure.ladder import FIRST, Ladder, Measuring, again, climb, made,
 from trainer.measure.updates import Subject, Trainee
 from trainer.paced.standin import StandIn, StandInOptimizer, most_samples
 from trainer.pipeline.chain import Block, survey
-from trainer.pipeline.stage import StageWork
+from trainer.pipeline.stage import Criterion, Part, StageWork
 from trainer.pipeline.stage_graphs import replay_stage
 from trainer.ranks.agreement import together
 from trainer.ranks.process_group import choose_device, join, leave, use_threads
@@ -185,9 +185,10 @@ class Passes:
 
     def _stages(self, cut: Cut) -> list[StageWork]:
         ends = (*cut[1:], len(self.blocks))
+        parts = [self.blocks[first:end] for first, end in zip(cut, ends, strict=True)]
         stages = [
-            StageWork(nn.Sequential(*self.blocks[first:end]), self.trainee.precision, reads=first == 0, splits=True)
-            for first, end in zip(cut, ends, strict=True)
+            StageWork(Part(nn.Sequential(*blocks), blocks), self.trainee.precision, reads=number == 0, splits=True)
+            for number, blocks in enumerate(parts)
         ]
         for stage in stages if self.replays else ():
             replay_stage(stage, 1, say=lambda line: None, gave_up=_say_without_graphs)
@@ -222,8 +223,9 @@ class Passes:
         # Like a run's last stage, with its loss.
         inputs = stage.enter(inputs)
         with stage.precision.autocast():
-            loss_sum = self.trainee.loss_sum(stage.part(inputs), targets)
-        return stage.judge(inputs, loss_sum, 0.0)
+            loss_sum: Tensor = stage.part(inputs, Criterion(self.trainee.loss_sum, targets))
+        stage.judge(inputs, loss_sum, 0.0)
+        return loss_sum
 
 
 def record_blocks(

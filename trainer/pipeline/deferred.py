@@ -197,7 +197,6 @@ class PipelineUpdate:
         self.schedule = StageSchedule(
             len(own), pipeline.in_flight, pipeline.stage.splits, len(following), forwards=len(pipeline.early)
         )
-        self.losses: list[Tensor] = []
         self.done: list[Done] = []
 
     def run(self) -> Generator[tuple[Tensor, Tensor], Tensor, tuple[Tensor, list[Done]]]:
@@ -206,7 +205,7 @@ class PipelineUpdate:
         if self.of.stage.learns:
             self.of.stage.begin([one.size for one in self.own], self.of.late.sets if self.of.late else ())
         if not self.own:
-            self.of.tell(self.loss_sum)
+            self.of.tell()
         while not self.schedule.is_over:
             task, since = self._take()
             begin = timer.mark()
@@ -214,12 +213,7 @@ class PipelineUpdate:
             self.done.append(Done(task, number, begin, timer.mark(), since, came_s, sent))
             if len(self.done) > 1:
                 timer.wait_for(self.done[-2].end)  # chooses the next task only when the device is ready for it
-        return self.loss_sum, self.done
-
-    @property
-    def loss_sum(self) -> Tensor:
-        """The loss of finished forward passes."""
-        return sum(self.losses[1:], self.losses[0]) if self.losses else torch.zeros((), device=self.of.device)
+        return self.of.stage.total.clone(), self.done
 
     def _take(self) -> tuple[Task, Any]:
         """The next task, and the mark at which a wait for it began."""
@@ -271,16 +265,14 @@ class PipelineUpdate:
             labels = of.labels[one.ranks[0]].take() if of.labels else None
         if of.is_last and of.stage.learns:
             inputs = of.stage.enter(inputs)
-            output = of.stage.judge(inputs, (yield inputs, cast(Tensor, labels)), there_s)
+            of.stage.judge(inputs, (yield inputs, cast(Tensor, labels)), there_s)
         else:
             output = of.stage.forward(inputs, there_s, self._weights(index))
-        if of.is_last:
-            self.losses.append(output)
-            if self.schedule.forwards == self.schedule.count:
-                of.tell(self.loss_sum)
-        else:
+        if not of.is_last:
             sent = of.timer.mark()
-            of.to_next[one.ranks[of.number + 1]].send(of.cuts.check_output(output, one.size).to(of.cuts.dtype))
+            of.to_next[one.ranks[of.number + 1]].send(of.cuts.check_output(output, one.size))
+        elif self.schedule.forwards == self.schedule.count:
+            of.tell()
         return one.number, there_s or None, sent
 
     def _weights(self, index: int) -> dict[str, Tensor] | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.compute.arithmetic import Full
 from trainer.paced.standin import LearningPart, PacedPart
 from trainer.pipeline.chain import Cuts
 from trainer.pipeline.stage import StageWork
@@ -20,7 +20,7 @@ class PacedStage:
     learns = False
 
     def __init__(self, part: PacedPart, cuts: Cuts, *, splits: bool) -> None:
-        self.part, self.cuts, self.splits = part, cuts, splits
+        self.part, self.cuts, self.splits, self.total = part, cuts, splits, torch.zeros((), dtype=torch.float64)
         self._passes: deque[int] = deque()
         self._put_off: deque[int] = deque()
 
@@ -28,9 +28,7 @@ class PacedStage:
         samples = len(inputs)
         self._passes.append(samples)
         self.part.stopwatch.run(FORWARD, samples, there_s)
-        if self.cuts.behind is None:
-            return torch.zeros(())
-        return torch.zeros((samples, *self.cuts.behind), dtype=self.cuts.dtype)
+        return torch.zeros((samples, *(self.cuts.behind or ())), dtype=self.cuts.dtype)
 
     def backward(self, gradient: Tensor | None, batch: int, there_s: float) -> Tensor | None:
         samples = self._passes.popleft()
@@ -53,8 +51,8 @@ class PacedStage:
 class LearningStage(StageWork):
     """Like `StageWork`; a smaller network learns within the simulated task times."""
 
-    def __init__(self, part: LearningPart, precision: Full, *, reads: bool, splits: bool) -> None:
-        super().__init__(part, precision, reads=reads, splits=splits)
+    def __init__(self, part: LearningPart, *arguments: Any, **named: Any) -> None:
+        super().__init__(part, *arguments, **named)
         self.stopwatch = part.stopwatch
         self._sizes: deque[int] = deque()
         self._sizes_put_off: deque[int] = deque()
@@ -64,10 +62,9 @@ class LearningStage(StageWork):
         self._forward_is_over(len(inputs), there_s)
         return output
 
-    def judge(self, inputs: Tensor, loss_sum: Tensor, there_s: float) -> Tensor:
-        loss = super().judge(inputs, loss_sum, there_s)
+    def judge(self, inputs: Tensor, loss_sum: Tensor, there_s: float) -> None:
+        super().judge(inputs, loss_sum, there_s)
         self._forward_is_over(len(inputs), there_s)
-        return loss
 
     def _forward_is_over(self, samples: int, there_s: float) -> None:
         self._sizes.append(samples)

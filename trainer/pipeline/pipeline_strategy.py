@@ -232,17 +232,17 @@ class Pipeline(Base):
         spans = [span for sender in self._senders for span in sender.take_spans()]
         return covered_ms(CpuTimer(), 0.0, spans)
 
-    def tell(self, loss_sum: Tensor) -> None:
+    def tell(self) -> None:
         """Sends the loss of this rank's micro-batches to rank 0, which prints it."""
         # As early as possible, so that it arrives before the last gradient.
         if self.to_speaker:
-            self.to_speaker.send(loss_sum.double().reshape(1))
+            self.to_speaker.send(self.stage.total.reshape(1).clone())
 
     def _said(self, loss_sum: Tensor, judged: Mapping[int, int]) -> tuple[Tensor, int] | None:
         """On rank 0: its pipeline's loss, in transfer to the host, and samples."""
         if self.rank:
             return None
-        loss, samples = loss_sum.double(), self.samples * self.is_last
+        loss, samples = loss_sum, self.samples * self.is_last
         for rank, receiver in self.losses.items():
             loss, samples = loss + receiver.wait().item(), samples + judged[rank]
         return loss.to("cpu", non_blocking=True), samples

@@ -2,7 +2,7 @@
 
 output = stage.forward(inputs, there_s, weights)         or on the last stage:
 inputs = stage.enter(inputs)
-stage.judge(inputs, loss_sum, there_s)
+stage.judge(inputs, loss_sum, there_s)                   adds it to stage.total
 gradient = stage.backward(of_output, batch, there_s)     of the oldest micro-batch
 stage.weights()                                          of the oldest one after backward
 """
@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.compute.arithmetic import Full
+from trainer.compute.arithmetic import Full, widened
+from trainer.compute.graphs import uncast
 from trainer.compute.models import stages_of
 from trainer.pipeline.deferred import Later, Work, split_backward
 from trainer.pipeline.late import Places
 from trainer.pipeline.stage_layout import Layout
 from trainer.shared.stages import Stage
-from trainer.strategies.base import weighted
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,42 @@ class Pass:
     weights: dict[str, Tensor] | None = None
 
 
+@dataclass(frozen=True)
+class Criterion:
+    """loss_sum: of outputs in 32 bits and labels; the same in every call."""
+
+    loss_sum: Callable[[Tensor, Tensor], Tensor]
+    labels: Tensor
+
+    def __call__(self, output: Tensor) -> Tensor:
+        with uncast(output):
+            return self.loss_sum(widened(output), self.labels)
+
+    def copied(self) -> Criterion:
+        return Criterion(self.loss_sum, self.labels.clone())
+
+
 class StageWork:
-    """part: this stage's blocks. reads: inputs are images, without gradient. splits: weight gradients come later."""
+    """part: this stage's blocks. reads: inputs are images, without gradient. splits: weight gradients come later.
+    sent_as: the type of outputs.
+    """
 
     learns = True
 
-    def __init__(self, part: nn.Module, precision: Full, *, reads: bool, splits: bool) -> None:
-        self.part, self.precision, self.reads, self.splits = part, precision, reads, splits
+    def __init__(
+        self, part: nn.Module, precision: Full, *, reads: bool, splits: bool, sent_as: torch.dtype | None = None
+    ) -> None:
+        self.part, self.precision, self.reads, self.splits, self.sent_as = part, precision, reads, splits, sent_as
         self.places, self.later = Places(part), Later()
         self.graphs: Any = None
         """StageGraphs, or None."""
         self.given: Mapping[str, Tensor] | None = None
         """Weights in use instead of the part's own."""
         self.dtype = next(part.parameters()).dtype if type(precision) is Full else None
+        self.total = torch.zeros((), dtype=torch.float64)
+        """Sum of the update's losses so far, on the last stage."""
+        self._of_loss: Tensor | None = None
+        """The gradient of each loss of the update."""
         self._passes: deque[Pass] = deque()
         self._put_off: deque[list[Work]] = deque()
         # Only the last stage scales a loss, but all need the scale (fp16), which is created by its first use.
@@ -63,6 +86,8 @@ class StageWork:
         """Call before an update. sizes: its micro-batches. sets: weights of late updates, which take turns."""
         if self.graphs and not self._passes and not self._put_off:
             self.graphs.begin(sizes, sets)
+        self.total.zero_()
+        self._of_loss = None
 
     def enter(self, inputs: Tensor) -> Tensor:
         """Starts a new autograd graph."""
@@ -77,15 +102,20 @@ class StageWork:
         """
         inputs, self.given = self.enter(inputs), weights
         with self.precision.autocast(), self.places.holding(weights):
-            output = self.part(inputs)
+            output = self.sent(self.part(inputs))
         self._passes.append(Pass(inputs, output, weights))
-        result: Tensor = output.detach()
-        return result
+        return output.detach()
 
-    def judge(self, inputs: Tensor, loss_sum: Tensor, there_s: float) -> Tensor:
-        """For `forward` on the last stage. Returns the detached loss."""
+    def sent(self, output: Tensor) -> Tensor:
+        """As it travels, so that graphs include casts and changes of the memory format."""
+        return output.to(self.sent_as or output.dtype, memory_format=torch.contiguous_format)
+
+    def judge(self, inputs: Tensor, loss_sum: Tensor, there_s: float) -> None:
+        """For `forward` on the last stage."""
         self._passes.append(Pass(inputs, loss_sum))
-        return loss_sum.detach()
+        if not self.graphs or not self.graphs.has_added(loss_sum):
+            self.total = self.total.to(loss_sum.device)
+            self.total += loss_sum.detach()
 
     def backward(self, gradient: Tensor | None, batch: int, there_s: float) -> Tensor | None:
         """Returns the inputs' gradient, or zeros behind frozen blocks.
@@ -94,7 +124,9 @@ class StageWork:
         """
         done = self._passes.popleft()
         if gradient is None:
-            weighted(self.precision.scaled(done.output), batch).backward()
+            if self._of_loss is None:  # one for all micro-batches
+                self._of_loss = self.precision.scaled(done.output.new_full((), 1 / batch))
+            done.output.backward(self._of_loss)
         elif done.output.requires_grad:  # False if all its weights are frozen
             with self.places.holding(done.weights):  # checkpointed blocks run again
                 torch.autograd.backward(done.output, gradient.to(done.output.dtype))
@@ -119,10 +151,10 @@ class Part(nn.Module):
             self.add_module(name, child)
         self.blocks = tuple(blocks)  # a tuple, so that they are not registered twice
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, criterion: Criterion | None = None) -> Tensor:
         for block in self.blocks:
             inputs = block(inputs)
-        return inputs
+        return criterion(inputs) if criterion else inputs
 
 
 def part_of(model: nn.Module, stage: Stage) -> Part:

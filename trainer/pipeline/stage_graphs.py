@@ -3,12 +3,13 @@
     replay_stage(stage, in_flight, say, gave_up)      in place
 
 Tasks of different micro-batches alternate in changing order, so each recording has its own memory from its forward pass
-to its last task. Gradients are added up in the graphs.
+to its last task. Gradients, and the last stage's losses, are added up in the graphs.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,24 +21,28 @@ from torch.func import functional_call
 from trainer.compute import graphs as plain_graphs
 from trainer.compute.graphs import (
     WARM,
+    Found,
     Memory,
     Piece,
+    Replay,
     Reusable,
     Sums,
     Trained,
     Use,
     aliases_of,
+    distances,
     hooks_of,
     lacking,
     learns,
     pass_bytes,
     replays,
+    some_gradient,
     uncached,
     uncast,
 )
 from trainer.compute.models import gradient_bytes, trainable
-from trainer.pipeline.deferred import Later, autocast_type
-from trainer.pipeline.stage import Part, StageWork
+from trainer.pipeline.deferred import autocast_type
+from trainer.pipeline.stage import Criterion, Part, StageWork
 
 MOST_SIZES = 6
 """Three of a full batch, and three of an epoch's last."""
@@ -48,13 +53,16 @@ COMPARED_GRADIENTS = 5
 
 
 class Size(NamedTuple):
-    """autocast: the type that 16-bit operations use, or None."""
+    """autocast: the type that 16-bit operations use, or None. labels: of a pass that ends with the loss."""
 
     shape: torch.Size
     dtype: torch.dtype
     autocast: torch.dtype | None
+    labels: tuple[torch.Size, torch.dtype] | None
 
 
+Example = tuple[Tensor, Criterion | None]
+"""Inputs of a plain pass, and what makes its output a loss."""
 Given = Mapping[str, Tensor] | None
 """Weights of late updates instead of the part's own."""
 
@@ -77,8 +85,7 @@ class StageGraphs:
         self.names = {name: id(weight) for name, weight in part.named_parameters()}
         self.in_flight, self.say, self.gave_up = in_flight, say, gave_up
         self.has_given_up = self.is_full = False
-        self.examples: dict[Size, Tensor] = {}
-        """Inputs of a plain pass."""
+        self.examples: dict[Size, Example] = {}
         self.passes: dict[Size, int] = {}
         self.recorded: dict[tuple[Size, int], list[StageRecording]] = {}
         """By size and the given weights' id, 0 for the part's own."""
@@ -93,23 +100,30 @@ class StageGraphs:
         copied.has_given_up = True
         return copied
 
-    def replay(self, part: nn.Module, inputs: Tensor) -> Tensor | None:
-        """The output; None for a plain pass."""
+    def replay(self, part: nn.Module, inputs: Tensor, criterion: Criterion | None = None) -> Tensor | None:
+        """The output, or with `criterion` the loss; None for a plain pass."""
         if self.has_given_up or not learns(part, inputs):
             return None
-        size = Size(inputs.shape, inputs.dtype, autocast_type(inputs.device.type))
+        labels = (criterion.labels.shape, criterion.labels.dtype) if criterion else None
+        size = Size(inputs.shape, inputs.dtype, autocast_type(inputs.device.type), labels)
         key = size, _id_of(self.stage.given)
         if known := self.recorded.pop(key, None):
             self.recorded[key] = known  # most recently used last
         if free := next((each for each in known or () if each.is_free), None):
-            return free.replay(inputs)
+            return free.replay(inputs, criterion)
         if inputs.numel() > max((known.shape.numel() for known in self.passes), default=0):
             self.recorded.clear()  # the largest size so far needs all memory for plain passes
             self.is_full = self.count == MOST_RECORDED
         self.passes[size] = self.passes.get(size, 0) + 1
         if size not in self.examples and not self.is_full:
-            self.examples[size] = inputs.detach().clone()
+            self.examples[size] = inputs.detach().clone(), criterion and criterion.copied()
         return None
+
+    @staticmethod
+    def has_added(loss_sum: Tensor) -> bool:
+        """Whether a replay has added this loss to the stage's total."""
+        of = getattr(loss_sum.grad_fn, "of", None)
+        return isinstance(of, StageRecording) and of.criterion is not None
 
     def begin(self, sizes: Sequence[int], sets: Sequence[Mapping[str, Tensor]] = ()) -> None:
         """Records what is known by now. Call before an update, with nothing in flight. sets: see `StageWork.begin`."""
@@ -136,7 +150,8 @@ class StageGraphs:
             return
         while len(self.recorded) > MOST_SIZES:
             self.recorded.pop(next(iter(self.recorded)))
-        inputs = self.examples[size].requires_grad_(not self.reads)
+        example = self.examples[size]
+        inputs = example[0].requires_grad_(not self.reads)
         torch.cuda.synchronize()
         plain_bytes = pass_bytes(inputs.device)
         taken = float(plain_bytes)
@@ -148,7 +163,7 @@ class StageGraphs:
                 self._leave_plain(why)
                 return
             free = torch.cuda.mem_get_info(inputs.device)[0]
-            found = self._record(size, inputs, given)
+            found = self._record(size, example, given)
             if not found:
                 return
             known.append(found)
@@ -161,14 +176,14 @@ class StageGraphs:
             f"{taken / 2**30:.2f} GiB each, {self.far:.1g} off a plain pass"
         )
 
-    def _record(self, size: Size, inputs: Tensor, given: Given) -> StageRecording | None:
+    def _record(self, size: Size, example: Example, given: Given) -> StageRecording | None:
         instead = {self.names[name]: weight for name, weight in (given or {}).items()}
         try:
             if not self.sums:
                 self.sums = Sums(trainable(self.blocks))
-            with torch.autocast(inputs.device.type, size.autocast, enabled=size.autocast is not None):
-                found = StageRecording(self.blocks, inputs, self.sums, self.later, instead)
-                self.far, apart = distances(self.blocks, found, inputs)
+            with torch.autocast(example[0].device.type, size.autocast, enabled=size.autocast is not None):
+                found = StageRecording(self.blocks, example, self.sums, self.stage, instead)
+                self.far, apart = found.distances(example[0])
             why = plain_graphs.why_inexact(self.far, apart)
         except RuntimeError as error:  # torch's error for anything that CUDA refuses
             why = str(error).partition("\n")[0][:200]
@@ -201,20 +216,29 @@ class StageRecording(Reusable):
     """instead: of the blocks' parameters, by their id."""
 
     def __init__(
-        self, blocks: nn.Sequential, inputs: Tensor, sums: Sums, later: Later, instead: Mapping[int, Tensor]
+        self, blocks: nn.Sequential, example: Example, sums: Sums, stage: StageWork, instead: Mapping[int, Tensor]
     ) -> None:
-        self.sums, self.later, self.instead = sums, later, instead
+        self.blocks, self.sums, self.stage, self.instead = blocks, sums, stage, instead
+        inputs, criterion = example
+        self.criterion = criterion and criterion.copied()
         self.learned = [instead.get(id(weight), weight) for weight in trainable(blocks)]
         memory = Memory()
         with uncached():
             own = inputs.detach().clone().requires_grad_(inputs.requires_grad)
-            self.piece = Piece(blocks, own, memory, sums.all, instead)
+            self.piece = Piece(blocks, own, memory, sums.all, instead, self._end)
             versions = [found._version for found in sums.all]
             self.piece.record_backward(torch.zeros_like(self.piece.output, requires_grad=False))
-            self.weights_graph = self._record_weights(memory, later.cut(), own)
+            self.weights_graph = self._record_weights(memory, stage.later.cut(), own)
         if any(found._version == before for found, before in zip(sums.all, versions, strict=True)):
             raise RuntimeError("a weight has no gradient")
-        self.starts_from_weights = torch.zeros((), device=inputs.device, requires_grad=bool(self.piece.aliases))
+        self.starts_from_weights = torch.zeros((), device=own.device, requires_grad=bool(self.piece.aliases))
+
+    def _end(self, output: Tensor) -> Tensor:
+        if not self.criterion:
+            return self.stage.sent(output)
+        loss_sum = self.criterion(output)
+        self.stage.total.add_(loss_sum.detach())
+        return loss_sum
 
     @staticmethod
     def _record_weights(memory: Memory, works: Sequence[Callable[[], None]], on: Tensor) -> Any:
@@ -226,86 +250,46 @@ class StageRecording(Reusable):
                 work()
         return graph
 
-    def replay(self, inputs: Tensor) -> Tensor:
-        output: Tensor = _StageReplay.apply(self, self.begin(), inputs, self.starts_from_weights)
+    def replay(self, inputs: Tensor, criterion: Criterion | None = None) -> Tensor:
+        if self.criterion and criterion:
+            self.criterion.labels.copy_(criterion.labels)
+        output: Tensor = Replay.apply(self, self.begin(), inputs, self.starts_from_weights)
         return output
 
     def forward(self, inputs: Tensor) -> Tensor:
-        self.piece.images.copy_(inputs)
-        self.piece.forward.replay()
-        output: Tensor = self.piece.output
-        return output.detach()
+        return self.piece.forward(inputs)
 
-    def backward(self, gradient: Tensor) -> Tensor | None:
-        self.piece.output_gradient.copy_(gradient)
-        self.piece.backward.replay()
-        # a new tensor on the same memory: autograd takes it without a copy
-        return None if self.piece.images_gradient is None else self.piece.images_gradient.detach()
+    def backward(self, gradient: Tensor, use: Use) -> tuple[Tensor | None, None]:
+        self.sums.bind(self.learned)
+        of_inputs, *_ = self.piece.backward(gradient)
+        if self.weights_graph:
+            self.stage.later.add(functools.partial(self.weights, use))
+        return of_inputs, None
 
-    def weights(self) -> None:
+    def weights(self, use: Use | None = None) -> None:
         if self.weights_graph:
             self.weights_graph.replay()
 
+    def distances(self, inputs: Tensor) -> tuple[float, float]:
+        totals = [self.stage.total] if self.criterion else []
 
-class _StageReplay(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, recording: StageRecording, use: Use, inputs: Tensor, _: Tensor) -> Tensor:
-        context.recording, context.use = recording, use
-        return recording.forward(inputs)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        recording, use = context.recording, context.use
-        recording.sums.bind(recording.learned)
-        of_inputs = recording.backward(gradient)
-
-        def rest(use: Use = use) -> None:
-            recording.weights()
-            recording.release()
-
-        if recording.weights_graph:
-            recording.later.add(rest)
-        else:
-            recording.release()
-        return None, None, of_inputs, None
-
-
-def distances(blocks: nn.Sequential, recording: StageRecording, inputs: Tensor) -> tuple[float, float]:
-    """Relative distances of a replay, and of a second plain pass, to a plain pass. Leaves buffers and sums as found."""
-    sums, later = recording.sums.all, recording.later
-    changed = [*blocks.buffers(), *sums]
-    kept = [tensor.clone() for tensor in changed]
-
-    def restored(*found: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
-        copies = *([tensor.clone() for tensor in each] for each in found), [one.clone() for one in blocks.buffers()]
-        # Without new versions, which autograd checks: a micro-batch may hold BatchNorm's statistics for its backward.
-        for tensor, before in zip(changed, kept, strict=True):
-            tensor.data.copy_(before)
-        return copies
-
-    def plain() -> tuple[list[Tensor], ...]:
-        own = aliases_of(blocks, recording.instead)
-        leaf = inputs.detach().requires_grad_(inputs.requires_grad)
-        output = functional_call(blocks, own, (leaf,), tie_weights=False)
-        with uncast(output):
-            torch.autograd.backward(output, plain_graphs.some_gradient(output))
-            with torch.no_grad():
-                for work in later.cut():
-                    work()
-        with torch.no_grad():
+        def plain() -> Found:
+            own = aliases_of(self.blocks, self.instead)
+            leaf = inputs.detach().requires_grad_(inputs.requires_grad)
+            output = self._end(functional_call(self.blocks, own, (leaf,), tie_weights=False))
+            with uncast(output):
+                torch.autograd.backward(output, some_gradient(output))
+                with torch.no_grad():
+                    for work in self.stage.later.cut():
+                        work()
             gradients = [one.grad for one in dict.fromkeys(own.values()) if one.grad is not None]
-            return restored([output], [leaf.grad] if leaf.grad is not None else [], gradients)
+            return [output, *totals], [] if leaf.grad is None else [leaf.grad], gradients
 
-    def replayed() -> tuple[list[Tensor], ...]:
-        with torch.no_grad():
-            for found in sums:
-                found.zero_()
-            output = recording.forward(inputs)
-            of_inputs = recording.backward(plain_graphs.some_gradient(output))
-            recording.weights()
-            return restored([output], [] if of_inputs is None else [of_inputs], sums)
+        @torch.no_grad()
+        def replayed() -> Found:
+            output = self.piece.forward(inputs)
+            of_inputs, *_ = self.piece.backward(some_gradient(output))
+            self.weights()
+            return [output, *totals], [] if of_inputs is None else [of_inputs], self.sums.all
 
-    first = plain()
-    far = max(map(plain_graphs.far, first, replayed()))
-    return far, max(map(plain_graphs.far, first, plain()))
+        return distances(plain, replayed, self.blocks, [*self.sums.all, *totals])

@@ -29,12 +29,13 @@ from torch import Tensor, nn
 
 from trainer.checkpoints.checkpoint import CheckpointKeeper
 from trainer.checkpoints.kept_state import Stateful
-from trainer.compute.arithmetic import DTYPES, Full
+from trainer.compute.arithmetic import Full, widened
 from trainer.compute.models import evaluated
 from trainer.data.augment import mapped, moved
 from trainer.data.loading import Batch, own_part
 from trainer.data.script_data import judged_batches
 from trainer.pipeline.pipeline_strategy import Pipeline
+from trainer.pipeline.stage import Criterion, Part
 from trainer.ranks import ending as interrupt
 from trainer.ranks.agreement import gather_lines, sum_over_ranks
 from trainer.ranks.ending import wait_for_threads
@@ -176,6 +177,13 @@ class Session:
         """
         self.backward(loss_sum, weight)
         self.update()
+
+    def learn(self, inputs: Tensor, labels: Tensor, loss_sum: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """`step` with loss_sum(outputs, labels), which CUDA graphs of a pipeline's last stage include."""
+        if isinstance(self.run.strategy.model, Part):
+            self.step(self.model(inputs, Criterion(loss_sum, labels)))
+        else:
+            self.step(loss_sum(self.model(inputs), labels))
 
     def backward(self, loss_sum: Tensor, weight: Weight | None = None) -> None:
         """The first half of `step`: leaves the final gradients."""
@@ -347,11 +355,7 @@ class Forward:
             return self._network()(*inputs, **named)
         with self._precision.autocast():
             outputs = self._network()(*inputs, **named)
-        return mapped(outputs, _widened)
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.float32) if tensor.dtype in DTYPES.values() else tensor
+        return mapped(outputs, widened)
 
 
 Judge = Callable[[Any, Any], Mapping[str, Tensor | float]]

@@ -219,11 +219,11 @@ def build_pipeline(
     cuts, splits, sums = cuts_of(settings, plan, rank), settings.schedule == "zero_bubble", None
     stage: StageWork | PacedStage
     if isinstance(part, LearningPart):
-        stage = LearningStage(part, precision, reads=cuts.before is None, splits=splits)
+        stage = LearningStage(part, precision, reads=cuts.before is None, splits=splits, sent_as=cuts.dtype)
     elif isinstance(part, PacedPart):
         stage = PacedStage(part, cuts, splits=splits)
     else:
-        stage = StageWork(part, precision, reads=cuts.before is None, splits=splits)
+        stage = StageWork(part, precision, reads=cuts.before is None, splits=splits, sent_as=cuts.dtype)
     averages, is_local = None, settings.fidelity == "local"
     for held in zip(*layout.ranks, strict=True):
         if peers := _group_of([rank for lanes in held for rank in lanes], group):

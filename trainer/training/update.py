@@ -96,7 +96,10 @@ class Update(ABC):
         factor = run.weights.factor(sum(self.shares))
         if factor is not None:
             scale((weight.grad for weight in run.model.parameters()), factor)
-            loss_sum = loss_sum * (factor.item() if isinstance(loss_sum, float) else factor.to(loss_sum.device))
+            if isinstance(loss_sum, Tensor):
+                loss_sum = loss_sum * factor.to(loss_sum.device)
+            elif loss_sum:  # not on a pipeline's earlier stages: it would wait for the GPU
+                loss_sum *= factor.item()
             if exchange.said:
                 exchange = exchange._replace(said=(exchange.said[0] * factor, exchange.said[1]))
         self._loss_sum, self._exchange = loss_sum, exchange
