@@ -82,18 +82,22 @@ def test_a_job_that_waits_is_listed_with_slurms_reason_and_taken_out(person):
 def test_a_job_outlives_the_controller_at_home(person):
     """S5: killed while it waits, and while it runs."""
     person.up(V100)
-    (person.folder / "train.py").write_text(SCRIPT)
+    go = person.lab.work / f"go-{person.folder.name}"
+    gate = f"    while step == 9 and not os.path.exists({str(go)!r}):\n        time.sleep(0.1)\n"
+    (person.folder / "train.py").write_text(SCRIPT.replace("    time.sleep(0.1)\n", gate))
     home = person.begun("run", "train.py", "60")
     person.until(lambda: bool(person.lab.exec("squeue", "-h").strip()))
     home.kill()
     home.communicate()
-    person.until(lambda: person.printed("step 3 "))
-    assert person.state() == "running"
-    follows = person.begun("logs", "-f", "latest")
     person.until(lambda: person.printed("step 9 "))
+    assert person.state() == "running"
+    assert "v100" in person("ssh", "v100", "--", "hostname")
+    follows = person.begun("logs", "-f", "latest")
+    assert follows.stdout
+    assert any("step 9 " in line for line in follows.stdout)
     follows.kill()
     follows.communicate()
-    assert "v100" in person("ssh", "v100", "--", "hostname")
+    person.lab.exec("touch", str(go))
     person.until(lambda: person.state() == "succeeded")
     person("collect")
     log = next((person.folder / "runs").glob("*/nodes/v100/rank-0/stdout.log")).read_text()
