@@ -201,6 +201,14 @@ def test_kernels_beside_an_all_reduce(tmp_path):
     assert overlap_part.share_beside(overlap_part.of_trace(trace)) == pytest.approx(125 / 200)
 
 
+def test_launches_are_kernels_and_graphs_that_the_host_asked_for(tmp_path):
+    names = ("cudaLaunchKernel", "cudaGraphLaunch", "cudaLaunchKernelExC", "cudaMemcpyAsync", "cudaEventRecord")
+    events = [{"cat": "cuda_runtime", "name": name} for name in names]
+    events += [{"cat": "cuda_driver", "name": "cuLaunchKernel"}, {"cat": "kernel", "name": "cutlass_Launch"}]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    assert cut.launches_of(tmp_path / "trace.json") == 4
+
+
 def test_kernels_of_nsys_are_one_process_and_no_copies():
     head = "Start (ns),Duration (ns),CorrId,Ctx,Strm,Name\n"
     rows = "1000,2000,1,1,7,conv\n2000,1000,2,1,9,ncclDevKernel_AllReduce\n1500,9,3,2,7,other process\n"

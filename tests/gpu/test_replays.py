@@ -10,7 +10,7 @@ from trainer.compute.arithmetic import Bf16, Full
 from trainer.compute.batch_norm_kernels import NOTHING
 from trainer.compute.graphs import WARM, replayable, why_not
 from trainer.compute.models import build_model, stages_of
-from trainer.pipeline import StageWork, part_of, replay_stage
+from trainer.pipeline import Criterion, StageWork, part_of, replay_stage
 from trainer.shared import Stage
 from trainer.strategies import SynchronisedBatchNorm
 
@@ -65,7 +65,9 @@ def test_replayed_updates_are_the_plain_ones(name, in_16_bits, channels_last):
 
 
 def staged(name, dtype, splits, graphs):
-    """Weights and statistics of a network in two stages, with several micro-batches in flight on the first."""
+    """Weights, statistics and the last update's loss of a network in two stages, with several micro-batches in flight
+    on the first.
+    """
     torch.manual_seed(0)
     blocks = len(stages_of(build_model(name, SHAPES[name], 10)))
     notes, stages = [], []
@@ -90,14 +92,18 @@ def staged(name, dtype, splits, graphs):
             stages[0].weights()
         for optimizer in optimizers:
             optimizer.step()
-    states = [tensor for stage in stages for tensor in stage.part.state_dict().values()]
+    states = [tensor for stage in stages for tensor in (*stage.part.state_dict().values(), stage.total.cuda())]
     return torch.cat([tensor.detach().double().flatten() for tensor in states]), notes
+
+
+def loss_sum_of(outputs, labels):
+    return cross_entropy(outputs, labels, reduction="sum")
 
 
 def judged(stage, output, labels):
     inputs = stage.enter(output)
     with stage.precision.autocast():
-        loss_sum = cross_entropy(stage.part(inputs), labels, reduction="sum")
+        loss_sum = stage.part(inputs, Criterion(loss_sum_of, labels))
     stage.judge(inputs, loss_sum, 0)
     gradient = stage.backward(None, 64, 0)
     if stage.splits:

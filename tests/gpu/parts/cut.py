@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import expected
+from ..rank import TRACED
 from ..row import Row, failed, figure, number, skipped
 from ..runs import RESNET, Done
 from . import Bench
+from .overlap import events_of
 
 _BATCH, _STEPS = 256, 12
 _LIMIT_S = 45
@@ -70,15 +72,50 @@ def play(bench: Bench) -> Iterator[Row]:
             if way.graph == "on":
                 ratio = done.median("t_ms") / one.median("t_ms")
                 yield figure("  its step / one process's", ratio, "", expected.CUT_STEP, "both ranks share the GPU")
+    yield from _launches(bench)
 
 
-def _run(bench: Bench, name: str, way: Way, *arguments: str) -> Done:
+def _launches(bench: Bench) -> Iterator[Row]:
+    """Of each stage's micro-batch, kernels and graphs alike, with its part of the update's."""
+    what, way = "2 ranks, pipeline, graphs, fp16: launches per micro-batch", WAYS["pipeline, graphs"]
+    if bench.facts.is_stand_in:
+        yield skipped(what, "CUPTI asks the driver, and the stand-in has none; tests/cuda counts them")
+        return
+    done = _run(
+        bench, "launches", way, *way.arguments, "--amp", "fp16", GPU_TRACE=str(bench.folder / "cut-{rank}.json")
+    )
+    for rank in (0, 1):
+        trace = bench.folder / f"cut-{rank}.json"
+        found = launches_of(trace) if trace.exists() else 0
+        trace.unlink(missing_ok=True)
+        if not done.succeeded or not found:
+            yield failed(what, done.cause) if not done.succeeded else skipped(what, "CUPTI showed none")
+            return
+        yield figure(f"{what}, rank {rank}", found / TRACED / way.micro_batches, "", expected.CUT_LAUNCHES)
+
+
+def launches_of(trace: Path) -> int:
+    calls = [event["name"] for kind in ("cuda_runtime", "cuda_driver") for event in events_of(trace, kind)]
+    return sum("Launch" in name for name in calls)
+
+
+def _run(bench: Bench, name: str, way: Way, *arguments: str, **environment: str) -> Done:
     """Kernels that add up in one order, so that the same work gives the same numbers."""
     size = ("--batch", str(way.batch), "--accumulate", str(way.micro_batches), "--samples", str(way.batch * _STEPS))
     same = ("--epochs", "1", "--augment", "none", "--lr", "0.001", "--cudnn_benchmark", "off")
     graph = ("--cuda_graph", way.graph)
     play = bench.runs.alone if name.startswith("alone") else bench.runs.pair
-    return play(f"cut-{name}", *way.exp, *size, *same, *graph, *arguments, limit_s=_LIMIT_S, GPU_DETERMINISTIC="1")
+    return play(
+        f"cut-{name}",
+        *way.exp,
+        *size,
+        *same,
+        *graph,
+        *arguments,
+        limit_s=_LIMIT_S,
+        GPU_DETERMINISTIC="1",
+        **environment,
+    )
 
 
 def _row(what: str, done: Done) -> Row:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import expected
 from ..network import shaped
@@ -66,13 +66,17 @@ def _run(bench: Bench, name: str, *before: str, **environment: str) -> Done:
 
 
 def of_trace(file: Path) -> list[Kernel]:
+    kernels = events_of(file, "kernel")
+    return [Kernel(event["name"], float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in kernels]
+
+
+def events_of(file: Path, kind: str) -> list[Any]:
     """Of a trace in Chrome's format, as torch.profiler writes it."""
     try:
         events = json.loads(file.read_text(encoding="utf-8", errors="replace")).get("traceEvents", [])
     except ValueError:
         return []
-    kernels = [event for event in events if str(event.get("cat", "")).lower() == "kernel"]
-    return [Kernel(event["name"], float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in kernels]
+    return [event for event in events if str(event.get("cat", "")).lower() == kind]
 
 
 def _by_nsys(bench: Bench) -> list[Kernel]:
