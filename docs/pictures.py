@@ -1,4 +1,6 @@
-"""Makes the README's pictures from a run on the lab's paced hosts, an A2000 and a V100. Needs root and two minutes.
+"""Makes the README's pictures from a run on the lab's paced hosts, an A2000 and a V100, at the catalogue's speeds.
+
+Needs root and two minutes, and a machine that does nothing else.
 
     sudo .venv/bin/python docs/pictures.py
 
@@ -20,16 +22,22 @@ from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
 INVENTORY, CLUSTER = "inventory/lab_a2000_v100.yaml", "lab-a2000-v100"
+PACES = {
+    "samples_per_s: 333,": "samples_per_s: 2500, fixed_ms: 15.7,",
+    "samples_per_s: 833,": "samples_per_s: 5348, fixed_ms: 10.7,",
+}
+"""In place of the speeds that the lab assumes."""
 RUN = ["run", "--exp", "resnet152_cifar", "--set", "batch=2048", "--set", "steps=30", "--set", "shares=measured"]
 COLUMNS = 100
-PAGE_PX = (1000, 1180)
+PAGE_PX = (1000, 1100)
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        lab("up", INVENTORY)
+        inventory = at_the_cards_speeds(Path(folder))
+        lab("up", inventory)
         try:
-            orch(folder, "up", INVENTORY, "--accept-new-host-keys")
+            orch(folder, "up", inventory, "--accept-new-host-keys")
             orch(folder, "profile", "--exp", "resnet152_cifar", "--set", "batch=2048")
             orch(folder, *RUN)
             table = orch(folder, "collect", "--job", "latest", "--out", f"{folder}/runs")
@@ -38,6 +46,16 @@ def main() -> None:
         (run,) = (path for path in Path(folder, "runs").iterdir() if path.is_dir() and not path.is_symlink())
         draw_terminal(table.replace(folder, "~"), ROOT / "docs/pictures/collect.svg")
         draw_page(run / "report.html", ROOT / "docs/pictures/report.png")
+
+
+def at_the_cards_speeds(folder: Path) -> str:
+    text = (ROOT / INVENTORY).read_text()
+    for assumed, own in PACES.items():
+        if text.count(assumed) != 1:
+            raise SystemExit(f"{INVENTORY} has no `{assumed}`: change PACES")
+        text = text.replace(assumed, own)
+    (folder / "rack.yaml").write_text(text)
+    return str(folder / "rack.yaml")
 
 
 def lab(*words: str) -> None:
