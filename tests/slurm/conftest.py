@@ -90,11 +90,11 @@ class Person:
     def state(self) -> str:
         return str(self.jobs()[0]["state"])
 
-    def until(self, holds: Callable[[], bool], within_s: float = LONG_S) -> None:
+    def until(self, holds: Callable[[], bool], within_s: float = LONG_S, pause_s: float = 0.5) -> None:
         end_s = time.monotonic() + within_s
         while not holds():
             assert time.monotonic() < end_s, f"{self('jobs')}\n{self.batch_logs()}"
-            time.sleep(0.5)
+            time.sleep(pause_s)
 
     def printed(self, text: str) -> bool:
         """Whether a rank of any job has printed it."""

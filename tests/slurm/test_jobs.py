@@ -202,8 +202,9 @@ def test_a_job_that_is_pre_empted_goes_on_from_its_checkpoint_to_the_same_bit(pe
     line += ["--set", "checkpoint_every=50"]
     person(*line)
     undisturbed = _losses(person, person.jobs()[0]["id"])
+    before = _checkpoints(person, "*")
     follows = person.begun(*line)
-    person.until(lambda: any(_checkpoints(person, job["id"]) for job in person.jobs() if job["state"] == "running"))
+    person.until(lambda: _checkpoints(person, "*") != before, pause_s=0.05)
     taken = person.slurm_job()
     urgent = person.lab.exec(
         "sbatch",
@@ -244,8 +245,9 @@ def test_a_host_that_loses_power_is_named_and_the_job_goes_on_without_it(person)
     person.up({"name": "any", "ranks": 1, "slurm": {"nodelist": "v100,a2000"}})
     line = ["run", "--nodes", "2xany", "--retries", "1", "--retry-wait", "1s", "--exp", "mnist_lenet"]
     line += ["--set", "data=synthetic", "--set", "steps=500", "--set", "eval_every=0", "--set", "checkpoint_every=50"]
+    before = _checkpoints(person, "*")
     follows = person.begun(*line)
-    person.until(lambda: any(_checkpoints(person, job["id"]) for job in person.jobs() if job["state"] == "running"))
+    person.until(lambda: _checkpoints(person, "*") != before, pause_s=0.05)
     try:
         person.lab.crash("v100")  # the batch step runs on the first host of the alphabet
         out = follows.communicate(timeout=250)[0]

@@ -29,6 +29,7 @@ if "--steps" in options:
             line = {"event": "step", "step": step, "samples": 1, "t_ms": 10.0, "loss": loss / (1 + step)}
             metrics.write(json.dumps(line) + "\\n")
             time.sleep(0.05)
+    time.sleep(120 * (loss == 500))  # until it is stopped
 """
 INVENTORY = """
 cluster: pair
