@@ -11,7 +11,6 @@ With `folds`, tracebacks wait for the job's end (`tracebacks`), and the end is a
 
 from __future__ import annotations
 
-import math
 import queue
 import re
 import threading
@@ -73,7 +72,7 @@ class Follow:
         self._probe = StallProbe(ask) if ask and until_end else None
         self._last_standstill = Standstill()
         self._is_silent, self._has_progress = until_end, False
-        self._waits = _Waits()
+        self._waits, self._started = Waits(), plan.created
         self._progress_due_s, self._bars_due_s = 0.0, time.monotonic() + BARS_S
 
     def events(self, items: Iterable[tuple[str, Frame | HostError]]) -> Iterator[Event]:
@@ -136,6 +135,7 @@ class Follow:
         if self._probe:
             self._probe.tell(record)
         self._waits.take(record, now_s)
+        self._started = record.started or self._started
         if self._until_end and not (self._probe and self._probe.is_at_work):
             yield from self._stall_events(record)
         if record.state not in FINAL_STATES:
@@ -173,27 +173,22 @@ class Follow:
                 self._is_silent = False
                 yield bars
             if self._is_silent and self.ended_at_s is None and not self._waits.is_queued:
-                yield Silence(self._plan.world_size, self._since_s())
+                yield Silence(self._plan.world_size, since_s(self._started))
 
     def _progress(self) -> RunProgress:
-        return self._view.progress(self._since_s())
-
-    def _since_s(self) -> float:
-        return min(since_s(self._plan), time.monotonic() - self._waits.queued_until_s)
+        return self._view.progress(since_s(self._started))
 
 
-class _Waits:
+class Waits:
     """A queued job's place; reported when it has not changed for SETTLE_S, since hosts report one after another."""
 
     def __init__(self) -> None:
-        self.is_queued, self.queued_until_s = False, -math.inf
+        self.is_queued = False
         self._words = self._reported = ""
         self._since_s = 0.0
 
     def take(self, record: JobRecord, now_s: float) -> None:
         self.is_queued = record.state == "queued"
-        if self.is_queued:
-            self.queued_until_s = now_s
         words = record.waits_for or (self._words if self.is_queued else "")
         if _AGE.sub("", words) != _AGE.sub("", self._words):
             self._since_s = now_s
@@ -229,9 +224,9 @@ class _Links:
             yield Notice(f"{name}: connected again")
 
 
-def since_s(plan: LaunchPlan) -> float:
+def since_s(started: str | None) -> float:
     with suppress(ValueError):
-        return max(0.0, time.time() - datetime.fromisoformat(plan.created).timestamp())
+        return max(0.0, time.time() - datetime.fromisoformat(started or "").timestamp())
     return 0.0
 
 

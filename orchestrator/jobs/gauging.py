@@ -38,7 +38,7 @@ class GaugedJob:
         self._leaving = True
 
     def now(self) -> JobNow:
-        return self._gauge.now(since_s(self._job.plan), time.monotonic())
+        return self._gauge.now(since_s(self._gauge.record.started), time.monotonic())
 
     @property
     def record(self) -> JobRecord:

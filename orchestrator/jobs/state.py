@@ -49,6 +49,8 @@ def combine(
     if known.state in ENDED:
         return _with_own_cause(known, records)
     known = _as_seen(plan, records, known)
+    if plan.asked.waits and known.state in ("queued", "starting") and (not known.attempt or known.attempt.number == 1):
+        known = known.model_copy(update=_started(records))
     final = _final(plan, records)
     alive = [record for record in records.values() if record.get("alive")]
     if final:
@@ -61,6 +63,14 @@ def combine(
     if alive:
         return known.model_copy(update=_of_living(plan, alive, known))
     return _without_a_supervisor(plan, records, known, may_come=not launched and _is_young(known, now))
+
+
+def _started(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """A job that could queue began with its ranks."""
+    with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError):
+        times = [rank["started"] for record in records.values() for rank in record.get("ranks", {}).values()]
+        return {"started": datetime.fromtimestamp(min(times), timezone.utc).isoformat(timespec="seconds")}
+    return {}
 
 
 def _of_living(plan: LaunchPlan, alive: Sequence[Mapping[str, Any]], known: JobRecord) -> dict[str, Any]:

@@ -278,7 +278,7 @@ class SweepRun:
         silent_since: float | None = None
         for gauge in job.gauged(Gauge(job.plan, job.record)):
             now_s = time.monotonic()
-            now = gauge.now(since_s(job.plan), now_s)
+            now = gauge.now(since_s(gauge.record.started), now_s)
             with self._changed:
                 running.sees(now)
             is_silent = any(host.silent for host in now.hosts) and now.record.state not in FINAL_STATES

@@ -43,7 +43,7 @@ EVERY_S = 3.0
 """Between two jobs that come."""
 GONE_S = 420.0
 """After so long nothing of a killed controller is left: a host undoes its half start."""
-WAITING_S = 20.0
+WAITING_S = 8.0
 """A controller is killed within this time after its start."""
 SYSTEM_PYTHON = Path(f"/usr/bin/python{sys.version_info[0]}.{sys.version_info[1]}")
 SLEEPS = "import sys, time\ntime.sleep(float(sys.argv[1]))\n"
@@ -150,7 +150,8 @@ def held(rack: GpuRack) -> list[Held]:
 
 def faults(runs: Sequence[Run], records: Sequence[Held]) -> Iterator[str]:
     for host in HOSTS:
-        there = sorted((each for each in records if each.host == host), key=lambda each: each.began)
+        ran = (each for each in records if each.host == host and each.ended > each.began)  # the others had no rank
+        there = sorted(ran, key=lambda each: each.began)
         for one, other in itertools.pairwise(there):
             if other.began < one.ended:
                 yield f"{host}: {one.job} ({one.state}) and {other.job} ({other.state}) at once"

@@ -30,6 +30,7 @@ from orchestrator.jobs import (
     Beat,
     FilePiece,
     HostRow,
+    JobRecord,
     LiveView,
     LogLine,
     Notice,
@@ -453,6 +454,26 @@ def test_ranks_are_starting_until_the_first_line_or_metric_and_bars_come_folded(
     assert [event.ranks for event in events[:2]] == [1, 1]
     texts = [[line.text for line in (event.lines if isinstance(event, Bars) else event)] for event in events[2:]]
     assert texts == [[" 1%"], [" 3%"], [" 4%", "end"], []]
+
+
+def test_a_place_in_the_queue_is_said_once_every_host_has_told_its_own_and_so_is_the_start():
+    """Ages change with each look, and alone are no news."""
+    plan, waits, said = plan_of(a=1), follow.Waits(), []
+    for at_s, state, words in [
+        (0.0, "queued", "place 1, behind x (waits for 1.0s)"),
+        (0.1, "queued", "place 2, behind x (waits for 1.1s)"),
+        (1.0, "queued", "place 2, behind x (waits for 2.0s)"),
+        (2.0, "queued", None),
+        (3.0, "queued", "place 2, behind x (waits for 3m20s)"),
+        (4.0, "starting", None),
+        (9.0, "running", None),
+    ]:
+        waits.take(JobRecord.of(plan, state).model_copy(update={"waits_for": words}), at_s)
+        assert waits.is_queued == (state == "queued")
+        said += filter(None, [waits.news(at_s)])
+    assert said == ["waits: place 2, behind x (waits for 2.0s)", "starts"]
+    waits.take(JobRecord.of(plan, "failed").model_copy(update={"waits_for": "nobody"}), 10.0)
+    assert waits.news(20.0) == ""
 
 
 # ---- on a pipe ------------------------------------------------------------------------------------------------

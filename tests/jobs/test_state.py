@@ -121,6 +121,24 @@ def test_the_end_is_the_hosts_time_and_all_else_stays_as_it_was_known():
     )  # fmt: skip
 
 
+WAITS = PLAN.model_copy(update={"asked": PLAN.asked.updated(wait=True)})
+
+
+def test_a_job_that_waited_began_with_its_ranks():
+    now, ranks = (
+        datetime.fromisoformat(PLAN.created),
+        [{"0": {"started": 1795253569.0}}, {"1": {"started": 1795253567.9}}],
+    )
+    there = {node: alive(ranks=of_host) for node, of_host in zip("ab", ranks, strict=True)}
+    begun = state.combine(WAITS, there, known("queued"), now)
+    assert (begun.state, begun.started) == ("running", "2026-11-21T09:32:47+00:00")
+    later = {node: alive(ranks={"0": {"started": 1795253600.0}}) for node in "ab"}
+    assert state.combine(WAITS, later, begun, now).started == begun.started
+    waits = {**there, "b": alive("starting", phase="queued", ranks={"1": {}})}
+    assert state.combine(WAITS, waits, known("queued"), now).started == known().started
+    assert state.combine(PLAN, there, known("starting"), now).started == known().started
+
+
 KEYS = ("state", "alive", "first_failure", "ended", "ranks")
 
 
@@ -132,8 +150,9 @@ def test_a_time_that_is_none_leaves_the_end_unknown(ended):
 
 @given(st.dictionaries(st.sampled_from("abc"), st.dictionaries(st.sampled_from(KEYS), HOSTILE)))
 def test_whatever_hosts_answer_it_is_a_job_record(found):
-    record = combine(found, known())
-    assert JobRecord.model_validate_json(record.model_dump_json(by_alias=True)) == record
+    for plan, before in ((PLAN, known()), (WAITS, known("queued"))):
+        record = state.combine(plan, found, before, datetime.fromisoformat(PLAN.created))
+        assert JobRecord.model_validate_json(record.model_dump_json(by_alias=True)) == record
 
 
 @given(st.dictionaries(st.sampled_from(("node", "rank", "exit_code", "signal", "reason", "log_line")), HOSTILE))

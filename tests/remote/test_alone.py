@@ -83,7 +83,16 @@ def waits_for(job: Gang) -> str:
     return seen(job).waits_for or ""
 
 
-def test_a_job_starts_on_all_its_hosts_when_the_last_gpu_is_free_and_two_of_them_take_turns(tmp_path: Path) -> None:
+def test_a_job_starts_on_all_its_hosts_when_the_last_gpu_is_free_and_two_of_them_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asks, at_once = control.ask_host, list[bool]()
+
+    def asked(*given: Any, **more: Any) -> dict[str, Any]:
+        at_once.extend([more["at_once"]] if "at_once" in more else [])
+        return asks(*given, **more)
+
+    monkeypatch.setattr(control, "ask_host", asked)
     gpus, go = uuids(), [tmp_path / "go-1", tmp_path / "go-2"]
     waits = {"spec": {"wait": True}}
     with (
@@ -93,6 +102,7 @@ def test_a_job_starts_on_all_its_hosts_when_the_last_gpu_is_free_and_two_of_them
         one.launch()
         wait_for(lambda: state(one) == "running", "the first job", 60)
         two.launch()
+        assert at_once == [True, True, False, False]
         words = re.compile(rf"place 1 in the queue, behind \w+'s job {one.plan.job} \(has GPUs of a, b for")
         wait_for(lambda: words.match(waits_for(two)), "the second in the queue", 60)
         wait_for(lambda: len(tickets(gpus)) == 2, "its tickets", 60)
