@@ -41,7 +41,7 @@ from trainer.compute.graphs import (
     uncast,
 )
 from trainer.compute.models import gradient_bytes, trainable
-from trainer.pipeline.deferred import autocast_type
+from trainer.pipeline.deferred import Work, autocast_type
 from trainer.pipeline.stage import Criterion, Part, StageWork
 
 MOST_SIZES = 6
@@ -80,7 +80,7 @@ class StageGraphs:
         self, stage: StageWork, in_flight: int, say: Callable[[str], None], gave_up: Callable[[str], None]
     ) -> None:
         part: Any = stage.part
-        self.stage, self.later, self.reads = stage, stage.later, stage.reads
+        self.stage = stage
         self.blocks = nn.Sequential(*(part.blocks if isinstance(part, Part) else part))
         self.names = {name: id(weight) for name, weight in part.named_parameters()}
         self.in_flight, self.say, self.gave_up = in_flight, say, gave_up
@@ -151,7 +151,7 @@ class StageGraphs:
         while len(self.recorded) > MOST_SIZES:
             self.recorded.pop(next(iter(self.recorded)))
         example = self.examples[size]
-        inputs = example[0].requires_grad_(not self.reads)
+        inputs = example[0].requires_grad_(not self.stage.reads)
         torch.cuda.synchronize()
         plain_bytes = pass_bytes(inputs.device)
         taken = float(plain_bytes)
@@ -201,7 +201,7 @@ class StageGraphs:
         self.say(f"cuda_graph: some micro-batches in flight are not recorded, {why}")
 
     def _give_up(self, why: str) -> None:
-        self.later.cut()  # of a failed recording
+        self.stage.later.cut()  # of a failed recording
         self.has_given_up, self.recorded, self.examples, self.sums = True, {}, {}, None
         gc.collect()
         torch.cuda.empty_cache()
@@ -210,6 +210,11 @@ class StageGraphs:
 
 def _id_of(given: Given) -> int:
     return id(given) if given else 0
+
+
+def _do(works: Sequence[Work]) -> None:
+    for work in works:
+        work()
 
 
 class StageRecording(Reusable):
@@ -228,7 +233,11 @@ class StageRecording(Reusable):
             self.piece = Piece(blocks, own, memory, sums.all, instead, self._end)
             versions = [found._version for found in sums.all]
             self.piece.record_backward(torch.zeros_like(self.piece.output, requires_grad=False))
-            self.weights_graph = self._record_weights(memory, stage.later.cut(), own)
+            works = stage.later.cut()
+            self.weights_graph = torch.cuda.CUDAGraph() if works else None
+            if works:
+                with memory.recorded(self.weights_graph), torch.no_grad(), uncast(own):
+                    _do(works)
         if any(found._version == before for found, before in zip(sums.all, versions, strict=True)):
             raise RuntimeError("a weight has no gradient")
         self.starts_from_weights = torch.zeros((), device=own.device, requires_grad=bool(self.piece.aliases))
@@ -239,16 +248,6 @@ class StageRecording(Reusable):
         loss_sum = self.criterion(output)
         self.stage.total.add_(loss_sum.detach())
         return loss_sum
-
-    @staticmethod
-    def _record_weights(memory: Memory, works: Sequence[Callable[[], None]], on: Tensor) -> Any:
-        if not works:
-            return None
-        graph = torch.cuda.CUDAGraph()
-        with memory.recorded(graph), torch.no_grad(), uncast(on):
-            for work in works:
-                work()
-        return graph
 
     def replay(self, inputs: Tensor, criterion: Criterion | None = None) -> Tensor:
         if self.criterion and criterion:
@@ -280,8 +279,7 @@ class StageRecording(Reusable):
             with uncast(output):
                 torch.autograd.backward(output, some_gradient(output))
                 with torch.no_grad():
-                    for work in self.stage.later.cut():
-                        work()
+                    _do(self.stage.later.cut())
             gradients = [one.grad for one in dict.fromkeys(own.values()) if one.grad is not None]
             return [output, *totals], [] if leaf.grad is None else [leaf.grad], gradients
 
