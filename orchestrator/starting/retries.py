@@ -34,7 +34,7 @@ LADDER_S = 12.0
 LOOK_S = 1.0
 _NOT_AGAIN = {
     "script": "the script's own failure, not the hosts'",
-    "person": "a person ended it",
+    "person": "a person or a time limit ended it",
 }
 
 
