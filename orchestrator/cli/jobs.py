@@ -183,7 +183,8 @@ def logs(
     """Show what the ranks printed, each line with its node and rank.
 
     A rank has two logs, of its output and its errors. With -n and --since the earlier lines stay on the hosts. Times
-    are from the host's clock, to a second. After `orch down` it shows what was collected, without times.
+    are from the host's clock, to a second. -f ends as `orch run` does, with 1 if the job failed. After `orch down` it
+    shows what was collected, without times.
 
     \b
     orch logs -f
@@ -221,16 +222,39 @@ def logs(
         console.fail_each(away.values())
         ranks = [rank for node in plan.nodes if only_node in (None, node.name) for rank in node.rank_numbers]
         last = {rank: lines for rank in ranks if only_rank in (None, rank)} if lines or since is not None else None
-        events = job.follow(until_end=follow, last_lines=last, since_wall=since, times=timestamps)
+        chooses = only_node or only_rank is not None or grep
+        events = job.follow(
+            until_end=follow, last_lines=last, since_wall=since, times=timestamps, folds=follow and not chooses
+        )
         if lines and not follow:  # a running job may have printed more in the meantime
             events = last_of(events, lines)
-        if not following.print_events(events, chosen, times=timestamps) and not away:
-            fits = only_node or only_rank is not None or lines or since is not None or grep
+        ended = list[str]()
+
+        def print_outcome(record: JobRecord) -> None:
+            ended.append(record.id)
+            job_table.print_outcome(record)
+
+        if not following.print_events(events, chosen, times=timestamps, ended=print_outcome) and not away:
+            fits = chooses or lines or since is not None
             console.say("no line fits what you asked for" if fits else "its ranks have printed nothing")
-            if not fits and job.record.state == "failed":
+            if not fits and not follow and job.record.state == "failed":
                 job_table.print_end(job.record)
+        if follow:
+            end_with(job.record, is_printed=bool(ended))
         if away:
             sys.exit(3)
+
+
+def end_with(record: JobRecord, *, is_printed: bool) -> None:
+    """The last lines about a followed job, and its exit code. is_printed: all but the exit code."""
+    from orchestrator.views import console, job_table
+
+    if not is_printed:
+        job_table.print_outcome(record)
+    job_table.print_exit_code(record)
+    if record.state != "succeeded":
+        sys.exit(3 if record.first_failure and record.first_failure.kind == "queue" else 1)
+    console.say(f"next: orch collect --job {record.id}")
 
 
 def _started_job(controller: Controller, wanted: str | None, cluster: str | None, *, waits: bool) -> RunningJob:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orchestrator.cli.common import busy, json_option, open_controller, setup_lines
-from orchestrator.cli.jobs import cancel_job
+from orchestrator.cli.jobs import cancel_job, end_with
 from orchestrator.cli.spec_words import JOB_FILES, RunCommand, is_job_file, script_argument, spec_of, went_to_script
 from orchestrator.errors import OrchError, UsageError
 from orchestrator.paths import RUNS, RunFolder
@@ -299,7 +299,7 @@ def _follow(job: RunningJob, printed: set[str], *, as_json: bool) -> None:
 
 def _finish(job: RunningJob, findings: Sequence[Finding] | None, *, detached: bool = False, is_printed: bool) -> None:
     """findings: for the JSON document. is_printed: its end has been printed, without the exit code."""
-    from orchestrator.views import console, documents, job_table
+    from orchestrator.views import console, documents
 
     record = job.record
     if findings is not None:
@@ -310,12 +310,7 @@ def _finish(job: RunningJob, findings: Sequence[Finding] | None, *, detached: bo
         if findings is None:
             click.echo(job.id)
         return
-    if not is_printed:
-        job_table.print_outcome(record)
-    job_table.print_exit_code(record)
-    if record.state != "succeeded":
-        sys.exit(3 if record.first_failure and record.first_failure.kind == "queue" else 1)
-    console.say(f"next: orch collect --job {job.id}")
+    end_with(record, is_printed=is_printed)
 
 
 # `--notify CMD` without --detach: runs the user's shell command on this machine after the job has ended.

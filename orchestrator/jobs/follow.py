@@ -73,6 +73,8 @@ class Follow:
         self._last_standstill = Standstill()
         self._is_silent, self._has_progress = until_end, False
         self._waits, self._started = Waits(), plan.created
+        self._was_alive = False
+        """Else the job had ended before, and all its lines are still to come."""
         self._progress_due_s, self._bars_due_s = 0.0, time.monotonic() + BARS_S
 
     def events(self, items: Iterable[tuple[str, Frame | HostError]]) -> Iterator[Event]:
@@ -103,6 +105,8 @@ class Follow:
 
     def _ending(self) -> Iterator[Event]:
         if self._record and self._tracebacks:
+            if lines := self._held_back(self._splitter.rest()):
+                yield lines
             if self._has_progress:
                 self._has_progress = False
                 yield self._progress()
@@ -132,6 +136,7 @@ class Follow:
 
     def _update(self, now_s: float) -> Iterator[Event]:
         record = self._remember(self.liveness.found(now_s))
+        self._was_alive |= any(known.get("alive") for known in self.liveness.records.values())
         if self._probe:
             self._probe.tell(record)
         self._waits.take(record, now_s)
@@ -157,7 +162,8 @@ class Follow:
             yield Notice(f"{self._plan.job} {words}")
         if self._tracebacks and (lines := self._tracebacks.due(now_s, is_failing=self.liveness.is_failing)):
             yield lines
-        if self.ended_at_s is not None and (self.liveness.all_have_ended or now_s > self.ended_at_s + SETTLE_S):
+        is_over = self.ended_at_s is not None and self._was_alive
+        if is_over and (self.liveness.all_have_ended or now_s > (self.ended_at_s or 0) + SETTLE_S):
             yield from self._ending()
         if self._probe and (record := self._probe.answer()):
             yield from self._stall_events(record)

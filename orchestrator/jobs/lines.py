@@ -86,7 +86,7 @@ class Splitter:
 
     def _last(self, key: tuple[str, str]) -> Iterator[LogLine]:
         if key in self._drawings:
-            yield from (line for line in _lines(key, self._drawings.pop(key).rest()) if line.text)
+            yield from (line for line in _lines(key, self._drawings[key].rest()) if line.text)
 
 
 def _lines(key: tuple[str, str], finals: Iterable[Final]) -> Iterator[LogLine]:

@@ -22,7 +22,7 @@ HOLD_S = 2.0
 """A rank that dies of its error ends the job sooner; others go on, and only logged it."""
 MOST_LINES = 2000
 """Limit for a rank."""
-_BEGINS = re.compile(r"(\[rank\d+\]: ?)?Traceback \(most recent call last\):")
+_BEGINS = re.compile(r".*Traceback \(most recent call last\):")  # perhaps behind a progress bar
 _PREFIX = re.compile(r"\[rank\d+\]: ?")
 _FRAME = re.compile(r'  File "(.+)", line (\d+)')
 _NUMBERS = re.compile(r"[\[\]0-9a-fA-Fx.:]*\d[\[\]0-9a-fA-Fx.:]*")

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 from rich.color import ColorSystem
 from rich.console import Console, Group
@@ -40,7 +40,8 @@ def print_events(
     ended: Callable[[JobRecord], None] = lambda record: None,
 ) -> int:
     """Prints lines with node and rank, and progress below or between them. times: with the time of printing. ended:
-    called at an Ending, when its lines are printed. Returns the number of lines.
+    called at an Ending, when its lines are printed. Returns the number of lines. Closes a generator: interrupted,
+    it would go on connecting to hosts.
     """
     words, printed = _LineWords(stream, times=times), 0
     board: _LiveTable | _Sentences = _LiveTable(stream) if _is_screen(stream) else _Sentences()
@@ -69,6 +70,8 @@ def print_events(
                         ended(event.record)
     finally:
         board.close()
+        if isinstance(events, Generator):
+            events.close()
     return printed
 
 

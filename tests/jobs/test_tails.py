@@ -86,6 +86,25 @@ def test_the_last_lines_of_each_rank_are_shown(place: Place, job: str) -> None:
     assert sorted(followed.splitlines()) == sorted(f"[a 0] {words}" for words in (last, "no newline", "last words"))
 
 
+def test_a_followed_log_ends_as_its_run_did(place: Place) -> None:
+    (place.here / "proj/bad.py").write_text("""import os, sys, time
+print(" 10%|#", end="\\r 20%|##", file=sys.stderr, flush=True)
+if os.environ["RANK"] == "1":
+    raise ValueError("no such sample")
+time.sleep(60)
+""")
+    run = place.types("run", "proj/bad.py", code=1)
+    logs = place.types("logs", "-f", code=1)
+    (record,) = [job for job in json.loads(place.types("jobs", "--json").stdout)["jobs"] if job["exp"] == "bad.py"]
+    for shown in (run, logs):
+        assert shown.stdout.splitlines()[-1] == "[b 1] ValueError: no such sample"
+        failed, cause, log, code = shown.stderr.splitlines()[-4:]
+        assert (failed, code) == (f"failed {record['id']}", "exit code 1")
+        assert cause == "first cause: b: rank 1 exited 1" and log == "  its log: ValueError: no such sample"
+    assert sorted(run.stdout.splitlines()) == sorted(logs.stdout.splitlines())
+    assert place.types("logs", "-f", "--rank", "0", code=1).stderr.endswith("exit code 1\n")
+
+
 def test_lines_are_chosen_by_a_pattern(place: Place, job: str) -> None:
     shown = place.types("logs", "--grep", r"line 1234\d of|^last", "--rank", "1", "--job", job).stdout.splitlines()
     assert len(shown) == 11 and all(line.startswith(("[b 1] line 1234", "[b 1] last words")) for line in shown)

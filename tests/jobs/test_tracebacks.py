@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
 from orchestrator.jobs.follow import GONE_S, HostLiveness
@@ -95,6 +97,10 @@ def test_torchs_warning_about_reverse_dns_is_not_shown():
         (["Traceback (most recent call last):", '  File "x.py", line 3, in f', "    f()"], ""),
         (["Traceback (most recent call last):", '  File "x.py", line 3, in f', "E"], "E, x.py:3"),
         (
+            [" 30%|###   | 3/9[rank1]: Traceback (most recent call last):", '  File "x.py", line 3, in f', "E"],
+            "E, x.py:3",
+        ),
+        (
             [
                 *("Traceback (most recent call last):", '  File "x.py", line 3, in f', "KeyError: 1", "", "During it"),
                 *("Traceback (most recent call last):", '  File "y.py", line 4, in g', "ValueError: 2", "a note"),
@@ -120,6 +126,30 @@ def test_the_prompt_waits_for_hosts_that_send_but_not_for_one_that_is_cut_off():
     heard.take("b", Beat(), 24.5)
     heard.take("a", End({}), 25.3)
     assert not heard.only_gone_are_left(25.3) and heard.only_gone_are_left(24.6 + GONE_S)
+
+
+def test_ranks_that_fail_alike_behind_a_progress_bar_are_folded():
+    tracebacks = Tracebacks(JOB)
+    for rank, node in enumerate("abc"):
+        first, *others = traceback(node, rank, "ModuleNotFoundError: No module named 'x'")
+        assert tracebacks.take([first._replace(text=f" 30%|###   | 3/9{first.text}"), *others], 0) == ()
+    end = tracebacks.end(ended("failed", CAUSE))
+    assert end.folded == ("2 ranks: ModuleNotFoundError: No module named 'x', train.py:40",)
+    assert {line.rank for line in end.lines} == {1}
+
+
+def test_interrupted_events_are_closed_so_that_nothing_connects_to_hosts_while_a_cancel_does():
+    def events():
+        while True:
+            yield (LogLine("a", 0, "stdout", "step"),)
+
+    def press_ctrl_c(line):
+        raise KeyboardInterrupt
+
+    told = events()
+    with pytest.raises(KeyboardInterrupt):
+        following.print_events(told, press_ctrl_c)
+    assert inspect.getgeneratorstate(told) == inspect.GEN_CLOSED
 
 
 def test_the_end_is_printed_once_its_lines_are(capsys):

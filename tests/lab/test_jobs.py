@@ -145,7 +145,7 @@ def test_a_job_outlives_its_killed_controller_and_a_new_one_learns_the_true_exit
     assert hellos(person, job) == 3
     person.types("collect", "--job", job)
     let_end(person, job, {"2": 7})
-    person.types("logs", "-f", "--job", job)
+    person.types("logs", "-f", "--job", job, exit_code=1)
     ended = person.job(job)
     assert (ended["state"], ended["exit_code"]) == ("failed", 7)
     assert (ended["first_failure"]["node"], ended["first_failure"]["rank"]) == ("beta", 2)
