@@ -61,12 +61,12 @@ def data() -> None:
 def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | None, as_json: bool) -> None:
     """Copy the data set in DIR to every host and verify it; only missing or changed files are sent.
 
-    The files land in the hosts' data folder, where `orch run --exp` looks for them. Interrupted pushes resume: run the
-    same command again.
+    The files land in the hosts' data folder, where `orch run --exp` looks for them; your own script finds it as
+    os.environ["ORCH_DATA"]. Interrupted pushes resume: run the same command again.
 
     \b
     orch data push ~/data                   ~/data/MNIST/raw/... and the like
-    orch data push birds --to birds         into ~/data/birds
+    orch data push birds --to birds         into ~/data/birds, $ORCH_DATA/birds
     orch data push ~/data --to /mnt/data    then: --set data_dir=/mnt/data
     """
     from orchestrator.cli.boards import hash_board, push_board

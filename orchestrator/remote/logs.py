@@ -95,6 +95,10 @@ _KNOWN = [
         "this host's Python lacks a module; `orch run --requirements FILE` installs packages for the job",
     ),
     (
+        r"FileNotFoundError: \[Errno 2\]|Dataset not found",
+        "this host lacks a file; `orch data push` brings data to ~/data, which a script finds as $ORCH_DATA",
+    ),
+    (
         r"client socket has timed out|RendezvousTimeoutError|timed out after \d+ seconds waiting for clients",
         "not every host reached the meeting point; a firewall may stand between the hosts",
     ),

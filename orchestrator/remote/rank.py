@@ -101,7 +101,7 @@ def _start(job: JobFolder, node: dict[str, Any], ranks: list[int]) -> tuple[Scri
     folder = job.rank(ranks[0])
     folder.mkdir(exist_ok=True)
     ours = {"ORCH_METRICS": str(folder / "metrics.jsonl"), "ORCH_CHECKPOINTS": str(job.checkpoints)}
-    environment = {**os.environ, **ours}
+    environment = {**os.environ, **ours, "ORCH_DATA": os.path.expanduser("~/data")}  # of `orch data push`
     measured = environment.pop(WATCH, "") == "on"
     is_program = bool(node.get("is_program"))
     environment |= watched(

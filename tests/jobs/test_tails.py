@@ -91,6 +91,7 @@ def test_a_followed_log_ends_as_its_run_did(place: Place) -> None:
 print(" 10%|#", end="\\r 20%|##", file=sys.stderr, flush=True)
 if os.environ["RANK"] == "1":
     raise ValueError("no such sample")
+print(os.environ["ORCH_DATA"], flush=True)
 time.sleep(60)
 """)
     run = place.types("run", "proj/bad.py", code=1)
@@ -101,6 +102,7 @@ time.sleep(60)
         failed, cause, log, code = shown.stderr.splitlines()[-4:]
         assert (failed, code) == (f"failed {record['id']}", "exit code 1")
         assert cause == "first cause: b: rank 1 exited 1" and log == "  its log: ValueError: no such sample"
+    assert f"[a 0] {Path.home()}/data" in run.stdout.splitlines()
     assert sorted(run.stdout.splitlines()) == sorted(logs.stdout.splitlines())
     assert place.types("logs", "-f", "--rank", "0", code=1).stderr.endswith("exit code 1\n")
 

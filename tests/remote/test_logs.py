@@ -93,6 +93,7 @@ KNOWN = {
     "RuntimeError: can't start new thread": "ulimit -u",
     "NCCL WARN Call to ibv_create_cq failed with error Cannot allocate memory": "NCCL_IB_DISABLE=1",
     "ModuleNotFoundError: No module named 'timm'": "lacks a module",
+    "FileNotFoundError: [Errno 2] No such file or directory: '/home/u/data/x.npy'": "$ORCH_DATA",
     "DistNetworkError: The client socket has timed out after 60000ms while trying to connect": "firewall",
     "DistNetworkError: port: 29500, useIpv6: false, code: -98, name: EADDRINUSE": "`ss -ltnp` there shows which",
 }
