@@ -41,7 +41,7 @@ def test_it_holds_every_file_of_the_packages(wheel: Path) -> None:
     files = (path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file())
     ours = {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    pages = {f"orchestrator/pages/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    pages = {f"orchestrator/pages/{path.name}" for path in (ROOT / "docs").rglob("*.md")}
     assert held == {*ours, ADDED, *pages}
 
 

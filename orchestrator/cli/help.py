@@ -40,4 +40,5 @@ def show_help(ctx: click.Context, topic: str | None) -> None:
 def _pages() -> dict[str, Path]:
     package = Path(__file__).resolve().parents[1]
     folder = next(place for place in (package / PAGES, package.parent / "docs") if place.is_dir())
-    return {path.stem: path for path in sorted(folder.glob("*.md")) if path.stem != "index"}
+    pages = [*folder.glob("*.md"), *folder.glob("reference/*.md")]
+    return {path.stem: path for path in sorted(pages) if path.stem != "index"}

@@ -279,7 +279,8 @@ def _started_job(controller: Controller, wanted: str | None, cluster: str | None
 def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) -> None:
     """End a job on all its hosts, then check that nothing is left.
 
-    Without --job it is the latest job of the cluster, and you are asked to confirm. A queued job leaves the queue.
+    Without --job it is the latest job of the cluster, or the only one that runs, and you are asked to confirm. A
+    queued job leaves the queue.
 
     \b
     orch cancel --job mnist_lenet-20261121-0912-k3f
@@ -324,11 +325,18 @@ def _take_out(controller: Controller, queued: QueuedError, as_json: bool) -> Non
 def _meant(controller: Controller, cluster: str | None, yes: bool) -> RunningJob:
     """The latest job, after confirmation. Raises UsageError without it."""
     from orchestrator.jobs.job_store import ENDED
+    from orchestrator.views import console
 
     job = chosen_job(controller, None, cluster)
     known = job.refresh()
+    open_jobs = [other for other in controller.store.jobs() if other.state not in ENDED]
+    runs = [other.id for other in open_jobs if other.cluster == known.cluster and other.state != "queued"]
+    if known.state in ENDED and len(runs) == 1:
+        console.say(f"it has ended ({known.state}); only {runs[0]} runs")
+        job = controller.jobs.find(runs[0])
+        known = job.refresh()
     if known.state in ENDED:
-        others = [other.id for other in controller.store.jobs() if other.state not in ENDED]
+        others = [other.id for other in open_jobs if other.id != known.id]
         remedy = (
             f"still running: {', '.join(others)}: name one with --job"
             if others

@@ -49,6 +49,8 @@ class ScriptCommand(click.Command):
             if script is None:
                 raise
             behind = f"options of {script} go after it: {ctx.command_path} {script} {option} ..."
+            if error.possibilities:
+                behind = f"did you mean {error.possibilities[0]}? {behind[0].upper()}{behind[1:]}"
             raise click.UsageError(f"{option} is not an option of {ctx.command_path}; {behind}", ctx) from error
         command: tuple[str, ...] = ctx.params.get("command") or ()
         before = typed[: len(typed) - len(command)]

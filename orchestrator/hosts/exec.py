@@ -117,7 +117,7 @@ def _as_one(sentence: tuple[str, str, str], group: Sequence[OrchError]) -> OrchE
     names = list(dict.fromkeys(error.node for error in group if isinstance(error, HostError)))
     if len(names) < 2:
         return group[0]
-    _, message, remedy = sentence
+    message, remedy = sentence[1].replace("@HOST:22", "").replace("@HOST", ""), sentence[2]
     # With the first host's name and address it can be typed as it stands.
     typed = group[0].remedy if remedy == group[0].remedy else f"{group[0].remedy}; likewise for the others"
     return OrchError(f"{len(names)} hosts ({host_set(names)}): {message}", typed)

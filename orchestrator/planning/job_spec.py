@@ -181,7 +181,7 @@ class JobSpec(Written):
     """Arguments of the script or module."""
     settings: Settings = option(
         {},
-        "A setting of the experiment; repeatable. `python -m trainer --help` lists all.",
+        "A setting of the experiment; repeatable. `orch help settings` lists all.",
         "KEY=VALUE",
         spelled="--set",
         complete="setting_pairs",

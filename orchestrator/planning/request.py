@@ -18,7 +18,7 @@ from orchestrator.planning.requirements import Requirements, read_requirements
 from orchestrator.planning.variables import names_secret, read_variables, shows_secret
 from trainer.shared.config import EXPERIMENTS, parse_settings
 from trainer.shared.experiments import SCRIPT
-from trainer.shared.setting_fields import SettingsError
+from trainer.shared.setting_fields import SettingsError, close_names
 from trainer.shared.settings import AnySettings, Settings
 from trainer.shared.shares import WORDS
 from trainer.shared.strategy_table import FIDELITIES
@@ -238,7 +238,7 @@ def _parsed(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] = _NOTHI
     try:
         return parse_settings(exp, pairs, kept)
     except SettingsError as error:
-        raise UsageError(str(error), "`python -m trainer --help` lists every setting") from error
+        raise UsageError(str(error), "`orch help settings` explains every setting") from error
 
 
 def _hosts_program(program: Program, spec: JobSpec, pack: Pack) -> ParsedJob:
@@ -260,7 +260,10 @@ def _refuse_local_rank(name: str, spec: JobSpec) -> None:
 def _script(program: Program, arguments: tuple[str, ...], spec: JobSpec, pack: Pack) -> ParsedJob:
     script = Path(program.name)
     if not script.is_file():
-        raise UsageError(f"{script}: no such script", "give its path as seen from here")
+        there = [path.name for path in script.parent.glob(f"*{script.suffix}")] if script.parent.is_dir() else []
+        near = close_names(script.name, there)
+        meant = f"did you mean {script.with_name(near[0])}?" if near else "give its path as seen from here"
+        raise UsageError(f"{script}: no such script", meant)
     if (before := _program_of(script)) is not None:
         _refuse_local_rank(str(script), spec)
     root = (Path(spec.folder) if spec.folder else script.parent).resolve()

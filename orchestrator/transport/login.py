@@ -208,7 +208,7 @@ class Login:
             hop.peer.node,
             f"{hop.login} was refused{hop.origin_of('user')}{' (' + why + ')' if why else ''}; "
             f"keys tried: {tried}{f'; not tried: {hop.not_tried}, put them into an agent' if hop.not_tried else ''}",
-            f"try `{_ssh_line(hop)}`; {remedy}",
+            f"`{_ssh_line(hop)}` shows why; {remedy}",
         )
         error.at = "" if hop.peer.jump else hop.host
         return error

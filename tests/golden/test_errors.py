@@ -33,6 +33,9 @@ run missing.yaml
 run unknown.yaml
 run --dry-run --nodes h100 train.py
 run --dry-run --nodes gpu[1- train.py
+run --dry-run --nodes v10 train.py
+run --dry-run --ndoes v100 train.py
+run --dry-run trian.py
 run --dry-run --folder missing train.py
 run --dry-run --set epochs=1 train.py
 run --dry-run --env 1A=2 train.py
@@ -57,6 +60,7 @@ EXP --set epochs
 EXP --set model=lenet5
 EXP --set lr_schedule=cosin
 EXP --set strategy=none
+EXP --set strategy=dpp
 EXP --set strategy=pipeline --set sync_bn=true
 EXP --set fidelity=compressed --set strategy=allreduce
 EXP --set amp=fp16 --set device=cpu

@@ -48,7 +48,7 @@ def test_a_remedy_for_many_hosts_names_the_first():
 
     (found,) = together([refused("a", "10.0.0.1"), refused("b", "10.0.0.11")])
     assert shown(found) == (
-        "2 hosts (a, b): ubuntu@HOST:22 was refused; keys tried: none",
+        "2 hosts (a, b): ubuntu was refused; keys tried: none",
         "`ssh ubuntu@10.0.0.1`, then a; likewise for the others",
     )
 

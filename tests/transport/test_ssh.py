@@ -303,7 +303,7 @@ def test_the_ssh_line_to_try_shows_the_keys_that_the_configuration_names(server:
     with pytest.raises(AuthError) as caught:
         connect(server.target(host="the-v100", key_file=None), host_keys=server.host_keys(), ssh_config=config)
     options = f"-i {stranger} -o CertificateFile={tmp_path}/vault -o IdentityAgent={tmp_path}/agent -p {server.port}"
-    assert f"try `ssh -v {options} {server.target().user}@127.0.0.1 true`" in str(caught.value)
+    assert f"`ssh -v {options} {server.target().user}@127.0.0.1 true`" in str(caught.value)
 
 
 def test_a_refused_login_is_not_tried_again(server: Sshd, tmp_path: Path) -> None:

@@ -155,9 +155,18 @@ def not_among(value: str, names: Iterable[str]) -> str:
     return f"{value!r} is not one of {', '.join(names)}{nearest(value, names)}"
 
 
+def close_names(name: str, names: Sequence[str], cutoff: float = 0.6) -> list[str]:
+    """The nearest first; `dpp` is nearer to `ddp` than to `dp`."""
+
+    def differs(other: str) -> bool:  # in more than a wrong letter or two swapped ones
+        return len(other) != len(name) or sum(map(str.__ne__, name, other)) > 2
+
+    return sorted(difflib.get_close_matches(name, names, n=9, cutoff=cutoff), key=differs)
+
+
 def nearest(name: str, names: Iterable[str], most: int = 1, also: Mapping[str, Sequence[str]] | None = None) -> str:
     """also: names in other tools."""
     names = list(names)
     same = [key for key, others in (also or {}).items() if name.lower() in others]
-    close = same[:1] or difflib.get_close_matches(name, names, n=most, cutoff=0.5)
+    close = same[:1] or close_names(name, names, cutoff=0.5)[:most]
     return f"; did you mean {' or '.join(close)}?" if close else ""
