@@ -31,13 +31,13 @@ STATE_COLOURS = {"succeeded": "green", "failed": "red", "lost": "red", "cancelle
 
 
 def print_jobs(jobs: Sequence[JobRecord]) -> None:
-    """Ids are never folded, so that they can be copied. A narrow screen shows `exp` and nodes below the id, and names
-    dropped columns.
+    """Ids are never folded, so that they can be copied. A narrow screen shows `exp` and nodes below the id, notes and
+    failures below the table, and names other dropped columns.
     """
     cells = [dict(zip(COLUMNS, _job_cells(job), strict=True)) for job in jobs]
     idle = {"cluster"} if len({job.cluster for job in jobs}) < 2 else set()
     idle |= {name for name in COLUMNS if cells and not any(str(row[name]) for row in cells)}
-    needed = [name for name in COLUMNS if name not in {*idle, *DISPENSABLE}]
+    needed = [name for name in COLUMNS if name not in {*idle, *DISPENSABLE} or (name == "exit" and name not in idle)]
     if not has_room(needed, [[row[name] for name in needed] for row in cells]):
         cells = [{**row, "job": _with_what(job)} for job, row in zip(jobs, cells, strict=True)]
         idle |= {"nodes", "exp"}
@@ -46,8 +46,12 @@ def print_jobs(jobs: Sequence[JobRecord]) -> None:
     drop = [*DISPENSABLE, "started"]
     shown = table(None, columns, rows, drop=drop, text=FOLDED)
     console.out.print(shown)
-    if gone := [name for name in columns if name not in {column.header for column in shown.columns}]:
-        console.say(f"no room for {', '.join(gone)}: a wider terminal shows more, --json everything")
+    gone = [name for name in columns if name not in {column.header for column in shown.columns}]
+    for job, row in zip(jobs, cells, strict=True):
+        if why := "; ".join(str(row[name]) for name in FOLDED if name in gone and row[name]):
+            console.put(textwrap.fill(one_line(f"{job.id}: {why}"), console.out.width, subsequent_indent="  "))
+    if others := [name for name in gone if name not in FOLDED]:
+        console.say(f"no room for {', '.join(others)}: a wider terminal shows more, --json everything")
 
 
 def _with_what(job: JobRecord) -> Text:
