@@ -130,7 +130,7 @@ def do_up(arguments: argparse.Namespace) -> None:
     print(f"lab {lab.cluster}: {len(lab.hosts)} hosts after {time.monotonic() - start:.1f} s; key {KEY}")
     for host in lab.hosts:
         print(f"  {_describe(host)}")
-    print("next: deploy/lab.py exec -- orch up INVENTORY, or deploy/lab.py shell")
+    print(f"next: deploy/lab.py exec --cluster {lab.cluster} -- orch up {arguments.inventory}, or deploy/lab.py shell")
 
 
 def do_down(arguments: argparse.Namespace) -> None:

@@ -104,7 +104,11 @@ class Clusters:
             cluster, forgotten = self._of_file(inventory)  # another command may have changed it meanwhile
             return self._with_look(cluster, look)
 
-        up = self._up(self.store.save_cluster(now, current=True), look)
+        before = self.store.current()
+        stays = before.name if before and not _usable(look.facts, look.problems) else inventory.cluster
+        up = self._up(self.store.save_cluster(now, current=stays == inventory.cluster), look)
+        if stays != inventory.cluster:
+            forgotten = (*forgotten, f"no host can be used, so {stays} stays the current cluster")
         return replace(up, warnings=(*forgotten, *inventory.warnings, *up.warnings))
 
     def _up_slurm(self, inventory: Inventory) -> Up:

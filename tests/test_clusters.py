@@ -171,6 +171,14 @@ def test_an_up_without_a_usable_host_keeps_the_known_cluster(rack: Rack) -> None
     assert up.warnings[-1] == f"no host can be used, so cluster rack stays as `orch up {rack.file}` left it"
 
 
+def test_an_up_without_a_usable_host_does_not_become_current(rack: Rack) -> None:
+    wrong = rack.file.with_name("wrong.yaml")
+    wrong.write_text(rack.file.read_text().replace(rack.python, "/nowhere/python").replace(": rack", ": other"))
+    up = rack.ours.up(load_inventory(wrong))
+    assert up.warnings[-1] == "no host can be used, so rack stays the current cluster"
+    assert rack.store.cluster_names() == ["other", "rack"] and rack.store.cluster_name() == "rack"
+
+
 def test_an_up_with_one_usable_host_takes_its_place(rack: Rack) -> None:
     half = rack.file.with_name("half.yaml")
     half.write_text(rack.file.read_text() + "  - {name: c, host: localhost, workdir: /proc/none}\n")

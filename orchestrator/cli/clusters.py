@@ -96,8 +96,8 @@ def ask_about_local(home: Home, source: str, nodes: Sequence[Node], yes: bool) -
 def status(no_look: bool, cluster: str | None, as_json: bool) -> None:
     """Show the cluster's hosts, which of them answer now, and its latest jobs.
 
-    All hosts are contacted at the same time; a host that is off costs 2 s. The facts in the table are from the last
-    probe. Other people's processes on the GPUs are looked up now and named.
+    All hosts are contacted at the same time; a host that is off costs 2 s. `status` is of now; the other columns are
+    from the last probe, as old as `facts from` shows. Other people's processes on the GPUs are looked up now and named.
 
     \b
     orch status
@@ -305,10 +305,13 @@ def leftover_words(left: Leftover) -> str:
 @click.option("--yes", is_flag=True, help="Do not ask, unless files would be deleted that were never pulled.")
 @click.option("--pull", "pull_first", is_flag=True, help="Pull such files first.")
 @click.option("--discard", is_flag=True, help="Delete such files, too.")
+@click.option("--forget", is_flag=True, help="Then forget the cluster, too.")
 @out_option
 @cluster_option
 @json_option
-def down(yes: bool, pull_first: bool, discard: bool, out: Path, cluster: str | None, as_json: bool) -> None:
+def down(
+    yes: bool, pull_first: bool, discard: bool, forget: bool, out: Path, cluster: str | None, as_json: bool
+) -> None:
     """End this cluster's jobs and remove what we put on its hosts. Collected runs stay.
 
     It removes only what was started with this $ORCH_HOME on this cluster; shared code and environments stay while
@@ -349,6 +352,13 @@ def down(yes: bool, pull_first: bool, discard: bool, out: Path, cluster: str | N
             _pull_all(controller, known, out)
         with busy(f"clearing {counted(len(known.nodes), 'host')}"):
             answers = controller.down(known, spared)
+        failed = [name for name, answer in answers.items() if isinstance(answer, HostError)]
+        if forget and (may_hold := [name for name in failed if name in known.facts]):
+            what = f"{known.name} is not forgotten: {some(may_hold, SHOWN_NAMES)} may still hold its files"
+            console.warn(f"{what}; `orch node remove` forgets a host")
+        elif forget:
+            controller.store.forget_cluster(known.name)
+            console.say(f"cluster {known.name} is forgotten; `orch up {known.file}` remembers it again")
     _show_answers(answers, _cleared_words, as_json)
 
 

@@ -138,17 +138,26 @@ def data_remove(folder: str, nodes: str | None, cluster: str | None, yes: bool, 
     if there:
         _, found = _data_sets(folder, nodes, cluster, remove=True)
     _show(found, lambda sets: _sets_words(sets, done="removed "), {"folder": target} if as_json else None)
+    if not there:
+        _, pushed = _data_sets(None, nodes, cluster, remove=False)
+        for name, answer in pushed.items():
+            if not isinstance(answer, HostError) and answer.sets:
+                console.say(f"{name} has {_sets_words(answer)}")
 
 
 def _data_sets(
     to: str | None, nodes: str | None, cluster: str | None, *, remove: bool
 ) -> tuple[str, dict[str, DataSets | HostError]]:
     """The folder, and each host's answer."""
+    from orchestrator.planning.placement import expanded_here, homes_of
     from orchestrator.provision.service import Provision, data_folder
+    from orchestrator.views import console
 
     with open_controller() as controller:
         known = controller.store.cluster(cluster)
         wanted, target = known.with_files(nodes), data_folder(to)
+        for note in expanded_here("NAME_OR_PATH", "", target, str(Path.home()), homes_of(wanted, known.facts)):
+            console.warn(note)
         return target, Provision(controller.store, controller.connections).data_sets(wanted, target, remove=remove)
 
 
@@ -375,7 +384,7 @@ def node_remove(name: str, cluster: str | None) -> None:
 @click.argument("name", shell_complete=node_names)
 @cluster_option
 def node_release(name: str, cluster: str | None) -> None:
-    """Keep a host in the cluster, but give it no job until it is restored.
+    """Keep a host, but give it no job until `restore`.
 
     \b
     orch node release a2000

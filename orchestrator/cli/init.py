@@ -111,7 +111,7 @@ def _read(form: str, place: str) -> tuple[str, Imported | None]:
     from orchestrator.hosts.forms import sources
 
     if form == "hostfile":
-        return f"the hostfile {place}", sources.from_hostfile(Path(place))
+        return f"the file {place}", sources.from_hostfile(Path(place))
     if form == "ansible":
         return f"the Ansible inventory {place}", sources.from_ansible(Path(place))
     if form == "ssh-config":

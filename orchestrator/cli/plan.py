@@ -77,8 +77,10 @@ def plan(
     orch plan --exp resnet152_cifar
     orch plan --exp resnet152_cifar --set batch=2048 --bandwidth 10Gbps
     orch plan --exp resnet152_cifar --nodes 50xA2000,50xV100 --bandwidth 2.5Gbps
-    orch plan --exp mnist_lenet --json | jq '.best.exact'
-    orch plan --set fidelity=local -- train.py --width 512
+    orch plan --exp resnet152_cifar --json | jq '.best.exact'
+    orch plan --set fidelity=local -- train.py --width 512    a script with `import trainer`, profiled
+
+    Hosts without a GPU of the catalogue need `orch profile` first.
     """
     from orchestrator.forecast.imagined import is_imagined, parse_groups
     from orchestrator.views import console

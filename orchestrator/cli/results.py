@@ -344,7 +344,7 @@ def _words(pulled: Pulled | None, files: Sequence[Output], folder: Path) -> str:
     if not files or not pulled:
         return "nothing to pull"
     came = f"{counted(pulled.files, 'file')}, {format_bytes(pulled.bytes)} came" if pulled.files else "nothing new"
-    return f"{len(files) - len(pulled.left)} of {counted(len(files), 'file')} are in {folder}; {came}"
+    return f"{folder} has {len(files) - len(pulled.left)} of {counted(len(files), 'file')}; {came}"
 
 
 def _show_list(run: RunFolder, chosen: Mapping[str, Sequence[Output]]) -> None:

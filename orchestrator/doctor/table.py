@@ -391,7 +391,10 @@ class Diagnosis:
     def summary(self) -> str:
         blocking = sum(finding.level == "block" for finding in self.findings)
         which = f" ({blocking} {'blocks' if blocking == 1 else 'block'})" if blocking else ""
-        counts = f"{counted(len(self.passed), 'check')} passed, {counted(len(self.findings), 'finding')}{which}"
+        kinds = len({finding.id for finding in self.findings})
+        of_kinds = f" of {counted(kinds, 'kind')}" if kinds < len(self.findings) else ""
+        found = f"{counted(len(self.findings), 'finding')}{of_kinds}{which}"
+        counts = f"{counted(len(self.passed), 'check')} passed, {found}"
         reasons = dict[str, list[str]]()
         for id, why in self.not_applicable.items():
             reasons.setdefault(why, []).append(id)

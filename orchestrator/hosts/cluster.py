@@ -333,6 +333,12 @@ class RememberedClusters:
             write_atomic(self.home.current_cluster, cluster.name + "\n")
         return cluster
 
+    def forget_cluster(self, name: str) -> None:
+        with self._locked():
+            self.home.cluster(name).unlink(missing_ok=True)
+            if self.home.current_cluster.is_file() and self.home.current_cluster.read_text().strip() == name:
+                self.home.current_cluster.unlink()
+
     def cluster_names(self) -> list[str]:
         return sorted(path.stem for path in self.home.clusters.glob("*.json") if not path.name.startswith("."))
 

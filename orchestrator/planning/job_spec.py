@@ -169,8 +169,8 @@ class JobSpec(Written):
 
     exp: Named | None = option(
         None,
-        "A named experiment: mnist_lenet, resnet152_cifar, resnet50_imagenet, or collectives (how fast the network "
-        "is).",
+        "A named experiment: mnist_lenet, resnet152_cifar, resnet50_imagenet, gpt_text, or collectives (how fast "
+        "the network is).",
         "NAME",
         complete="experiments",
     )

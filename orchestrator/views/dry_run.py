@@ -83,7 +83,7 @@ def _details(plan: LaunchPlan, node: NodePlan, node_rank: str) -> tuple[str, ...
     torchrun, command = plan.typed(node)
     words = shell.typed(torchrun).replace(f"--node-rank {node.node_rank} ", f"--node-rank {node_rank} ")
     values = (
-        f"{name}={value if value == MASK else shell.join([value])}"
+        f"{name}={value if value == MASK else repr(value) if value.startswith('=') else shell.join([value])}"
         for name, value in node.env.items()
         if name not in OWN_ENV
     )

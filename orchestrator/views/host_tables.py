@@ -40,7 +40,7 @@ def print_status(cluster: Cluster, silent: Mapping[str, HostError] | None) -> No
 
 def _print_nodes(cluster: Cluster, nodes: Sequence[Mapping[str, Any]], without: str) -> None:
     keys = [key for key in NODE_COLUMNS if key != without and any(node[key] for node in nodes)]
-    titles = [{"address": "IP", "gpu": "GPU"}.get(key, key) for key in keys]
+    titles = [{"address": "IP", "gpu": "GPU", "probed": "facts from"}.get(key, key) for key in keys]
     rows = [[str(node[key] or "") for key in keys] for node in nodes]
     console.out.print(table(f"cluster {cluster.name}", titles, rows, drop=DROPPED_FIRST))
     if cluster.master:

@@ -311,6 +311,12 @@ def test_they_come_from_what_was_collected_too(place: Place, job: str) -> None:
         assert "and with them when its lines were printed" in place.types("logs", *words, "--job", job, code=1).stderr
 
 
+def test_a_cluster_is_forgotten_by_down(place: Place) -> None:
+    said = place.types("down", "--yes", "--discard", "--forget").stderr
+    assert f"cluster rack is forgotten; `orch up {place.folder}/rack.yaml` remembers it again" in said
+    assert "no cluster yet" in place.types("status", code=2).stderr
+
+
 def test_no_more_than_these_bytes_leave_a_host(tmp_path: Path) -> None:
     with gang(tmp_path, SCRIPT, torch_free=True) as one:
         one.launch()
