@@ -106,6 +106,6 @@ def test_messages_name_pages_that_are_there_and_no_file_of_a_clone(package: str)
             if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in about:
                 continue
             for match in NAMED.finditer(node.value):
-                if not match[1] or not (ROOT / "docs" / f"{match[1]}.md").is_file():
+                if not match[1] or not any((ROOT / "docs").rglob(f"{match[1]}.md")):
                     wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {match[0]}")
     assert wrong == []

@@ -66,7 +66,7 @@ def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | No
 
     \b
     orch data push ~/data                   ~/data/MNIST/raw/... and the like
-    orch data push birds --to birds         into ~/data/birds, $ORCH_DATA/birds
+    orch data push birds --to birds         into ~/data/birds
     orch data push ~/data --to /mnt/data    then: --set data_dir=/mnt/data
     """
     from orchestrator.cli.boards import hash_board, push_board

@@ -71,16 +71,14 @@ def plan(
     It starts nothing and asks no host. It shows the fastest strategy of each fidelity, what limits it, hosts that cost
     more than they contribute, and what a faster link, another host or a larger batch would change. Speeds come from
     `orch profile`, links from a collected `--exp collectives` run; missing figures are estimated and marked. Profile a
-    script of your own first.
+    script of your own, and hosts without a known GPU, first.
 
     \b
     orch plan --exp resnet152_cifar
     orch plan --exp resnet152_cifar --set batch=2048 --bandwidth 10Gbps
     orch plan --exp resnet152_cifar --nodes 50xA2000,50xV100 --bandwidth 2.5Gbps
     orch plan --exp resnet152_cifar --json | jq '.best.exact'
-    orch plan --set fidelity=local -- train.py --width 512    a script with `import trainer`, profiled
-
-    Hosts without a GPU of the catalogue need `orch profile` first.
+    orch plan --set fidelity=local -- train.py    one with `import trainer`
     """
     from orchestrator.forecast.imagined import is_imagined, parse_groups
     from orchestrator.views import console

@@ -22,5 +22,5 @@ class BuildWithTorchX(build_py):
             shutil.copy(Path(__file__).with_name("torchx_namespace.py"), place)
             pages = Path(self.build_lib, PAGES)
             pages.mkdir(exist_ok=True)
-            for page in [*Path("docs").glob("*.md"), *Path("docs/reference").glob("*.md")]:
+            for page in [*Path("docs").glob("*.md"), *Path("docs", "reference").glob("*.md")]:
                 shutil.copy(page, pages)

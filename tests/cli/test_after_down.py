@@ -140,7 +140,7 @@ def test_what_was_never_pulled_comes_home_first(tmp_path, how):
         done = person.types("down", "--yes", "--pull", "--out", "mine")
     else:
         done = person.types("down", "--out", "mine", answer="y\ny\n")
-    assert "2 of 2 files are in" in done.stderr and "removed 1 job" in done.stdout + done.stderr
+    assert "files has 2 of 2 files" in done.stderr and "removed 1 job" in done.stdout + done.stderr
     files = person.here / "mine" / job / "nodes" / "a" / "files"
     assert (files / "src/snapshot.pt").stat().st_size == 300_000
     assert (files / "checkpoints/best.pt").stat().st_size == 5000
