@@ -137,6 +137,16 @@ def test_nobody_cancels_by_mistake(answer, words, ended, orch, monkeypatch):
         assert "Cancel r-2 (running) on a, b?" in err
 
 
+def test_cancel_of_a_latest_that_has_ended_takes_the_only_one_that_runs(orch, monkeypatch):
+    record = job("r-3", "2026-11-22T09:00:00+00:00", cluster="rack", state="failed")
+    Store(Home.default()).save_job(record, a2000_v100().model_copy(update={"job": "r-3", "cluster": "rack"}))
+    monkeypatch.setattr(RunningJob, "cancel", lambda self: (self.record, []))
+    monkeypatch.setattr(sys, "stdin", Typist("y\n"))
+    code, _, err = orch("cancel")
+    assert code == 0
+    assert "it has ended (failed); only r-2 runs" in err and "Cancel r-2 (running) on a, b?" in err
+
+
 def test_cancel_of_a_latest_that_has_ended_names_what_still_runs(orch, monkeypatch):
     monkeypatch.setattr(sys, "stdin", Typist("y\n"))
     code, _, err = orch("cancel", "--cluster", "lab", "--yes")

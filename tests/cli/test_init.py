@@ -53,7 +53,7 @@ def test_what_all_hosts_have_goes_into_defaults_and_a_comment_says_where_from(ty
     (types.here / "hosts").write_text("a slots=4\nb slots=4\n")
     out, _ = types("init", "--from", "hostfile", "hosts", "--user", "yes", "--cluster", "mine", "-")
     assert out == (
-        "# Written by `orch init` from the hostfile hosts: 2 hosts.\ncluster: mine\n# Common to both.\n"
+        "# Written by `orch init` from the file hosts: 2 hosts.\ncluster: mine\n# Common to both.\n"
         'defaults: {user: "yes", ranks: 4}\nnodes:\n  - {name: a, host: a}\n  - {name: b, host: b}\n'
     )
     assert list(types.here.iterdir()) == [types.here / "hosts"]

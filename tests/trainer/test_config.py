@@ -85,6 +85,7 @@ def test_all_mistakes_are_reported_at_once_and_the_nearest_right_name_with_them(
     known = ", ".join([*NAMED, "collectives"])
     assert f"exp: 'mnist_lente' is not one of {known}; did you mean mnist_le" in text
     assert "bacth: no such setting; did you mean batch?" in text
+    assert mistakes_of("mnist_lenet", strategy="dpp")[0].endswith("did you mean ddp?")
     assert mistakes_of("mnist_lenet", learning_rate="1") == ("learning_rate: no such setting; did you mean lr?",)
     assert "did you mean accumulate?" in mistakes_of("mnist_lenet", gradient_accumulation_steps="2")[0]
     assert "strategy: 'al_reduce' is not one of ddp, allreduce, allreduce_flat, " in text
