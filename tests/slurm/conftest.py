@@ -17,6 +17,8 @@ from tests.support.slurm_lab import SlurmLab, slurm_lab
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG_S = 150.0
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Hosts of a lab share the cores of one machine."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,13 @@ class Person:
         inventory = {
             "cluster": "hpc",
             "engine": {"slurm": {"login": self.lab.login, "workdir": f"{self.lab.work}/{self.folder.name}", **engine}},
-            "defaults": {**self.lab.keys, "interface": "eth0", "bandwidth": "2.5Gbps", "device": "cpu"},
+            "defaults": {
+                **self.lab.keys,
+                "interface": "eth0",
+                "bandwidth": "2.5Gbps",
+                "device": "cpu",
+                "env": ONE_THREAD,
+            },
             "nodes": list(types),
         }
         (self.folder / "hpc.yaml").write_text(yaml.safe_dump(inventory))

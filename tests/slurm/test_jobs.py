@@ -244,7 +244,7 @@ def test_a_host_that_loses_power_is_named_and_the_job_goes_on_without_it(person)
     """S9: within the same Slurm job, from the last checkpoint."""
     person.up({"name": "any", "ranks": 1, "slurm": {"nodelist": "v100,a2000"}})
     line = ["run", "--nodes", "2xany", "--retries", "1", "--retry-wait", "1s", "--exp", "mnist_lenet"]
-    line += ["--set", "data=synthetic", "--set", "steps=500", "--set", "eval_every=0", "--set", "checkpoint_every=50"]
+    line += ["--set", "data=synthetic", "--set", "steps=300", "--set", "eval_every=0", "--set", "checkpoint_every=50"]
     before = _checkpoints(person, "*")
     follows = person.begun(*line)
     person.until(lambda: _checkpoints(person, "*") != before, pause_s=0.05)
