@@ -36,7 +36,9 @@ def test_findings_that_differ_in_their_hosts_alone_stand_there_once(monkeypatch)
     assert "P16 own host name, a16, a2000, v100: " in shown
     assert shown.count("P16 own host name, ") == 1
     assert shown.count("P14 connections between hosts, ") == 2  # whom to look at differs
-    assert shown.splitlines()[-1].startswith(f"{len(judge(seen()).passed) - 2} checks passed, 5 findings (2 block), ")
+    assert shown.splitlines()[-1].startswith(
+        f"{len(judge(seen()).passed) - 2} checks passed, 5 findings of 2 kinds (2 block), "
+    )
 
 
 def test_of_many_hosts_the_ways_are_counted(monkeypatch):
