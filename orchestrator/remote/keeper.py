@@ -118,10 +118,7 @@ class Keeper:
         return claim_gpus(work, self._job.id, self._node["gpu_uuids"], self._node["share_gpus"])
 
     def _release(self) -> None:
-        for handle in self._claims:
-            with contextlib.suppress(OSError):  # a socket has no content to remove
-                os.ftruncate(handle, 0)
-            os.close(handle)
+        give_back(self._claims)
         self._claims = []
 
     def _serve(self) -> None:
@@ -224,10 +221,17 @@ def claim_gpus(work: WorkFolder, job: str, uuids: list[str], share: bool) -> lis
             handle = claim(uuid, job, share=share)
             handles += [] if handle is None else [handle]
     except BaseException:
-        for handle in handles:
-            os.close(handle)
+        give_back(handles)
         raise
     return handles
+
+
+def give_back(handles: list[int]) -> None:
+    """Also removes our job's name: it may wait on, and then a job ahead of it would take it for the holder."""
+    for handle in handles:
+        with contextlib.suppress(OSError):  # a socket has no content to remove
+            os.ftruncate(handle, 0)
+        os.close(handle)
 
 
 def _locked(path: Path, uuid: str, job: str, share: bool) -> list[int]:

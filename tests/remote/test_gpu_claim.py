@@ -13,6 +13,8 @@ import pytest
 from orchestrator.errors import HostsError
 from orchestrator.remote import gpu_claim
 from orchestrator.remote.answer import Refused
+from orchestrator.remote.keeper import claim_gpus
+from orchestrator.remote.layout import WorkFolder
 from orchestrator.remote.occupants import user_name
 from tests.support.local_job import gang
 
@@ -89,6 +91,18 @@ def test_a_job_of_another_work_folder_is_refused_with_the_holder_named(tmp_path,
             second.launch()
         second.plan = second.plan.model_copy(update={"share_gpus": True})
         second.launch()
+
+
+def test_a_refused_job_is_not_taken_for_the_holder_later(tmp_path, gpu):
+    holder = claimed_by_a_child(gpu, os.getuid())
+    try:
+        with pytest.raises(Refused):
+            claim_gpus(WorkFolder(tmp_path), "second", [gpu], share=False)
+    finally:
+        os.kill(holder, 9)
+        os.waitpid(holder, 0)
+    (lock,) = (tmp_path / "locks").iterdir()
+    assert lock.read_text() == ""
 
 
 def test_two_nodes_of_a_job_may_be_one_machine(tmp_path, gpu):
