@@ -261,8 +261,13 @@ class Controller:
 
             needed = {node.name: needed_bytes(plan, node) for node in plan.nodes if plan.asked.waits}
             carried = partial(self.handovers.deliver, plan, handover)
-            launch(plan, hosts, blob, undone, prepared, carried, needed, has_room=has_room)
+            at_once = launch(plan, hosts, blob, undone, prepared, carried, needed, has_room=has_room)
             start.over()
+            if plan.asked.waits and not at_once:
+                self.store.change_job(
+                    job.id,
+                    lambda known: known.model_copy(update={"state": "queued"} if known.state == "starting" else {}),
+                )
         return job
 
     def _with_packages(

@@ -306,7 +306,8 @@ def _finish(job: RunningJob, findings: Sequence[Finding] | None, *, detached: bo
         console.print_json({**documents.job_json(record), "findings": documents.findings_json(findings)})
     if detached:
         if job.plan.asked.waits:
-            console.say("its hosts start it when its GPUs are free; `orch jobs` shows its place in the queue")
+            queues = "its hosts start it when its GPUs are free; `orch jobs` shows its place in the queue"
+            console.say(queues if record.state == "queued" else "its GPUs were free: it runs")
         if findings is None:
             click.echo(job.id)
         return

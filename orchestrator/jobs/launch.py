@@ -45,19 +45,19 @@ def launch(
     needed_bytes: Mapping[str, int] | None = None,
     *,
     has_room: bool = True,
-) -> None:
-    """Raises RefusedError with every host's refusal, HostsError if a host was lost during `go`. undone: called before
-    an error if every host confirmed that nothing is left. prepared: receives the answers to `prepare`. deliver: copies
-    files of an earlier job to the hosts, and returns their places (`remote/handover.py`). needed_bytes: by node, on
-    each of its GPUs, for a job that waits there. has_room: other programs leave enough memory on its GPUs; else it
-    waits if it may.
+) -> bool:
+    """Returns whether it begins at once, without a place in the queue. Raises RefusedError with every host's refusal,
+    HostsError if a host was lost during `go`. undone: called before an error if every host confirmed that nothing is
+    left. prepared: receives the answers to `prepare`. deliver: copies files of an earlier job to the hosts, and returns
+    their places (`remote/handover.py`). needed_bytes: by node, on each of its GPUs, for a job that waits there.
+    has_room: other programs leave enough memory on its GPUs; else it waits if it may.
     """
     start = _Start(plan, hosts, blob, needed_bytes or {}, has_room=has_room)
     try:
         start.deliver(deliver)
         answers = start.prepare()
         prepared(answers)
-        start.go(answers)
+        return start.go(answers)
     except BaseException:  # a Ctrl-C, too: hosts undo their preparation and cancel what already runs
         if start.undo():
             undone()
@@ -123,8 +123,8 @@ class _Start:
     def _patience_s(self, code: bytes) -> float:
         return min(PREPARE_S, SILENT_S + len(code) / SLOW_BYTES_PER_S) if self._plan.hosts else PREPARE_S
 
-    def go(self, answers: Mapping[str, Prepared]) -> None:
-        """answers: to `prepare`. Raises HostsError."""
+    def go(self, answers: Mapping[str, Prepared]) -> bool:
+        """answers: to `prepare`. Returns whether it begins at once. Raises HostsError."""
         plan = self._plan
         hub_port = ask.understood(plan.master, lambda: int(answers[plan.master].answer["hub_port"]))
         several = plan.nodes if len(plan.nodes) > 1 else ()
@@ -137,6 +137,7 @@ class _Start:
         started = on_all(plan, tell, ASK_S)
         if errors(started):
             raise HostsError(errors(started))
+        return at_once
 
     def undo(self) -> bool:
         """Whether every host confirmed that nothing is left."""

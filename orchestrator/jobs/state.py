@@ -49,7 +49,7 @@ def combine(
     if known.state in ENDED:
         return _with_own_cause(known, records)
     known = _as_seen(plan, records, known)
-    if plan.asked.waits and known.state in ("queued", "starting") and (not known.attempt or known.attempt.number == 1):
+    if plan.asked.waits and known.state in ("queued", "starting") and known.attempt == plan.attempt:
         known = known.model_copy(update=_started(records))
     final = _final(plan, records)
     alive = [record for record in records.values() if record.get("alive")]

@@ -149,7 +149,8 @@ def test_ctrl_c_leaves_it_to_its_hosts_and_a_second_cancels(rack, alice):
         assert f"cancelled {gone.job}" in gone.ends(130)
         assert f"Reattach: orch logs -f --job {left.job}" in left.ends(130)
         assert queue(alice) == [(left.job, 1), (ends.job, 2)]
-        alice.types("run", "--nodes", "b", "--wait", "train.py", str(left.go))  # nobody waits for b
+        free = alice.types("run", "--nodes", "b", "--wait", "--detach", "train.py", str(left.go))  # nobody waits for b
+        assert "its GPUs were free: it runs" in free.stderr
         table = alice.types("jobs").stdout
         assert re.search(rf"{left.job} +waiting +1", table) and re.search(rf"{first.job} +running", table)
         alice.types("cancel", "--job", ends.job)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import ConnectError
 from orchestrator.jobs import FirstFailure, JobRecord, node_request, state
+from orchestrator.planning import Attempt
 from tests.support.job_states import GONE, HOSTILE, PLAN, STATES, alive, known, over
 
 
@@ -137,6 +138,9 @@ def test_a_job_that_waited_began_with_its_ranks():
     waits = {**there, "b": alive("starting", phase="queued", ranks={"1": {}})}
     assert state.combine(WAITS, waits, known("queued"), now).started == known().started
     assert state.combine(PLAN, there, known("starting"), now).started == known().started
+    second = {"attempt": Attempt(number=2, most=2)}  # a job of its own, if a controller retries
+    begun = state.combine(WAITS.model_copy(update=second), there, known("queued").model_copy(update=second), now)
+    assert begun.started == "2026-11-21T09:32:47+00:00"
 
 
 KEYS = ("state", "alive", "first_failure", "ended", "ranks")
