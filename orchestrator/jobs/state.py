@@ -165,7 +165,8 @@ def _ended(known: JobRecord, record: Mapping[str, Any], code: CodeFolder) -> Job
     from orchestrator.planning.bundle import unsent_words  # brings tarfile, which no list of jobs needs
 
     if failure and failure.log_line and (unsent := unsent_words(code, failure.log_line)):
-        failure = failure.model_copy(update={"reason": f"{failure.reason}: {unsent}"})
+        how_it_ended = failure.reason.partition(": ")[0]  # not the host's advice: the list of unsent files is here
+        failure = failure.model_copy(update={"reason": f"{how_it_ended}: {unsent}"})
     state: JobState = record["state"]
     ended = known.ended
     with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError, OSError):

@@ -10,6 +10,7 @@ dead link. Raises paramiko's and sockets' errors; `ssh.py` translates them.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import selectors
 import signal
 import threading
@@ -105,7 +106,7 @@ class RemoteCommand:
         self._left.set()
         if self._channel.done() and not self._channel.exception():
             # On a dead link even closing can block; the connection's end then closes the channel.
-            _in_background(self._channel.result().close).join(_CLOSE_S)
+            _in_background(lambda: _close(self._channel.result())).join(_CLOSE_S)
 
     def pieces(self, left: Callable[[], float]) -> Iterator[tuple[int, bytes]]:
         """(STDOUT or STDERR, bytes) until both have ended; (STDOUT, b"") once a second without output.
@@ -151,7 +152,7 @@ class RemoteCommand:
             return
         self._channel.set_result(channel)
         if self._left.is_set():
-            channel.close()
+            _close(channel)
             return
         try:
             for piece in [stdin] if isinstance(stdin, bytes) else stdin:
@@ -161,6 +162,11 @@ class RemoteCommand:
                 channel.shutdown_write()
         except (OSError, EOFError, paramiko.SSHException):
             pass  # the command ended before reading everything, or the connection broke: the reader finds out
+
+
+def _close(channel: paramiko.Channel) -> None:
+    with contextlib.suppress(OSError, EOFError, paramiko.SSHException):  # the connection is closed or broken
+        channel.close()
 
 
 def _ready(channel: paramiko.Channel) -> Iterator[tuple[int, bytes]]:

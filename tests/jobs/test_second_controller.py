@@ -107,7 +107,7 @@ def test_a_prepare_and_a_go_whose_answers_are_lost_start_one_gang_when_repeated(
         peers[node.name] = peer_place(node, answers[0])
 
     def go(node):
-        where = {"hub_port": ports["a"], "peers": peers}
+        where = {"hub_port": ports["a"], "peers": peers, "at_once": False}
         request = {"action": "go", "workdir": node.workdir, "job": job.plan.job, **where}
         return ask.ask(job.hosts[node.name], "control", request, timeout_s=60)
 

@@ -178,7 +178,7 @@ def test_a_secret_of_the_inventory_is_nowhere_but_in_files_for_its_owner_alone(t
         typist.types("up", "inventory.yaml", exit_code=2)
         typist.types("run", "--", "code/says.py", exit_code=2)
         (folder / "src" / "end").touch()
-        typist.types("logs", "-f", "--job", "latest")
+        typist.types("logs", "-f", "--job", "latest", exit_code=1)  # as the script ends
         wait_for(lambda: json.loads(typist.types("jobs", "--json"))["jobs"][0]["state"] == "failed", "its end", 60)
         typist.types("jobs")
         typist.types("collect", "--job", "latest")

@@ -382,7 +382,7 @@ def test_a_refusal_names_certificates_that_were_no_use(door: Door) -> None:
     config = door.configured(*lines)
     assert not ssh_gets_in(config)
     why = we_get_in(config, door.folder)
-    assert f"keys tried: {stranger}, {of_another} (is of no key here), {empty} (holds no certificate): try" in why
+    assert f"keys tried: {stranger}, {of_another} (is of no key here), {empty} (holds no certificate): `ssh" in why
     assert "ssh-copy-id" not in why
 
 

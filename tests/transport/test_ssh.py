@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import paramiko
 import pytest
 
 from orchestrator.errors import AuthError, ConnectError, HostError, HostKeyError, ProbeError, UsageError
@@ -162,6 +163,17 @@ def test_a_stream_is_whole_and_its_chunks_bounded(host: SshTransport) -> None:
     with host.stream("head -c 5120000 /dev/zero; echo end") as chunks:
         sizes = [len(chunk) for chunk in chunks]
     assert sum(sizes) == 5_120_004 and max(sizes) <= 1 << 20
+
+
+def test_leaving_a_command_on_a_closed_connection_raises_in_no_thread(
+    host: SshTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(channel: paramiko.Channel) -> None:
+        raise EOFError
+
+    with host.stream("sleep 60") as pieces:
+        next(pieces)
+        monkeypatch.setattr(paramiko.Channel, "close", breaks)
 
 
 def test_no_thread_outlives_its_connection(server: Sshd) -> None:
