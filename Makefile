@@ -18,7 +18,7 @@ DEBIAN := openssh-server rsync iproute2 nftables iperf3 chromium g++ slurmctld s
 help:
 	@echo "make demo    train ResNet-152 on two nodes of this machine: up, run, collect"
 	@echo "make test    every judgement, and one real run for each promise (those over a network need root)"
-	@echo "make test-all   make test, then all other tests; THOROUGH=1 tries ten times the examples of each property"
+	@echo "make test-all   make test, then the others; THOROUGH=1 runs every case, and ten times the examples"
 	@echo "make chaos   faults on purpose, by a seed: FAULTS=1000 SEED=7 (needs root)"
 	@echo "make check   format, lint, types, layers"
 	@echo "make docs    write docs/reference from the code, and build docs/ into one site: build/docs"

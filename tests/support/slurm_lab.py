@@ -84,7 +84,7 @@ class SlurmLab:
         return [line for line in lines if str(self.work) in line or "orch" in line]
 
     def _program(self, *words: str, **options: Any) -> str:
-        settings = {"capture_output": True, "text": True, "timeout": 120, "check": True, **options}
+        settings = {"capture_output": True, "text": True, "timeout": 240, "check": True, **options}
         return str(subprocess.run([PROGRAM, *words], env=self.environment, **settings).stdout)
 
 

@@ -181,7 +181,9 @@ SAMPLED = {
     "tests/transport/test_login_forms": 3,
     "tests/ui/test_page": 3,
 }
-"""Of these every n-th case of a parametrized test is in the first tier: the first case always."""
+"""Of these every n-th case of a parametrized test is in the first tier, the first case always, and the next ones are in
+the second. THOROUGH=1 runs the others, too.
+"""
 SLACK = 2.0
 """Above the measured CPU seconds: cores that share their units count more of them for the same work."""
 LEAST_S = 20.0
@@ -221,7 +223,7 @@ class Tiers:
         if self.tier == "first":
             others = [item for item in items if _is_second(item)]
         elif self.tier == "rest":
-            others = [item for item in items if not (_is_second(item) or _is_property(item))]
+            others = [item for item in items if not (_is_second(item) or _is_property(item)) or _is_third(item)]
         else:
             others = []
         config.hook.pytest_deselected(items=others)
@@ -294,11 +296,19 @@ class Tiers:
 
 
 def _is_second(item: pytest.Item) -> bool:
-    if item.nodeid.startswith(tuple(SECOND)):
-        return True
+    return item.nodeid.startswith(tuple(SECOND)) or _turn(item) != 0
+
+
+def _is_third(item: pytest.Item) -> bool:
+    """Left out by both tiers."""
+    return _turn(item) > 1 and not item.nodeid.startswith(tuple(SECOND)) and not os.environ.get("THOROUGH")
+
+
+def _turn(item: pytest.Item) -> int:
+    """Of a case of a sampled test: 0 for the first tier, 1 for the second."""
     step = next((step for begins, step in SAMPLED.items() if item.nodeid.startswith(begins)), 1)
     case = getattr(item, "callspec", None)
-    return case is not None and sum(case.indices.values()) % step != 0
+    return sum(case.indices.values()) % step if case else 0
 
 
 def _is_property(item: pytest.Item) -> bool:
