@@ -27,8 +27,22 @@ PACES = {
     "samples_per_s: 833,": "samples_per_s: 5348, fixed_ms: 10.7,",
 }
 """In place of the speeds that the lab assumes."""
-RUN = ["run", "--exp", "resnet152_cifar", "--set", "batch=2048", "--set", "steps=30", "--set", "shares=measured"]
-COLUMNS = 100
+RUN = [
+    "run",
+    "--exp",
+    "resnet152_cifar",
+    "--set",
+    "batch=2048",
+    "--set",
+    "steps=30",
+    "--set",
+    "shares=measured",
+    "--set",
+    "strategy=ddp",
+    "--nodes",
+    "a2000,v100",
+]
+COLUMNS = 118
 PAGE_PX = (1000, 1100)
 
 
