@@ -156,7 +156,8 @@ def _data_sets(
     with open_controller() as controller:
         known = controller.store.cluster(cluster)
         wanted, target = known.with_files(nodes), data_folder(to)
-        for note in expanded_here("NAME_OR_PATH", "", target, str(Path.home()), homes_of(wanted, known.facts)):
+        notes = expanded_here("NAME_OR_PATH", "", target, str(Path.home()), homes_of(wanted, known.facts))
+        for note in () if remove else notes:  # it was shown when the hosts were asked what there is
             console.warn(note)
         return target, Provision(controller.store, controller.connections).data_sets(wanted, target, remove=remove)
 

@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from orchestrator.controller import Controller
     from orchestrator.jobs.gauging import GaugedJob
     from orchestrator.jobs.job_store import JobRecord, QueuedError
+    from orchestrator.jobs.lines import LogLine
     from orchestrator.jobs.live_stats import JobNow
     from orchestrator.jobs.running import RunningJob
+    from orchestrator.planning.launch_plan import LaunchPlan
 
 
 SHOWN = 5
@@ -193,8 +195,7 @@ def logs(
     orch logs -t --since 10m
     orch logs -f -n 5 --grep 'loss|error'
     """
-    from orchestrator.jobs.collect import copied_lines, is_removed, last_of, newest_copy, nothing_left
-    from orchestrator.jobs.lines import LogLine
+    from orchestrator.jobs.collect import is_removed, last_of
     from orchestrator.views import console, following, job_table
 
     def chosen(line: LogLine) -> bool:
@@ -209,13 +210,7 @@ def logs(
         if only_rank is not None and not 0 <= only_rank < plan.world_size:
             raise UsageError(f"{plan.job} has no rank {only_rank}", f"its ranks: 0 to {plan.world_size - 1}")
         if is_removed(controller.store, plan):
-            why, copy = nothing_left(controller.store, plan), newest_copy(controller.store, plan.job)
-            if copy is None:
-                raise why
-            if timestamps or since is not None:
-                raise OrchError(f"{why.message}, and with them when its lines were printed", "leave --since and -t out")
-            console.say(f"{why.message}; these are the lines that were collected into {copy.root}")
-            copied = copied_lines(plan, copy)
+            copied = _collected(controller, plan, has_times=timestamps or since is not None)
             following.print_events(last_of(copied, lines) if lines else copied, chosen)
             return
         away = job.reach()
@@ -243,6 +238,20 @@ def logs(
             end_with(job.record, is_printed=bool(ended))
         if away:
             sys.exit(3)
+
+
+def _collected(controller: Controller, plan: LaunchPlan, *, has_times: bool) -> Iterator[tuple[LogLine, ...]]:
+    """The lines of a job that `orch down` has removed. has_times: times are asked for, which no copy has."""
+    from orchestrator.jobs.collect import copied_lines, newest_copy, nothing_left
+    from orchestrator.views import console
+
+    why, copy = nothing_left(controller.store, plan), newest_copy(controller.store, plan.job)
+    if copy is None:
+        raise why
+    if has_times:
+        raise OrchError(f"{why.message}, and with them when its lines were printed", "leave --since and -t out")
+    console.say(f"{why.message}; these are the lines that were collected into {copy.root}")
+    return copied_lines(plan, copy)
 
 
 def end_with(record: JobRecord, *, is_printed: bool) -> None:
@@ -279,8 +288,8 @@ def _started_job(controller: Controller, wanted: str | None, cluster: str | None
 def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) -> None:
     """End a job on all its hosts, then check that nothing is left.
 
-    Without --job it is the latest job of the cluster, or the only one that runs, and you are asked to confirm. A
-    queued job leaves the queue.
+    Without --job it ends the cluster's latest job, or the only running job, after asking. A queued job leaves the
+    queue.
 
     \b
     orch cancel --job mnist_lenet-20261121-0912-k3f

@@ -40,8 +40,8 @@ def slurm_batch() -> None:
     folder = Path.cwd()
     submitted = require_record(folder / FILE, Submitted, "submit it again")
     webhook = submitted.notify if is_webhook(submitted.notify) else None
-    told = None if webhook else submitted.notify
-    with _told_of_no_start(told), _keepers(submitted.scratch) as keepers, open_controller() as controller:
+    command = None if webhook else submitted.notify
+    with _notified_of_no_start(command), _keepers(submitted.scratch) as keepers, open_controller() as controller:
         inventory = _write_inventory(folder, submitted, keepers)
         os.chdir(folder / "src")
         memory = Path(__file__).resolve().parents[2] / TORCH
@@ -51,13 +51,13 @@ def slurm_batch() -> None:
         if submitted.measures:
             return _measure(controller, submitted, folder)
         asked = _asked(controller, submitted, folder, webhook)
-        way = RunMode(detach=False, dry_run=False, notify=told, save=None, as_json=False)
+        way = RunMode(detach=False, dry_run=False, notify=command, save=None, as_json=False)
         run_asked(controller, asked, way, keepers.note)
     return None
 
 
 @contextlib.contextmanager
-def _told_of_no_start(command: str | None) -> Iterator[None]:
+def _notified_of_no_start(command: str | None) -> Iterator[None]:
     """Runs `--notify` if nothing starts."""
     from orchestrator.cli.run import notify
     from orchestrator.jobs.slurm_queue import QUEUED, Queued

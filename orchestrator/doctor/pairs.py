@@ -189,7 +189,7 @@ class Conductor:
             elif "closed" in message:
                 self._closed[name] = one_line(message["closed"])
             elif "reached" in message:
-                asked = {*self._hosts} - {name}  # other names in the message are ignored
+                asked = {end for start, end in self._links if start == name}  # other names in the message are ignored
                 ways = [(end, way) for end, way in message["reached"].items() if end in asked]
                 self._pairs |= {(name, end): _pair(name, end, way) for end, way in ways}
             elif "sent" in message:

@@ -82,8 +82,10 @@ class Cluster(Record):
         for node in self.nodes:
             if node.name == name:
                 return node
+        from trainer.shared.setting_fields import close_names  # only for this message
+
         known = [node.name for node in self.nodes]
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.76)
+        near = close_names(name, known, cutoff=0.76)
         meant = f"did you mean {near[0]}? " if near else ""
         raise UsageError(f"{name}: no such node in cluster {self.name}", f"{meant}its nodes: {', '.join(known)}")
 

@@ -77,7 +77,7 @@ def _ran(end: Mapping[str, Any], output: Mapping[str, bytearray]) -> Ran:
 # Grouping of errors that many hosts share, into one line like "50 hosts (gpu[01-50]): no SSH login within 10 s".
 # Errors belong together if they differ only in the host's name and its address (`at`). Pure.
 
-_PLACE = re.compile(r"^\[?HOST\]?(:[0-9]+)?: ")
+_PLACE = re.compile(r"^\[?HOST\]?(:[0-9]+)?: |@\[?HOST\]?(:[0-9]+)?")
 SHOWN = 12
 
 
@@ -117,7 +117,7 @@ def _as_one(sentence: tuple[str, str, str], group: Sequence[OrchError]) -> OrchE
     names = list(dict.fromkeys(error.node for error in group if isinstance(error, HostError)))
     if len(names) < 2:
         return group[0]
-    message, remedy = sentence[1].replace("@HOST:22", "").replace("@HOST", ""), sentence[2]
+    _, message, remedy = sentence
     # With the first host's name and address it can be typed as it stands.
     typed = group[0].remedy if remedy == group[0].remedy else f"{group[0].remedy}; likewise for the others"
     return OrchError(f"{len(names)} hosts ({host_set(names)}): {message}", typed)

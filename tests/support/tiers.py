@@ -181,8 +181,8 @@ SAMPLED = {
     "tests/transport/test_login_forms": 3,
     "tests/ui/test_page": 3,
 }
-"""Of these every n-th case of a parametrized test is in the first tier, the first case always, and the next ones are in
-the second. THOROUGH=1 runs the others, too.
+"""The first tier runs every n-th case of a parametrized test in these files, from the first case on; the second tier
+runs the cases after them. THOROUGH=1 runs the others, too.
 """
 SLACK = 2.0
 """Above the measured CPU seconds: cores that share their units count more of them for the same work."""

@@ -171,9 +171,12 @@ def test_leaving_a_command_on_a_closed_connection_raises_in_no_thread(
     def breaks(channel: paramiko.Channel) -> None:
         raise EOFError
 
+    raised: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
     with host.stream("sleep 60") as pieces:
         next(pieces)
         monkeypatch.setattr(paramiko.Channel, "close", breaks)
+    assert raised == []
 
 
 def test_no_thread_outlives_its_connection(server: Sshd) -> None:
