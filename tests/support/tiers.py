@@ -1,11 +1,12 @@
-"""Two tiers of tests, and the CPU time that each folder of them may take.
+"""Two tiers of tests, and the CPU time that each folder of them took.
 
 `pytest` without a path runs the first tier: all that judges values, and one real run for each promise. `pytest --rest`
 runs the others, and again the properties, with more examples of each. A path or a name runs all of its tests.
 
-A run of a whole tier fails if a folder took more CPU seconds than its budget in tests/data/test_costs.json, scaled by
-the speed of this machine. It also lists the files that take longest, which begin first, so that none of them runs by
-itself at the end. BUDGETS=write renews both; COSTS=FILE writes the seconds of each test.
+A run of a whole tier names each folder that took more CPU seconds than its budget in tests/data/test_costs.json, scaled
+by the speed of this machine. It does not fail for it: what else runs on a machine changes these seconds. The same file
+lists the files that take longest, which begin first, so that none of them runs by itself at the end. BUDGETS=write
+renews both; COSTS=FILE writes the seconds of each test.
 """
 
 from __future__ import annotations
@@ -260,8 +261,6 @@ class Tiers:
             self._write()
             return
         self._over = self._over_budget()
-        if self._over:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self._is_whole:
@@ -271,7 +270,7 @@ class Tiers:
         shown = ", ".join(f"{folder} {spent_s:.0f}" for folder, spent_s in most)
         terminalreporter.write_line(f"CPU seconds: {total_s:.0f}, most in {shown}")
         for line in self._over:
-            terminalreporter.write_line(line, red=True)
+            terminalreporter.write_line(line, yellow=True)
 
     def _over_budget(self) -> list[str]:
         if self.tier not in self._kept:
