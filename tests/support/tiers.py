@@ -1,7 +1,8 @@
-"""Two tiers of tests, and the CPU time that each folder of them took.
+"""Three tiers of tests, and the CPU time that each folder of them took.
 
 `pytest` without a path runs the first tier: all that judges values, and one real run for each promise. `pytest --rest`
-runs the others, and again the properties, with more examples of each. A path or a name runs all of its tests.
+runs the second, and again the properties, with more examples of each; with THOROUGH=1 the third, too. A path or a name
+runs all of its tests.
 
 A run of a whole tier names each folder that took more CPU seconds than its budget in tests/data/test_costs.json, scaled
 by the speed of this machine. It does not fail for it: what else runs on a machine changes these seconds. The same file
@@ -43,15 +44,15 @@ SECOND = {
     "tests/hosts/test_ownership.py::test_a_rebuilt": "a rebuilt home",
     "tests/hosts/test_probe.py::test_a_torch": "servers that are slow",
     "tests/hosts/test_probe.py::test_each": "servers that are slow",
+    "tests/integrations/test_torchx.py::test_a_job_that": "ends of jobs, by another command",
     "tests/jobs/test_controller_crash": "the controller killed at each step",
     "tests/jobs/test_full_disk": "disks that fill",
     "tests/jobs/test_gauge.py::test_of_more": "more jobs than a screen holds",
     "tests/jobs/test_handover.py::test_a_disk": "disks that fill",
     "tests/jobs/test_handover.py::test_a_full": "disks that fill",
-    "tests/jobs/test_handover.py::test_a_second": "files handed over twice",
     "tests/jobs/test_handover.py::test_a_start": "kills while files are handed over",
+    "tests/jobs/test_handover.py::test_it_may": "files handed over to other hosts",
     "tests/jobs/test_handover.py::test_kept": "files handed over twice",
-    "tests/jobs/test_handover.py::test_plain": "files handed over to plain DDP",
     "tests/jobs/test_handover.py::test_what_is_shipped": "files handed over twice",
     "tests/jobs/test_log_fidelity": "logs under kills",
     "tests/jobs/test_resume.py::test_a_job": "as in the first tier, in another cluster",
@@ -76,6 +77,7 @@ SECOND = {
     "tests/lab/test_ports": "firewalls",
     "tests/lab/test_refusals": "networks that refuse",
     "tests/lab/test_resume": "as tests/jobs/test_resume, over a network",
+    "tests/lab/test_sweep": "a host off in the middle of a sweep",
     "tests/lab/test_watched_steps": "watched scripts over a network",
     "tests/lab/test_wire": "predicted and measured times over a network",
     "tests/neighbours/": "several people on the same hosts",
@@ -89,17 +91,17 @@ SECOND = {
     "tests/remote/test_alone.py::test_of_two_jobs": "a queue of many",
     "tests/remote/test_alone.py::test_priority": "a queue of many",
     "tests/remote/test_alone.py::test_who_waits": "as others of its file",
-    "tests/remote/test_preload.py::test_a_script_that_sets": "real torchruns",
-    "tests/remote/test_preload.py::test_its_end": "real torchruns",
     "tests/remote/test_host_limits": "hosts without processes, files or memory",
     "tests/remote/test_leftovers.py::test_a_program": "connections that are gone",
     "tests/remote/test_mesh.py::test_a_way": "networks that lose",
+    "tests/remote/test_preload.py::test_a_script_sees": "real torchruns",
+    "tests/remote/test_preload.py::test_a_script_that_sets": "real torchruns",
+    "tests/remote/test_preload.py::test_its_end": "real torchruns",
     "tests/remote/test_supervisor.py::test_what_ranks": "daemons of ranks",
     "tests/remote/test_tickets.py::test_no_socket": "sockets of other users",
     "tests/remote/test_watched_steps.py::test_a_script_computes": "watched and unwatched scripts",
-    "tests/remote/test_watched_steps.py::test_processes": "processes that a script starts",
+    "tests/remote/test_watched_steps.py::test_python_with_torch": "programs that start Python",
     "tests/remote/test_watched_steps.py::test_the_hosts": "a host's own sitecustomize",
-    "tests/studies/test_slurm_row": "two rows of a study on a real Slurm",
     "tests/slurm/test_accounts": "a Slurm cluster with a database",
     "tests/slurm/test_cluster": "a Slurm cluster of its own, and jobs that measure",
     "tests/slurm/test_jobs.py::test_a": "ends and restarts on a Slurm cluster",
@@ -109,24 +111,22 @@ SECOND = {
     "tests/slurm/test_jobs.py::test_what": "ends on a Slurm cluster",
     "tests/slurm/test_jobs.py::test_why": "a rank that sleeps on a Slurm cluster",
     "tests/slurm/test_lab": "the laboratory",
+    "tests/studies/test_slurm_row": "two rows of a study on a real Slurm",
     "tests/studies/test_study_run.py::test_a_row": "ranks that the trainer starts",
     "tests/studies/test_study_run.py::test_a_study": "a study that is taken up again",
-    "tests/sweeps/test_sweep_run.py::test_a_sweep_that": "a sweep, in other circumstances",
     "tests/sweeps/test_sweep_run.py::test_a_failed": "a sweep, in other circumstances",
-    "tests/sweeps/test_sweep_run.py::test_bad": "a sweep, in other circumstances",
+    "tests/sweeps/test_sweep_run.py::test_a_sweep_that": "a sweep, in other circumstances",
     "tests/sweeps/test_sweep_run.py::test_it_is": "a sweep, in other circumstances",
     "tests/sweeps/test_sweep_run.py::test_only": "a sweep, in other circumstances",
+    "tests/sweeps/test_sweep_run.py::test_several": "a sweep, in other circumstances",
+    "tests/sweeps/test_sweep_run.py::test_the_same": "a sweep, in other circumstances",
     "tests/test_api.py::test_a_job_that": "retries, from Python",
     "tests/test_interrupted": "runs that signals end",
     "tests/test_wheel.py::test_where": "a job of an installed wheel",
-    "tests/trainer/test_ending.py::test_a_checkpoint": "compiled networks",
     "tests/trainer/test_ending.py::test_a_failure": "ends of one kind",
-    "tests/trainer/test_ending.py::test_a_script_that_a": "processes that load",
     "tests/trainer/test_ending.py::test_processes": "processes that load",
     "tests/trainer/test_generated_scripts": "scripts by a seed",
-    "tests/trainer/test_kept.py::test_a_compiled": "compiled networks",
     "tests/trainer/test_kept.py::test_a_schedule": "schedules and averages, resumed",
-    "tests/trainer/test_kept.py::test_an_older": "checkpoints of an older version",
     "tests/trainer/test_kept.py::test_rates": "messages",
     "tests/trainer/test_not_finite.py::test_a_test": "an infinite loss in a test",
     "tests/trainer/test_pipeline_run.py::test_either": "checkpoints of either kind",
@@ -134,8 +134,9 @@ SECOND = {
     "tests/trainer/test_rebalance.py::test_an_update": "micro-batches that are rebalanced",
     "tests/trainer/test_rehearsal.py::test_a_network": "networks of very many layers",
     "tests/trainer/test_run.py::test_a_signal": "a frozen rank",
+    "tests/trainer/test_run.py::test_one_epoch": "an epoch of MNIST, as in tests/lab/test_jobs",
     "tests/trainer/test_run.py::test_resnet152": "a large network",
-    "tests/trainer/test_strategies.py::test_with": "BatchNorm over all ranks, any shares",
+    "tests/trainer/test_slurm.py::test_a_script": "scripts under srun, as in tests/slurm",
     "tests/trainer/test_sync": "every strategy next to slowed ranks",
     "tests/trainer/test_target.py::test_a_target": "a target that is missed",
     "tests/trainer/test_unused.py::test_a_parameter": "parameters without a gradient, by strategy",
@@ -152,15 +153,36 @@ SECOND = {
     "tests/views/test_paper.py::test_the_same": "figures drawn twice",
 }
 """What the first tier leaves out, by the beginning of its name, and why it is there."""
+THIRD = {
+    "tests/jobs/test_handover.py::test_a_second": "as test_resume's second attempt, with files",
+    "tests/jobs/test_handover.py::test_plain": "files handed over to plain DDP",
+    "tests/remote/test_watched_steps.py::test_processes": "processes that a script starts",
+    "tests/remote/test_watched_steps.py::test_what_is_compiled": "compiled networks",
+    "tests/sweeps/test_sweep_run.py::test_bad": "a rule that tests/sweeps/test_estimates judges",
+    "tests/trainer/test_ending.py::test_a_checkpoint": "compiled networks",
+    "tests/trainer/test_ending.py::test_a_script_that_a": "processes that load",
+    "tests/trainer/test_kept.py::test_a_compiled": "compiled networks",
+    "tests/trainer/test_kept.py::test_an_older": "checkpoints of an older version",
+    "tests/trainer/test_strategies.py::test_with": "BatchNorm over all ranks, any shares",
+    "tests/trainer/test_tensor_run.py::test_ddp": "checkpoints of either kind, as test_pipeline_run::test_either",
+}
+"""Variants of what the other tiers run, by name as above; only THOROUGH=1 runs them."""
 SAMPLED = {
+    "tests/cli/test_job_files": 3,
+    "tests/cuda/test_cuda_pipeline": 2,
+    "tests/cuda/test_cuda_strategies": 3,
+    "tests/cuda/test_cuda_time_line": 2,
     "tests/cuda/test_cuda_wire": 3,
     "tests/hosts/test_ownership": 3,
+    "tests/integrations/test_torchx": 3,
     "tests/jobs/test_why": 3,
     "tests/lab/test_jobs": 2,
+    "tests/lab/test_pipeline": 3,
+    "tests/lab/test_wire": 3,
     "tests/provision/test_setup": 3,
     "tests/remote/test_leftovers": 4,
     "tests/remote/test_supervisor": 2,
-    "tests/remote/test_tickets": 4,
+    "tests/remote/test_tickets": 6,
     "tests/remote/test_wanted_gpus": 3,
     "tests/remote/test_watched_steps": 3,
     "tests/results/test_analyse": 2,
@@ -169,21 +191,29 @@ SAMPLED = {
     "tests/trainer/test_cut_in_two": 3,
     "tests/trainer/test_ending": 3,
     "tests/trainer/test_fidelity": 3,
+    "tests/trainer/test_graphs": 2,
     "tests/trainer/test_kept": 4,
+    "tests/trainer/test_late": 3,
+    "tests/trainer/test_late_run": 3,
     "tests/trainer/test_learner": 3,
     "tests/trainer/test_models": 4,
     "tests/trainer/test_own_networks": 4,
+    "tests/trainer/test_pipeline": 3,
     "tests/trainer/test_rebalance": 3,
+    "tests/trainer/test_session": 4,
     "tests/trainer/test_shared_network": 3,
     "tests/trainer/test_strategies": 4,
+    "tests/trainer/test_sync": 5,
     "tests/trainer/test_tensor": 3,
     "tests/trainer/test_text": 3,
-    "tests/trainer/test_unused": 5,
+    "tests/trainer/test_unused": 6,
+    "tests/trainer/test_without_samples": 4,
     "tests/transport/test_login_forms": 3,
     "tests/ui/test_page": 3,
+    "tests/views/test_boxes": 2,
 }
-"""The first tier runs every n-th case of a parametrized test in these files, from the first case on; the second tier
-runs the cases after them. THOROUGH=1 runs the others, too.
+"""Of a parametrized test in these files, every n-th case stays in the test's tier, from the first case on. The cases
+after them are one tier later, and all others in the third.
 """
 SLACK = 2.0
 """Above the measured CPU seconds: cores that share their units count more of them for the same work."""
@@ -222,9 +252,12 @@ class Tiers:
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         if self.tier == "first":
-            others = [item for item in items if _is_second(item)]
+            others = [item for item in items if _tier(item) > 1]
         elif self.tier == "rest":
-            others = [item for item in items if not (_is_second(item) or _is_property(item)) or _is_third(item)]
+            last = 3 if os.environ.get("THOROUGH") else 2
+            others = [
+                item for item in items if not (1 < _tier(item) <= last or (_tier(item) == 1 and _is_property(item)))
+            ]
         else:
             others = []
         config.hook.pytest_deselected(items=others)
@@ -294,17 +327,14 @@ class Tiers:
         COSTS.write_text(json.dumps(kept, indent=1) + "\n")
 
 
-def _is_second(item: pytest.Item) -> bool:
-    return item.nodeid.startswith(tuple(SECOND)) or _turn(item) != 0
-
-
-def _is_third(item: pytest.Item) -> bool:
-    """Left out by both tiers."""
-    return _turn(item) > 1 and not item.nodeid.startswith(tuple(SECOND)) and not os.environ.get("THOROUGH")
+def _tier(item: pytest.Item) -> int:
+    """1 to 3."""
+    begins = next((tier for tier, names in ((3, THIRD), (2, SECOND)) if item.nodeid.startswith(tuple(names))), 1)
+    return min(3, begins + min(2, _turn(item)))
 
 
 def _turn(item: pytest.Item) -> int:
-    """Of a case of a sampled test: 0 for the first tier, 1 for the second."""
+    """0 for each n-th case of a sampled test, and for all that is not sampled."""
     step = next((step for begins, step in SAMPLED.items() if item.nodeid.startswith(begins)), 1)
     case = getattr(item, "callspec", None)
     return sum(case.indices.values()) % step if case else 0
