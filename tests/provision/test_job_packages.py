@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
+from orchestrator.errors import UsageError
+from orchestrator.planning import Requirements, read_requirements
 from tests.provision.test_setup import wheel
 from tests.support import forks
 from tests.support.local_cluster import Place
@@ -128,22 +131,26 @@ def test_down_removes_the_environments(place: Place) -> None:
 
 
 def test_a_projects_lock_is_exported_by_uv_here(place: Place, tmp_path: Path, monkeypatch) -> None:
-    if shutil.which("uv") is None:  # a stand-in that prints what `uv export` does
-        (tmp_path / "uv").write_text(
-            "#!/bin/sh\necho \"$*\" >&2\nprintf 'greeting==2.0\\ntorch==2.3.1\\nnvidia-cublas-cu12==12.1\\n'\n"
-        )
-        (tmp_path / "uv").chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    project = place.here / "locked"
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    for name, needs in (("greeting", ""), ("nvidia_cublas_cu12", ""), ("torch", "nvidia-cublas-cu12")):
+        wheel(tmp_path, name, "2.0", {f"{name}/__init__.py": ""}, needs)
+    project = tmp_path / "locked"
     project.mkdir()
-    (project / "pyproject.toml").write_text('[project]\nname = "x"\nversion = "1"\ndependencies = ["greeting"]\n')
-    from orchestrator.errors import UsageError
-    from orchestrator.planning import read_requirements
 
+    def locked(*dependencies: str) -> Requirements:
+        listed = json.dumps(dependencies)
+        text = f'[project]\nname = "x"\nversion = "1"\nrequires-python = ">=3.11"\ndependencies = {listed}\n'
+        (project / "pyproject.toml").write_text(text)
+        uv = ["uv", "lock", "--offline", "--no-index", f"--find-links={tmp_path}"]
+        subprocess.run(uv, cwd=project, check=True, capture_output=True)
+        return read_requirements(project / "pyproject.toml")
+
+    (project / "pyproject.toml").write_text('[project]\nname = "x"\nversion = "1"\n')
     with pytest.raises(UsageError, match=r"no uv\.lock"):
         read_requirements(project / "pyproject.toml")
-    (project / "uv.lock").touch()
-    assert read_requirements(project / "pyproject.toml").packages == ("greeting==2.0",)
-    (project / "pyproject.toml").write_text('[project]\ndependencies = ["greeting", "torch>=2"]\n')
-    found = read_requirements(project / "pyproject.toml")
-    assert "torch==2.3.1" in found.packages and found.name_torch
+    assert locked("greeting").packages == ("greeting==2.0",)
+    found = locked("greeting", "torch>=2")
+    assert set(found.packages) == {"greeting==2.0", "torch==2.0", "nvidia-cublas-cu12==2.0"} and found.name_torch
+    (project / "uv.lock").write_text("no lock\n")
+    with pytest.raises(UsageError, match="`uv export` failed"):
+        read_requirements(project / "pyproject.toml")
