@@ -17,7 +17,7 @@ from . import attempts, membership, verdict
 from .host_state import HostState
 from .link import Link, Listener, asyncio, greet_member
 from .membership import QUIET_S, Peers
-from .messages import Earlier, Failure, Order, Status, failure
+from .messages import STILL_QUEUED, Earlier, Failure, Order, Status, failure
 from .ports import Rendezvous
 from .programs import KILL_S, until
 from .turn import Turn
@@ -102,6 +102,7 @@ class Coordinator:
             asyncio.get_running_loop().call_later(self._ladder_s, self.decide, True)
         if order != self.order:
             self.order = order
+            self._hub.expect_word()
             self._hub.announce()
             self._obey(order)
 
@@ -231,6 +232,11 @@ class Hub:
         for node in self._members - self._links.keys():
             self._set_deadline(node, within_s, why)
 
+    def expect_word(self) -> None:
+        """Of each host that is connected, within its lease, which is shorter when the job is no longer queued."""
+        for node in self._deadlines.keys() & self._links.keys():
+            self._renew_lease(node)
+
     def announce(self) -> None:
         for link in self._links.values():
             link.send(self._order())
@@ -291,11 +297,14 @@ class Hub:
 
     def _received(self, node: str, status: Status) -> None:
         self._received_at[node] = asyncio.get_running_loop().time()
-        lease_s = self._lease_s
-        self._set_deadline(node, lease_s, f"no word for {lease_s:.0f} s: host down, frozen or cut off")
+        self._renew_lease(node)
         if self.statuses.get(node) != status:
             self.statuses[node] = status
             self._changed()
+
+    def _renew_lease(self, node: str) -> None:
+        lease_s = self._lease_s
+        self._set_deadline(node, lease_s, f"no word for {lease_s:.0f} s: host down, frozen or cut off")
 
     def _broken(self, node: str, link: Link, silent: bool) -> None:
         link.close()
@@ -315,5 +324,6 @@ class Hub:
         self._deadlines[node] = asyncio.get_running_loop().call_later(within_s, self._lose, node, why)
 
     def _lose(self, node: str, why: str) -> None:
+        why += STILL_QUEUED if self.statuses.get(node, {}).get("phase") == "queued" else ""
         self.lost.setdefault(node, why)
         self._changed()

@@ -26,7 +26,18 @@ from .layout import JobFolder, write_final_record, write_record
 from .link import asyncio
 from .membership import Membership, Peers, Pulse, Unreached
 from .mesh import Place
-from .messages import BEFORE_JOINING, AgentRecord, Earlier, Failure, FinalState, Order, Process, failure, finish
+from .messages import (
+    BEFORE_JOINING,
+    STILL_QUEUED,
+    AgentRecord,
+    Earlier,
+    Failure,
+    FinalState,
+    Order,
+    Process,
+    failure,
+    finish,
+)
 from .processes import identify
 from .programs import Programs
 from .stillness import LOOK_S as STILL_LOOK_S
@@ -316,6 +327,7 @@ class Supervisor:
 
     def _hub_gone(self, why: str) -> None:
         if not self._is_left_behind():
+            why += STILL_QUEUED if self.state.phase == "queued" else ""
             lost = failure("lost", self._node["master"], why)
             self._give_up(verdict.first_cause([*self.state.failures, lost]) or lost)
 

@@ -30,7 +30,8 @@ class Wire:
 
     async def __aenter__(self):
         self.changes = asyncio.Event()
-        self.hub = Hub({"b"}, TOKEN, lambda: {"do": "wait"}, self.changes.set)
+        self.order = {"do": "wait"}
+        self.hub = Hub({"b"}, TOKEN, lambda: self.order, self.changes.set)
         self.port = await self.hub.listen("127.0.0.1")
         return self
 
@@ -202,6 +203,20 @@ async def test_a_member_whose_connection_breaks_is_lost_unless_it_dials_again(wi
     link.close()
     await wired.until(lambda hub: "b" in hub.lost)
     assert "supervisor is gone" in wired.hub.lost["b"]
+
+
+@on_a_hub
+async def test_a_member_that_falls_silent_when_its_turn_comes_is_soon_lost_and_the_reason_says_that_it_was_queued(wired):
+    wired.order = {"do": "queue"}
+    link = await wired.join()
+    link.send({"phase": "queued"})
+    await wired.until(lambda hub: "b" in hub.statuses)
+    wired.order = {"do": "wait"}
+    wired.hub.expect_word()
+    await wired.until(lambda hub: "b" in hub.lost)
+    why = "no word for 1 s: host down, frozen or cut off; the job was still queued: submit it again"
+    assert wired.hub.lost["b"] == why
+    link.close()
 
 
 @on_a_hub
