@@ -259,7 +259,7 @@ def _pipeline_row(found: Outlook, fidelity: str, cut: PipelineChoice) -> tuple[s
     return (
         _marked(found, fidelity),
         f"pipeline{_after_words(cut.exact_part)}",
-        "whole" if cut.micro_batches == 1 else f"{cut.micro_batches} parts",
+        f"{cut.micro_batches} micro",
         f"{figure(1000 * cut.timed.seconds)} ms",
         figure(cut.samples_per_s),
         percent(cut.samples_per_s / found.advice.sum_of_parts),
@@ -319,7 +319,8 @@ def changes(found: Outlook) -> Iterator[str]:
     advice = found.advice
     now = found.samples_per_s
     whole = figure(advice.sum_of_parts)
-    yield f"* the fidelity that the settings allow; the hosts' combined standalone speed is {whole} samples/s"
+    micro = "micro: micro-batches of an update; " if found.pipelines else ""
+    yield f"* the fidelity that the settings allow; {micro}the hosts' combined standalone speed is {whole} samples/s"
     if found.pipeline and found.pipeline.samples_per_s == now and found.command:
         yield from found.pipeline.words
     without = [better for better in advice.without if better.choice.samples_per_s > GAIN * now]
