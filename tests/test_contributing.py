@@ -65,3 +65,8 @@ def test_a_change_has_few_places_and_the_page_is_short():
 def test_what_it_says_is_in_a_file_is_there(row, name, path):
     there = dict(files_of(row))[path]
     assert there and re.search(rf"\b{name}\b", there.read_text()), f"{name} in {path}"
+
+
+def test_every_benchmark_has_its_line_in_the_docs():
+    page = (ROOT / "docs/lab.md").read_text()
+    assert [path.name for path in (ROOT / "tests/bench").glob("*.py") if f"`{path.name}`" not in page] == []
