@@ -335,6 +335,21 @@ def test_the_master_runs_the_command_at_the_end_of_the_last_attempt_alone(tmp_pa
             assert b"ORCH_REASON|" not in left.replace(b"orch_remote", b"")
 
 
+def test_if_the_master_is_lost_one_other_host_runs_the_command(tmp_path: Path) -> None:
+    line = f'echo "$ORCH_STATE|$ORCH_REASON" >> {tmp_path}/told'
+    with alone(tmp_path / "job", "import time\ntime.sleep(600)", notify=line, ranks=(1, 1, 1)) as job:
+        job.launch()
+        wait_for(lambda: state(job) == "running", "the ranks", 60)
+        keeper = json.loads((job.folder("a") / "agent.json").read_text())["keeper"]["pid"]
+        os.kill(keeper, signal.SIGSTOP)  # else it would end the job in order
+        os.kill(job.agents()["a"]["pid"], signal.SIGKILL)
+        os.kill(keeper, signal.SIGKILL)
+        wait_for(lambda: (tmp_path / "told").exists(), "the notification", 60)
+        wait_for(lambda: not any(record.get("alive") for record in job.agents().values()), "its end", 60)
+        assert (tmp_path / "told").read_text() == "failed|a: the master's supervisor is gone\n"
+        assert "notified" in job.agents()["b"] and "notified" not in job.agents()["c"]
+
+
 def test_a_webhook_gets_the_facts_as_json_and_its_address_stays_nowhere(tmp_path: Path) -> None:
     told: list[dict[str, Any]] = []
 

@@ -206,7 +206,9 @@ async def test_a_member_whose_connection_breaks_is_lost_unless_it_dials_again(wi
 
 
 @on_a_hub
-async def test_a_member_that_falls_silent_when_its_turn_comes_is_soon_lost_and_the_reason_says_that_it_was_queued(wired):
+async def test_a_member_silent_at_its_turn_is_soon_lost_and_the_reason_names_the_queue(
+    wired,
+):
     wired.order = {"do": "queue"}
     link = await wired.join()
     link.send({"phase": "queued"})
