@@ -110,8 +110,8 @@ class Ranks:
 
     def reported(self, event: dict[str, Any]) -> None:
         record = self.records[str(event["rank"])]
-        if event["event"] == "met":
-            record["met"] = True
+        if event["event"] in ("met", "alone"):
+            record["met"] = event["event"] == "met"
         else:
             record["not_finite"] = event["mark"]
 

@@ -51,7 +51,8 @@ STILL_S = 22.0
 """A supervisor frozen for this long has lost its lease (`membership`) and cannot end us: we end ourselves."""
 END_S = 5.0
 LOST_S = 1.0
-NOT_FINITE = "metrics.jsonl.not_finite"
+METRICS = "metrics.jsonl"
+NOT_FINITE = f"{METRICS}.not_finite"
 MARK_BYTES = 512
 Script = subprocess.Popen[bytes] | Forked
 LOCAL_RANK = "--local_rank={LOCAL_RANK}"  # argument for scripts written for torch.distributed.launch; part of the plan
@@ -100,7 +101,7 @@ def main() -> None:
 def _start(job: JobFolder, node: dict[str, Any], ranks: list[int]) -> tuple[Script, list[OutputWriter]]:
     folder = job.rank(ranks[0])
     folder.mkdir(exist_ok=True)
-    ours = {"ORCH_METRICS": str(folder / "metrics.jsonl"), "ORCH_CHECKPOINTS": str(job.checkpoints)}
+    ours = {"ORCH_METRICS": str(folder / METRICS), "ORCH_CHECKPOINTS": str(job.checkpoints)}
     environment = {**os.environ, **ours, "ORCH_DATA": os.path.expanduser("~/data")}  # of `orch data push`
     measured = environment.pop(WATCH, "") == "on"
     is_program = bool(node.get("is_program"))
@@ -165,23 +166,37 @@ def _meeting(job: JobFolder, node: dict[str, Any], port: int) -> Meeting | None:
 
 
 def _look_out(job: JobFolder, ranks: list[int], pid: int, meeting: Meeting | None) -> Callable[[], None]:
-    """A call that reports once that the script has joined other ranks, and once that a rank's loss is not finite."""
+    """A call that reports once that the script has joined other ranks, or trains without them, and once that a rank's
+    loss is not finite.
+    """
     began_s = due_s = time.monotonic()
-    finite = set(ranks)
+    finite, trains_alone = set(ranks), False
+    before = _size(job.rank(ranks[0]) / METRICS)  # of a start that torchrun has repeated
 
     def look() -> None:
-        nonlocal due_s
+        nonlocal due_s, trains_alone
         now_s = time.monotonic()
         if meeting and not meeting.seen and now_s >= due_s:
             due_s = now_s + (now_s - began_s) / RARER
+            steps = _size(job.rank(ranks[0]) / METRICS) > before  # a script joins before its first step
             if meeting.look(pid):
                 _report(job, ranks, {"event": "met"})
+            elif steps and not trains_alone:
+                trains_alone = True
+                _report(job, ranks, {"event": "alone"})
         for rank in [*finite]:
             if mark := _not_finite(job, rank):
                 finite.discard(rank)
                 _report(job, [rank], {"event": "not finite", "mark": mark})
 
     return look
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _not_finite(job: JobFolder, rank: int) -> dict[str, Any]:
@@ -295,7 +310,7 @@ def make_folders(job: JobFolder, others: list[int]) -> None:
 def without_torchrun(environment: Mapping[str, str], job: JobFolder) -> dict[str, str]:
     """Environment of such a command; the trainer replaces `{rank}` by each rank's number."""
     kept = {name: value for name, value in environment.items() if not _is_torchruns(name)}
-    return {**kept, "ORCH_METRICS": f"{job.root}/rank-{{rank}}/metrics.jsonl"}
+    return {**kept, "ORCH_METRICS": f"{job.root}/rank-{{rank}}/{METRICS}"}
 
 
 def _is_torchruns(name: str) -> bool:

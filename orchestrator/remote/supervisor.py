@@ -370,7 +370,7 @@ class Supervisor:
         state = self.state
         if event["event"] == "started":
             state.ranks.started(event)
-        elif event["event"] in ("met", "not finite"):
+        elif event["event"] in ("met", "alone", "not finite"):
             state.ranks.reported(event)
         else:
             state.ranks.ended(event, look=state.phase == "running")

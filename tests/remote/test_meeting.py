@@ -6,6 +6,7 @@ import contextlib
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,7 +16,9 @@ import pytest
 
 from orchestrator.jobs import JobRecord, News, alone_words, combine, joined
 from orchestrator.planning import LaunchPlan
+from orchestrator.remote.host_state import ALONE_S
 from orchestrator.remote.meeting import Meeting, connections
+from orchestrator.remote.script_start import WATCH
 from orchestrator.results.analyse import analyse
 from orchestrator.transport import ask
 from tests.support.local_job import gang
@@ -126,6 +129,27 @@ def test_a_job_that_goes_on_alone_is_reported_while_it_runs(tmp_path: Path, monk
         agents = job.wait_for(lambda found: joined(job.plan, found) is False)
         record = combine(job.plan, agents, job.record(), datetime.now(timezone.utc))
         assert "joined no process group" in alone_words(job.plan, record)
+
+
+TRAINS = """
+import sys, time, torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    time.sleep(0.05)
+"""
+
+
+def test_ranks_that_train_alone_are_reported_after_their_first_steps(tmp_path: Path) -> None:
+    with gang(tmp_path, TRAINS, torch_free=False, env={WATCH: "on"}) as job:
+        job.launch()
+        began = time.monotonic()
+        agents = job.wait_for(lambda found: joined(job.plan, found) is False)
+        record = combine(job.plan, agents, job.record(), datetime.now(timezone.utc))
+        assert "joined no process group" in alone_words(job.plan, record)
+    assert time.monotonic() - began < ALONE_S
 
 
 def test_torch_ranks_that_meet_for_a_moment_have_met(tmp_path: Path) -> None:
