@@ -10,8 +10,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # What the tests use beyond Python: real SSH servers, network namespaces, traffic shaping, a browser for the report, a
-# compiler for the stand-in for CUDA, a Slurm cluster (deploy/slurm_lab.sh).
-DEBIAN := openssh-server rsync iproute2 nftables iperf3 chromium g++ slurmctld slurmd slurm-client munge procps util-linux
+# compiler for the stand-in for CUDA, a Slurm cluster (deploy/slurm_lab.sh), the shells that people log in with.
+DEBIAN := openssh-server rsync iproute2 nftables iperf3 chromium g++ slurmctld slurmd slurm-client munge procps util-linux \
+  zsh fish tcsh
 
 .PHONY: help demo test test-all chaos check docs bench gpu packages clean
 
