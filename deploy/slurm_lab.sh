@@ -292,14 +292,18 @@ munge_up() {
     fi
 }
 
-await() {   # until Slurm would start a job there
-    local i state=
-    for ((i = 0; i < 600; i++)); do
+await() {   # until Slurm would start a job there; by the clock, since sinfo waits by itself for a controller
+    local state= end=$((SECONDS + 120)) log
+    while [ $SECONDS -lt $end ]; do
         state=$( (enter "$LOGIN" root sinfo -h -p main -n "$1" -o %T) 2>/dev/null) || true
         case $state in idle | planned | mixed | allocated) return ;; esac
         sleep 0.1
     done
-    die "$1 is '$state' after 60 s: see $LAB/log/slurmd.$1.log"
+    for log in "$LAB"/log/*; do
+        say "the end of $log:"
+        tail -n 12 "$log"
+    done
+    die "$1 is '$state' after 120 s"
 }
 
 up() {
