@@ -233,7 +233,7 @@ class Hub:
             self._set_deadline(node, within_s, why)
 
     def expect_word(self) -> None:
-        """Of each host that is connected, within its lease, which is shorter when the job is no longer queued."""
+        """Begins the lease of each connected host anew: it is shorter when the job is no longer queued."""
         for node in self._deadlines.keys() & self._links.keys():
             self._renew_lease(node)
 
