@@ -154,16 +154,24 @@ class Peers:
         return [*words, job.python, "bare.py", job.word]
 
     def _torchrunx(self, job: Job) -> list[str]:
+        """By addresses, since it looks names up by DNS; from a folder that all hosts have; with each rank's output."""
         config = self._person.folder / "ssh_config"
-        names = "".join(f"Host {name}\n HostName {address}\n" for name, address in ADDRESSES.items())
         shared = f"Host *\n User lab\n IdentityFile {self._hosts.key}\n UserKnownHostsFile {self._hosts.known_hosts}\n"
-        config.write_text(names + shared)
+        config.write_text(shared)
         text = (
-            "import sys, runpy, torchrunx\n"
-            f"def run():\n import os, runpy, sys\n os.environ.update(GLOO_SOCKET_IFNAME='eth0')\n"
-            f" sys.argv = ['bare.py', {job.word!r}]\n runpy.run_path('/home/lab/peers/bare.py', run_name='__main__')\n"
-            f"torchrunx.Launcher(hostnames={list(ADDRESSES)}, workers_per_host={list(job.ranks)}, backend=None, "
-            f"ssh_config_file={str(config)!r}).run(run)\n"
+            "import logging, os, socket, sys, torchrunx\n"
+            "from torchrunx.utils.log_handling import RedirectHandler\n"
+            "logging.basicConfig(level=logging.INFO, format='%(message)s', stream=sys.stdout)\n"
+            "os.chdir('/')\n"
+            "os.environ['GLOO_SOCKET_IFNAME'] = 'eth0'\n"
+            "way = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
+            f"way.connect(({MASTER!r}, 9))\n"
+            "socket.getfqdn = lambda *_: way.getsockname()[0]\n"
+            f"def run():\n import runpy, sys\n sys.argv = ['bare.py', {job.word!r}]\n"
+            " runpy.run_path('/home/lab/peers/bare.py', run_name='__main__')\n"
+            f"torchrunx.Launcher(hostnames={[*ADDRESSES.values()]}, workers_per_host={list(job.ranks)}, backend=None, "
+            "extra_env_vars={'GLOO_SOCKET_IFNAME': 'eth0', 'OMP_NUM_THREADS': '1'}, "
+            f"ssh_config_file={str(config)!r}).set_logging_handlers(lambda: [RedirectHandler()]).run(run)\n"
         )
         return [sys.executable, "-c", text]
 
