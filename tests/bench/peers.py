@@ -73,7 +73,7 @@ dist.destroy_process_group()
 """
 FIRST = re.compile(r"first (\d+\.\d+) rank (\d+) pid (\d+)")
 CAUSE = re.compile(r"first cause|root cause|signal 9|SIGKILL|signal: 9|Killed|noticed that process", re.IGNORECASE)
-OURS = (b"bare.py", b"orch_remote", b"torch.distributed.run", b"orted", b"torchrunx")
+OURS = (b"bare.py", b"orch_remote", b"torch.distributed.run", b"orted", b"torchrunx", b"multiprocessing")
 COLUMNS = ("first", "killed", "cut", "ctrl-c", "python", "port", "unequal")
 
 
@@ -216,14 +216,17 @@ class Peers:
 
     def processes(self) -> list[int]:
         """Of any row on any host, as this machine numbers them."""
-        made = lab_plan.from_json((STATE / self._hosts.cluster / "lab.json").read_text())
         found = []
-        for pid in lab_net.processes([made.host(name).port.namespace for name in ADDRESSES]):
+        for pid in self._of_hosts():
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes()
                 if any(one in words for one in OURS) and b"sshd" not in words:
                     found.append(pid)
         return found
+
+    def _of_hosts(self) -> list[int]:
+        made = lab_plan.from_json((STATE / self._hosts.cluster / "lab.json").read_text())
+        return lab_net.processes([made.host(name).port.namespace for name in ADDRESSES])
 
     def end_all(self) -> list[int]:
         found = self.processes()
@@ -235,13 +238,11 @@ class Peers:
     def rank(self, run: Typed, rank: int) -> int:
         """Its process, as this machine numbers it."""
         inner = str(run.first()[rank][1])
-        for pid in self.processes():
+        for pid in self._of_hosts():
             with contextlib.suppress(OSError):
                 status = Path(f"/proc/{pid}/status").read_text()
                 numbers = next(line.split() for line in status.splitlines() if line.startswith("NSpid:"))
-                words = Path(f"/proc/{pid}/cmdline").read_bytes()
-                is_there = os.readlink(f"/proc/{pid}/ns/net") == self._network(rank)
-                if numbers[-1] == inner and b"bare.py" in words and is_there:
+                if numbers[-1] == inner and os.readlink(f"/proc/{pid}/ns/net") == self._network(rank):
                     return pid
         raise SystemExit(f"rank {rank} is nowhere")
 
