@@ -22,7 +22,9 @@ PROGRAMS = ("sbatch", "srun", "scontrol", "squeue", "scancel")
 NEEDED = ("click", "jinja2", "pathspec", "pydantic", "rich", "yaml")
 """Modules of orch's controller; connections by SSH need more."""
 _PACKAGES = {"yaml": "pyyaml"}
-_FOLDER = 'case $1 in "~/"*) cd "$HOME/${1#??}";; *) cd "$1";; esac && '
+_NAMED = 'case $1 in "~/"*) d=$HOME/${1#??};; *) d=$1;; esac; '
+_FOLDER = _NAMED + 'cd "$d" || exit 9; '
+"""Ends the script if the folder is missing: what follows would act in the user's home."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class SlurmLogin:
         script = (
             f"for p in {names}; do command -v $p >/dev/null || echo missing $p; done; "
             "sacct -nX -S now >/dev/null 2>&1 && echo accounts; umask 077; "
-            'case $1 in "~/"*) d=$HOME/${1#??};; *) d=$1;; esac; mkdir -p "$d" && '
+            f'{_NAMED}mkdir -p "$d" && '
             '{ [ -n "$(ls -A "$d")" ] || touch "$d/.orch-work"; } || exit 9; '
             f"{activate or ':'}; exec {shell.typed([python])} -c {shell.join([imports])}"
         )
@@ -97,7 +99,7 @@ class SlurmLogin:
         script = 'umask 077; mkdir -p submitted && mkdir "submitted/$2" && cd "submitted/$2" && tar -xf - && '
         script += 'mkdir src && tar -xf code.tar -C src && ls -d "$3" >/dev/null && { sbatch --parsable job.sh >number'
         script += ' && cat number || { cd ..; rm -rf "$2"; exit 1; }; }'
-        asked = self._sh(_FOLDER + script, self._folder, name, at, stdin=files, timeout_s=SEND_S)
+        asked = self._inside(script, name, at, stdin=files, timeout_s=SEND_S)
         job = asked.stdout.decode(errors="replace").strip().rpartition("\n")[2].partition(";")[0]
         if asked.exit_code or not job.isdecimal():
             words = _last(asked).removeprefix("sbatch: error: ")
@@ -109,26 +111,26 @@ class SlurmLogin:
     def unpack(self, name: str, files: bytes) -> None:
         """files: a tar, unpacked into a folder of this name, unless it is there."""
         script = 'umask 077; [ -d "$2" ] || { mkdir ".$2.$$" && tar -xf - -C ".$2.$$" && mv -T ".$2.$$" "$2"; }'
-        asked = self._sh(_FOLDER + script, self._folder, name, stdin=files, timeout_s=SEND_S)
+        asked = self._inside(script, name, stdin=files, timeout_s=SEND_S)
         if asked.exit_code:
             raise HostError(self._transport.node, f"the work folder {self._folder}: {_last(asked)}", "check `workdir:`")
 
     def has(self, name: str) -> bool:
-        return self._sh(_FOLDER + '[ -d "$2" ]', self._folder, name).exit_code == 0
+        return self._inside('[ -d "$2" ]', name).exit_code == 0
 
     def text_of(self, name: str, file: str) -> str:
         """A file of a submission; "" without one."""
-        asked = self._sh(_FOLDER + 'cat "submitted/$2/$3" 2>/dev/null', self._folder, name, file)
+        asked = self._inside('cat "submitted/$2/$3" 2>/dev/null', name, file)
         return asked.stdout.decode(errors="replace")
 
     def drop(self, name: str) -> None:
-        self._sh(_FOLDER + 'rm -rf "submitted/$2"', self._folder, name)
+        self._inside('rm -rf "submitted/$2"', name)
 
     def submissions(self) -> list[tuple[str, str]]:
         """All folders with `started`, or `number` and `queued.json` if nothing of it has started."""
         script = 'cd submitted 2>/dev/null || exit 0; for n in *; do printf "\\036%s\\n" "$n"; cat "$n/started" '
         script += '2>/dev/null || { [ -s "$n/number" ] && cat "$n/number" "$n/queued.json" 2>/dev/null; }; done; true'
-        asked = self._sh(_FOLDER + script, self._folder)
+        asked = self._inside(script)
         if asked.exit_code:
             raise HostError(self._transport.node, f"the work folder {self._folder}: {_last(asked)}", "check `workdir:`")
         found = asked.stdout.decode(errors="replace").split("\x1e")[1:]
@@ -136,7 +138,7 @@ class SlurmLogin:
 
     def last_error(self, name: str) -> str:
         """The batch step's last error, else its last line; "" without any."""
-        asked = self._sh(_FOLDER + 'tail -n 20 "submitted/$2/slurm.log" 2>/dev/null', self._folder, name)
+        asked = self._inside('tail -n 20 "submitted/$2/slurm.log" 2>/dev/null', name)
         lines = [one_line(line, 300) for line in asked.stdout.decode(errors="replace").splitlines() if line.strip()]
         return next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "")
 
@@ -144,12 +146,25 @@ class SlurmLogin:
         self._done(["scancel", job])
 
     def remove(self, names: Sequence[str]) -> None:
-        """These submissions; after the last one also orch's code and the folder, unless it holds anything else."""
-        script = (
-            'd=$PWD; shift; for n; do rm -rf "submitted/$n"; done; rmdir submitted && rm -rf controller-* venv locks; '
-        )
-        script += 'rmdir nodes; [ "$(ls -A)" = .orch-work ] && rm .orch-work; cd / && rmdir "$d"'
-        self._sh(_FOLDER + script, self._folder, *names)
+        """These submissions; after the last one also orch's code, and the folder if orch made it and it holds nothing
+        else. A folder that is gone is no error, unless its disk is gone, too.
+        """
+        script = _NAMED + '[ -e "$d" ] || ! cd "$(dirname "$d")" || exit 0; cd "$d" || exit 9; shift; '
+        script += 'for n; do rm -rf "submitted/$n"; done; rmdir nodes; rmdir submitted || exit 0; '
+        script += 'rm -rf controller-????????????????; [ -e .orch-work ] || exit 0; rm -rf venv locks; [ "$(ls -A)" = .orch-work ] || exit 0; '
+        script += 'rm .orch-work && cd / && rmdir "$d"; true'
+        self._there(self._sh(script, self._folder, *names))
+
+    def _inside(self, script: str, *args: str, stdin: bytes = b"", timeout_s: float = ASK_S) -> CommandResult:
+        """args: `$2` and so on."""
+        return self._there(self._sh(_FOLDER + script, self._folder, *args, stdin=stdin, timeout_s=timeout_s))
+
+    def _there(self, asked: CommandResult) -> CommandResult:
+        """Raises HostError if the script has not found the work folder."""
+        if asked.exit_code == 9:
+            remedy = "is its disk mounted on the login host? `orch up FILE` makes a folder that is not there"
+            raise HostError(self._transport.node, f"the work folder {self._folder} is missing: {_last(asked)}", remedy)
+        return asked
 
     def _done(self, argv: Sequence[str]) -> CommandResult:
         asked = self._transport.run(shell.join(argv), timeout_s=ASK_S)
