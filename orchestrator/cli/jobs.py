@@ -288,8 +288,8 @@ def _started_job(controller: Controller, wanted: str | None, cluster: str | None
 def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) -> None:
     """End a job on all its hosts, then check that nothing is left.
 
-    Without --job it ends the cluster's latest job, or the only running job, after asking. A queued job leaves the
-    queue.
+    Without --job it ends the cluster's latest job, or the only running job, after asking; --yes is about the latest
+    only. A queued job leaves the queue.
 
     \b
     orch cancel --job mnist_lenet-20261121-0912-k3f
@@ -302,6 +302,8 @@ def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) ->
         try:
             job = controller.jobs.find(wanted, cluster) if wanted else _meant(controller, cluster, yes)
         except QueuedError as queued:
+            if not wanted and queued.record.state not in ENDED:
+                _insist(queued.record, yes)
             return _take_out(controller, queued, as_json)
         if job.record.state in ENDED:
             console.say(f"{job.id} has ended already; looking for what it may have left")
@@ -340,22 +342,26 @@ def _meant(controller: Controller, cluster: str | None, yes: bool) -> RunningJob
     known = job.refresh()
     open_jobs = [other for other in controller.store.jobs() if other.state not in ENDED]
     runs = [other.id for other in open_jobs if other.cluster == known.cluster and other.state != "queued"]
-    if known.state in ENDED and len(runs) == 1:
+    if known.state in ENDED and len(runs) == 1 and not yes:
         console.say(f"it has ended ({known.state}); only {runs[0]} runs")
         job = controller.jobs.find(runs[0])
         known = job.refresh()
     if known.state in ENDED:
         others = [other.id for other in open_jobs if other.id != known.id]
         remedy = (
-            f"still running: {', '.join(others)}: name one with --job"
+            f"still running: {', '.join(others)}: `orch cancel --job {others[0] if len(others) == 1 else 'JOB'}`"
             if others
             else "no other job runs; `orch jobs` lists all"
         )
         raise UsageError(f"{known.id} has ended already ({known.state})", remedy)
-    question = f"Cancel {known.id} ({known.state}) on {', '.join(known.nodes)}?"
-    if not yes and not agrees(question):
-        raise UsageError("no job was cancelled", f"orch cancel --job {known.id}")
+    _insist(known, yes)
     return job
+
+
+def _insist(record: JobRecord, yes: bool) -> None:
+    question = f"Cancel {record.id} ({record.state}) on {', '.join(record.nodes)}?"
+    if not yes and not agrees(question):
+        raise UsageError("no job was cancelled", f"orch cancel --job {record.id}")
 
 
 def cancel_job(job: RunningJob) -> None:

@@ -11,6 +11,8 @@ import pytest
 from orchestrator.cli import main
 from orchestrator.clusters import Clusters, Up
 from orchestrator.jobs import RunningJob
+from orchestrator.jobs.job_store import SlurmLoan
+from orchestrator.jobs.slurm_queue import SlurmQueue
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from tests.support.commands import COMMANDS, options_of
@@ -137,11 +139,31 @@ def test_nobody_cancels_by_mistake(answer, words, ended, orch, monkeypatch):
         assert "Cancel r-2 (running) on a, b?" in err
 
 
-def test_cancel_of_a_latest_that_has_ended_takes_the_only_one_that_runs(orch, monkeypatch):
+def test_a_latest_that_waits_for_slurm_is_asked_about_too(orch, monkeypatch):
+    loan = SlurmLoan(job="7", folder="r-3")
+    Store(Home.default()).save_job(job("r-3", "2026-11-22T09:00:00+00:00", cluster="rack", state="queued", slurm=loan))
+    cancelled = []
+    monkeypatch.setattr(SlurmQueue, "refreshed", lambda self, record: record)
+    monkeypatch.setattr(SlurmQueue, "cancel", lambda self, record: cancelled.append(record.id) or record)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    code, _, err = orch("cancel")
+    assert (code, cancelled) == (2, []) and "try: orch cancel --job r-3" in err
+    assert (orch("cancel", "--yes")[0], cancelled) == (0, ["r-3"])
+
+
+@pytest.mark.parametrize("yes", [False, True])
+def test_cancel_of_a_latest_that_has_ended_asks_about_the_only_one_that_runs(yes, orch, monkeypatch):
+    """`--yes` was about the latest job."""
     record = job("r-3", "2026-11-22T09:00:00+00:00", cluster="rack", state="failed")
     Store(Home.default()).save_job(record, a2000_v100().model_copy(update={"job": "r-3", "cluster": "rack"}))
-    monkeypatch.setattr(RunningJob, "cancel", lambda self: (self.record, []))
+    cancelled = []
+    monkeypatch.setattr(RunningJob, "cancel", lambda self: (cancelled.append(self.id) or self.record, []))
     monkeypatch.setattr(sys, "stdin", Typist("y\n"))
+    if yes:
+        code, _, err = orch("cancel", "--yes")
+        assert (code, cancelled) == (2, [])
+        assert "r-3 has ended already (failed)" in err and "still running: r-2: `orch cancel --job r-2`" in err
+        return
     code, _, err = orch("cancel")
     assert code == 0
     assert "it has ended (failed); only r-2 runs" in err and "Cancel r-2 (running) on a, b?" in err
@@ -151,7 +173,7 @@ def test_cancel_of_a_latest_that_has_ended_names_what_still_runs(orch, monkeypat
     monkeypatch.setattr(sys, "stdin", Typist("y\n"))
     code, _, err = orch("cancel", "--cluster", "lab", "--yes")
     assert code == 2
-    assert "l-1 has ended already (failed)" in err and "still running: r-2: name one with --job" in err
+    assert "l-1 has ended already (failed)" in err and "still running: r-2: `orch cancel --job r-2`" in err
 
 
 def test_up_says_where_the_terminal_keeps_to_another_cluster(orch, monkeypatch, tmp_path):
