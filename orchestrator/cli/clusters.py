@@ -25,7 +25,7 @@ from orchestrator.cli.common import (
 )
 from orchestrator.cli.results import bring, leave, lines
 from orchestrator.cli.ssh import refresh_kept
-from orchestrator.errors import HostError, UsageError
+from orchestrator.errors import HostError, StateError, UsageError
 from orchestrator.units import counted, some
 
 if TYPE_CHECKING:
@@ -323,7 +323,6 @@ def down(
     orch down --yes
     orch down --yes --pull
     """
-    from orchestrator.jobs.pull import unpulled
     from orchestrator.views import console
 
     if pull_first and discard:
@@ -335,21 +334,24 @@ def down(
         if jobs := controller.store.uncollected(known.name):
             console.warn(f"jobs not collected: {len(jobs)} ({some(jobs, 3)}); their files are removed, too")
         with busy(f"looking at what jobs wrote on {counted(len(known.nodes), 'host')}"):
-            lost = unpulled(controller.store, controller.connections, known)
+            surveys, lost = _surveyed(controller, known)
         for line in _unpulled_words(lost):
             console.warn(line)
-        spared = {} if discard else lost.errors
+        spared = {} if discard else {**lost.errors}
         if spared:
             console.warn(f"nothing is removed on {some(list(spared), SHOWN_NAMES)}; --discard removes it unseen")
         pulls = pull_first or (lost.files and not discard and _wants_them(lost, out, may_ask=not yes))
         if not yes:
-            with busy(f"looking at {counted(len(known.nodes), 'host')}"):
-                surveys = controller.clusters.look(known)
-            console.fail_each(seen for seen in surveys.values() if isinstance(seen, HostError))
-            _say_what_goes(known, [seen for seen in surveys.values() if not isinstance(seen, HostError)])
+            _say_what_goes(known, surveys)
             insist(f"Do this on {counted(len(known.nodes) - len(spared), 'host')}?")
-        if pulls:
-            _pull_all(controller, known, out)
+        if not discard:
+            has_ended = _end_all(controller, known, surveys)  # first, since a script may save its work at its end
+            last = _surveyed(controller, known)[1] if has_ended else lost
+            spared |= last.errors
+            if pulls:
+                _pull_all(controller, last, out)
+            elif (saved := _without(last, lost)).files and _wants_them(saved, out, may_ask=not yes):
+                _pull_all(controller, saved, out)
         with busy(f"clearing {counted(len(known.nodes), 'host')}"):
             answers = controller.down(known, spared)
         failed = [name for name, answer in answers.items() if isinstance(answer, HostError)]
@@ -374,17 +376,54 @@ def _wants_them(lost: Unpulled, out: Path, *, may_ask: bool) -> bool:
     return False
 
 
-def _pull_all(controller: Controller, cluster: Cluster, out: Path) -> None:
+def _surveyed(controller: Controller, cluster: Cluster) -> tuple[list[Survey], Unpulled]:
+    """Remembers jobs that are unknown or damaged here."""
+    from orchestrator.jobs.pull import Unpulled, unpulled
+    from orchestrator.transport.fanout import errors_by_node, values
+
+    seen = controller.clusters.look(cluster)
+    there = {name: [each.job for each in survey.mine] for name, survey in values(seen).items()}
+    sound = {*controller.store.job_ids()} - controller.store.damaged().keys()
+    if not sound.issuperset(job for jobs in there.values() for job in jobs):
+        controller.lost_jobs.rescan([cluster.name])
+    lost = unpulled(controller.store, controller.connections, cluster, there)
+    return list(values(seen).values()), Unpulled(lost.files, {**errors_by_node(seen), **lost.errors})
+
+
+def _without(lost: Unpulled, agreed: Unpulled) -> Unpulled:
+    """Without files of names whose deletion was agreed to."""
+    from orchestrator.jobs.pull import Unpulled
+
+    names = {(job, node, file.name) for job, files in agreed.files.items() for node, file in files}
+    left = {
+        job: [(node, file) for node, file in files if (job, node, file.name) not in names]
+        for job, files in lost.files.items()
+    }
+    return Unpulled({job: files for job, files in left.items() if files}, lost.errors)
+
+
+def _end_all(controller: Controller, cluster: Cluster, surveys: Sequence[Survey]) -> bool:
+    """Whether any job ran."""
     from orchestrator.jobs.job_store import ENDED
-    from orchestrator.jobs.pull import unpulled
+    from orchestrator.views import console
+
+    own = [job.id for job in controller.store.jobs() if job.cluster == cluster.name and job.state not in ENDED]
+    alive = [there.job for survey in surveys for there in survey.mine if there.alive]
+    running = [*dict.fromkeys([*own, *alive])]
+    for job in running:
+        with busy(f"ending {job}"), suppress(UsageError, StateError):  # jobs of another owner stay
+            controller.jobs.find(job).cancel()
+            console.say(f"ended {job}")
+    if cluster.engine:
+        controller.submissions.end_all(cluster)
+    return bool(running)
+
+
+def _pull_all(controller: Controller, lost: Unpulled, out: Path) -> None:
     from orchestrator.paths import RunFolder
     from orchestrator.views import console
 
-    running = [job.id for job in controller.store.jobs() if job.cluster == cluster.name and job.state not in ENDED]
-    for job in running:  # first, since a script may save its work when it is cancelled
-        with busy(f"ending {job}"), suppress(UsageError):  # jobs of another owner stay
-            controller.jobs.find(job).cancel()
-    for job, files in unpulled(controller.store, controller.connections, cluster).files.items():
+    for job, files in lost.files.items():
         chosen: dict[str, list[Output]] = {}
         for node, file in files:
             chosen.setdefault(node, []).append(file)

@@ -20,7 +20,6 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -31,10 +30,9 @@ from orchestrator.errors import ConnectError, HostError, OrchError, ProbeError
 from orchestrator.files import folder_beneath, hash_file, make_folder, sync
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
-from orchestrator.jobs.collect import SPARE_BYTES, is_removed, refuse_if_full
+from orchestrator.jobs.collect import SPARE_BYTES, refuse_if_full
 from orchestrator.jobs.frames import End, FilePiece, Held, Left, Whole, read_files
 from orchestrator.jobs.job_store import JobStore
-from orchestrator.owner import read_owner
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.transport import ask
@@ -533,30 +531,25 @@ def outputs(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> Outputs:
     return Outputs(without_copies(plan, by_node), errors_by_node(listed))
 
 
-def unpulled(jobs: JobStore, connections: Connections, cluster: Cluster) -> Unpulled:
-    plans = _own_plans(jobs, cluster)
-    asked = {
-        node.name: [plan.job for plan in plans if node.name in {planned.name for planned in plan.nodes}]
-        for node in cluster.nodes
-    }
-    opened = connections.open([cluster.node(name) for name, ids in asked.items() if ids])
-    listed = list_outputs(values(opened), asked)
+def unpulled(
+    jobs: JobStore, connections: Connections, cluster: Cluster, there: Mapping[str, Sequence[str]]
+) -> Unpulled:
+    """there: by node, this home's jobs that it holds; a job without a plan that fits is an error of its host."""
+    plans, unread = dict[str, LaunchPlan](), dict[str, HostError]()
+    for name, ids in there.items():
+        for job in ids:
+            try:
+                plans[job] = jobs.plan(job)
+                plans[job].node(name)
+            except OrchError as error:
+                unread[name] = HostError(name, f"holds {job}: {error.message}", "`orch jobs --rescan`")
+    opened = connections.open([cluster.node(name) for name, ids in there.items() if ids and name not in unread])
+    listed = list_outputs(values(opened), there)
     files: dict[str, list[tuple[str, Output]]] = {}
-    for plan in plans:
-        found = {name: listings[plan.job] for name, listings in values(listed).items() if plan.job in listings}
-        runs = [RunFolder(folder) for folder in jobs.run_folders(plan.job)]
+    for job, plan in plans.items():
+        found = {name: listings[job] for name, listings in values(listed).items() if job in listings}
+        runs = [RunFolder(folder) for folder in jobs.run_folders(job)]
         for name, listing in without_copies(plan, found).items():
             if lacking := nowhere(runs, name, listing.files):
-                files.setdefault(plan.job, []).extend((name, output) for output in lacking)
-    return Unpulled(files, {**errors_by_node(opened), **errors_by_node(listed)})
-
-
-def _own_plans(jobs: JobStore, cluster: Cluster) -> list[LaunchPlan]:
-    """This home's jobs on the cluster whose hosts may still hold files."""
-    plans, own = list[LaunchPlan](), read_owner(jobs.home)
-    for record in jobs.jobs():
-        with suppress(OrchError):  # a damaged record
-            plan = jobs.plan(record.id)
-            if record.cluster == cluster.name and plan.owner == own and not is_removed(jobs, plan):
-                plans.append(plan)
-    return plans
+                files.setdefault(job, []).extend((name, output) for output in lacking)
+    return Unpulled(files, {**unread, **errors_by_node(opened), **errors_by_node(listed)})

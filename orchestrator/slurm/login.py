@@ -151,8 +151,8 @@ class SlurmLogin:
         """
         script = _NAMED + '[ -e "$d" ] || ! cd "$(dirname "$d")" || exit 0; cd "$d" || exit 9; shift; '
         script += 'for n; do rm -rf "submitted/$n"; done; rmdir nodes; rmdir submitted || exit 0; '
-        script += 'rm -rf controller-????????????????; [ -e .orch-work ] || exit 0; rm -rf venv locks; [ "$(ls -A)" = .orch-work ] || exit 0; '
-        script += 'rm .orch-work && cd / && rmdir "$d"; true'
+        script += "rm -rf controller-????????????????; [ -e .orch-work ] || exit 0; rm -rf venv locks; "
+        script += '[ "$(ls -A)" = .orch-work ] || exit 0; rm .orch-work && cd / && rmdir "$d"; true'
         self._there(self._sh(script, self._folder, *names))
 
     def _inside(self, script: str, *args: str, stdin: bytes = b"", timeout_s: float = ASK_S) -> CommandResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -186,6 +187,36 @@ def test_what_a_job_saves_when_it_is_ended_comes_home_too(tmp_path):
     wait_for(lambda: "ready" in person.types("logs", job).stdout, "its handler")
     person.types("down", "--yes", "--pull", "--out", "mine")
     assert (person.here / "mine" / job / "nodes" / "a" / "files" / "src/last.pt").read_text() == "saved"
+
+
+@pytest.mark.parametrize("how", ["--yes", "on a terminal"])
+def test_what_a_job_saves_when_it_is_ended_needs_its_own_consent(tmp_path, how):
+    person = a_person(tmp_path)
+    (tmp_path / "code" / "train.py").write_text(SAVES)
+    job = person.runs()
+    wait_for(lambda: "ready" in person.types("logs", job).stdout, "its handler")
+    words, answer = (["--yes"], "") if how == "--yes" else ([], "y\nn\nn\n")
+    said = person.types("down", *words, answer=answer, exit_code=2 if words else 1).stderr
+    assert f"files that were never pulled would be deleted ({job})" in said if words else "Delete them?" in said
+    assert (tmp_path / "work-a" / "jobs" / job / "src/last.pt").read_text() == "saved"
+    person.types("down", "--yes", "--pull", "--out", "mine")
+    assert (person.here / "mine" / job / "nodes" / "a" / "files" / "src/last.pt").read_text() == "saved"
+
+
+@pytest.mark.parametrize("lost", ["job.json", "plan.json", "its folder"])
+def test_files_of_a_job_that_is_damaged_or_unknown_here_are_not_deleted_without_consent(tmp_path, lost):
+    person = a_person(tmp_path)
+    job = person.runs()
+    person.waits(job)
+    folder = tmp_path / "home" / "jobs" / job
+    if lost == "its folder":
+        shutil.rmtree(folder)
+    else:
+        (folder / lost).write_text("{")
+    refused = person.types("down", "--yes", exit_code=2).stderr
+    assert f"never pulled of {job}: 2 files" in refused
+    person.types("down", "--yes", "--pull", "--out", "mine")
+    assert (person.here / "mine" / job / "nodes" / "a" / "files" / "src/snapshot.pt").stat().st_size == 300_000
 
 
 # ---- after ----------------------------------------------------------------------------------------------------
