@@ -251,7 +251,10 @@ class Controller:
         has_room = self.checks.look_at_gpus(plan, job.hosts, shown)
         with self.store.launching(record, plan) as start:
 
+            is_cancelled = list[str]()
+
             def undone() -> None:
+                is_cancelled.extend([job.id] * (job.record.state == "cancelled"))  # by another command
                 self.store.save_job(record.model_copy(update={"state": "cancelled", "ended": now_utc()}))
                 self.store.nothing_to_collect(record.id)
                 start.over()
@@ -261,7 +264,12 @@ class Controller:
 
             needed = {node.name: needed_bytes(plan, node) for node in plan.nodes if plan.asked.waits}
             carried = partial(self.handovers.deliver, plan, handover)
-            at_once = launch(plan, hosts, blob, undone, prepared, carried, needed, has_room=has_room)
+            try:
+                at_once = launch(plan, hosts, blob, undone, prepared, carried, needed, has_room=has_room)
+            except HostsError as error:
+                if is_cancelled:
+                    raise OrchError(f"{job.id} was cancelled while it started", "`orch run` starts it again") from error
+                raise
             start.over()
             if plan.asked.waits and not at_once:
                 self.store.change_job(

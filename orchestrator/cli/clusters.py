@@ -25,7 +25,7 @@ from orchestrator.cli.common import (
 )
 from orchestrator.cli.results import bring, leave, lines
 from orchestrator.cli.ssh import refresh_kept
-from orchestrator.errors import HostError, StateError, UsageError
+from orchestrator.errors import HostError, OrchError, StateError, UsageError
 from orchestrator.units import counted, some
 
 if TYPE_CHECKING:
@@ -383,9 +383,12 @@ def _surveyed(controller: Controller, cluster: Cluster) -> tuple[list[Survey], U
 
     seen = controller.clusters.look(cluster)
     there = {name: [each.job for each in survey.mine] for name, survey in values(seen).items()}
-    sound = {*controller.store.job_ids()} - controller.store.damaged().keys()
-    if not sound.issuperset(job for jobs in there.values() for job in jobs):
-        controller.lost_jobs.rescan([cluster.name])
+    for job in {job for jobs in there.values() for job in jobs}:
+        try:
+            controller.jobs.find(job)
+        except OrchError:
+            controller.lost_jobs.rescan([cluster.name])
+            break
     lost = unpulled(controller.store, controller.connections, cluster, there)
     return list(values(seen).values()), Unpulled(lost.files, {**errors_by_node(seen), **lost.errors})
 

@@ -245,9 +245,9 @@ class RunningJob:
                 "only they can end it; if that was you, `orch jobs --rescan --adopt` makes it yours",
             )
         away = self.reach()
-        half = self._jobs.is_half_started(self.id)
-        records = {**away, **self._end(fence=half)}
-        if half and not errors_by_node(records):
+        starts = self._jobs.home.launching(self.id).exists()  # half done, or another command is at it
+        records = {**away, **self._end(fence=starts)}
+        if starts and not errors_by_node(records):
             self._jobs.start_is_over(self.id)
         if self.record.slurm and not self.record.slurm.is_over:
             with suppress(HostError):  # its hosts have ended it: the batch step is about to end by itself

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from orchestrator.controller import Controller
-from orchestrator.errors import ConnectError, HostsError
+from orchestrator.errors import ConnectError, HostsError, OrchError
 from orchestrator.hosts import Connections
 from orchestrator.jobs import node_request
 from orchestrator.jobs.launch import launch, peer_place
@@ -194,3 +194,32 @@ def test_two_who_follow_see_the_same_and_their_end_is_not_the_jobs(job, tmp_path
     assert seen[0] == seen[1]
     assert [line.split()[-1] for line in seen[0]] == ["began", "end"] * 2
     assert job.wait().state == "succeeded"
+
+
+def test_a_cancel_while_another_controller_still_uploads_ends_that_start(job, tmp_path, monkeypatch):
+    uploads, is_cancelled, outcome = threading.Event(), threading.Event(), []
+    real = ask.ask
+
+    def slow(host, program, *rest, **more):
+        if program == "prepare":
+            uploads.set()
+            assert is_cancelled.wait(60)
+        return real(host, program, *rest, **more)
+
+    def start():
+        try:
+            outcome.append(controller_of(job, tmp_path / "home").launch(job.plan, job.blob))
+        except OrchError as error:
+            outcome.append(error)
+
+    monkeypatch.setattr(ask, "ask", slow)
+    thread = threading.Thread(target=start)
+    thread.start()
+    assert uploads.wait(60)
+    record, stayed = controller_of(job, tmp_path / "home").jobs.find(job.plan.job).cancel()
+    is_cancelled.set()
+    thread.join()
+    assert (record.state, stayed) == ("cancelled", [])
+    assert isinstance(outcome[0], OrchError) and "was cancelled while it started" in str(outcome[0])
+    assert not any(agent.get("alive") for agent in job.agents().values())
+    assert controller_of(job, tmp_path / "home").jobs.find(job.plan.job).refresh().state == "cancelled"
