@@ -250,7 +250,6 @@ class Controller:
         shown |= {*handover.notes}
         has_room = self.checks.look_at_gpus(plan, job.hosts, shown)
         with self.store.launching(record, plan) as start:
-
             is_cancelled = list[str]()
 
             def undone() -> None:

@@ -383,7 +383,8 @@ def _surveyed(controller: Controller, cluster: Cluster) -> tuple[list[Survey], U
 
     seen = controller.clusters.look(cluster)
     there = {name: [each.job for each in survey.mine] for name, survey in values(seen).items()}
-    for job in {job for jobs in there.values() for job in jobs}:
+    sound = {job.id for job in controller.store.jobs() if not job.was_queued} - controller.store.damaged().keys()
+    for job in {job for jobs in there.values() for job in jobs} - sound:
         try:
             controller.jobs.find(job)
         except OrchError:
