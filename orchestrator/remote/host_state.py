@@ -126,6 +126,9 @@ class Ranks:
         if lost := event.get("dropped_bytes"):
             record["dropped_bytes"] = record.get("dropped_bytes", 0) + lost
 
+    def has_files(self) -> bool:
+        return self._stillness.has_files(self.records)
+
     def look(self, now_s: float) -> bool:
         """Updates which ranks stand still, and which have joined no other; only reported. Returns whether records
         changed.

@@ -170,18 +170,19 @@ class JobFolder:
         return self.read_agent().get("state") in FINAL_STATES
 
 
-def write_record(job: JobFolder, record: Mapping[str, Any]) -> None:
-    write_json(job.agent, fitted(record, RECORD_BYTES))
+def write_record(job: JobFolder, record: Mapping[str, Any], *, sync: bool = False) -> None:
+    """Without `sync`, which a slow disk may take minutes for: a restart of the host voids all but the final record."""
+    write_json(job.agent, fitted(record, RECORD_BYTES), sync=sync)
 
 
 def write_final_record(job: JobFolder, record: Mapping[str, Any]) -> None:
     """Writes the final record, using the reserved space if the disk is full. Clears secrets first."""
     job.forget_secrets()
     try:
-        write_record(job, record)
+        write_record(job, record, sync=True)
     except OSError:
         job.reserve.unlink()
-        write_record(job, record)
+        write_record(job, record, sync=True)
 
 
 def _sha256(text: str) -> str:
@@ -230,15 +231,16 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Temporary file, fsync, rename: readers see the old or the new content. Mode 0600."""
+def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
+    """Temporary file, fsync (`sync`), rename: readers see the old or the new content. Mode 0600."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(handle, "w") as file:
             json.dump(value, file)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict
 
 Phase = Literal["resting", "queued", "joining", "joined", "running", "done", "stopping", "ended"]
 BEFORE_JOINING: tuple[Phase | None, ...] = (None, "resting", "queued", "joining")
+STOOD_STILL = "the supervisor stood still"  # a rank's cause
 STILL_QUEUED = "; the job was still queued: submit it again"
 Whose = Literal["hosts", "script", "person"]
 FinalState = Literal["succeeded", "failed", "cancelled"]

@@ -26,6 +26,7 @@ from .cgroups import let_go_first
 from .forked import Forked, fork_script, watched
 from .layout import JobFolder, write_json
 from .meeting import Meeting
+from .messages import STOOD_STILL
 from .output_writer import OutputWriter
 from .print_times import PrintTimes
 from .processes import (
@@ -47,8 +48,10 @@ RARER = 20
 """Time to the next check whether a rank has joined others, as a fraction (1/RARER) of its run time: a host may have
 very many connections.
 """
-STILL_S = 22.0
-"""A supervisor frozen for this long has lost its lease (`membership`) and cannot end us: we end ourselves."""
+LATE_S = 2.0
+"""A supervisor frozen for this time and the job's `silence_s` has lost its lease (`membership`) and cannot end us: we
+end ourselves.
+"""
 END_S = 5.0
 LOST_S = 1.0
 METRICS = "metrics.jsonl"
@@ -81,7 +84,7 @@ def main() -> None:
     parent = child.parent if isinstance(child, Forked) else os.getpid()
     _report(job, ranks, {"event": "started", "pid": child.pid, "wrapper": os.getpid(), "parent": parent})
     look = _look_out(job, ranks, child.pid, meeting)
-    cause = _watch(child, wakeup, alive, int(agent.get("pid", 0)), look)
+    cause = _watch(child, wakeup, alive, int(agent.get("pid", 0)), look, node["silence_s"] + LATE_S)
     end = _describe(child.wait(), cause)
     look()
     if meeting:
@@ -93,7 +96,7 @@ def main() -> None:
         end["dropped_bytes"] = dropped
     for rank in ranks:
         with contextlib.suppress(OSError):
-            write_json(job.rank(rank) / "exit.json", end)
+            write_json(job.rank(rank) / "exit.json", end, sync=False)
     _report(job, ranks, {"event": "ended", **end})
     sys.exit(end["exit_code"] if end["signal"] is None else 128 - child.wait())
 
@@ -207,8 +210,13 @@ def _not_finite(job: JobFolder, rank: int) -> dict[str, Any]:
     return {}
 
 
-def _watch(child: Script, wakeup: int, alive: int, supervisor: int, look: Callable[[], None]) -> str | None:
-    """Waits for the child's end; calls `look` every LOOK_S. Returns why we ended it, None if it ended by itself."""
+def _watch(
+    child: Script, wakeup: int, alive: int, supervisor: int, look: Callable[[], None], still_s: float
+) -> str | None:
+    """Waits for the child's end; calls `look` every LOOK_S. Returns why we ended it, None if it ended by itself.
+
+    still_s: how long the supervisor may stand still.
+    """
     cause = None
     watched: list[int | Forked] = [wakeup, alive, *([child] if isinstance(child, Forked) else [])]
     beats, still = pulse(supervisor), 0
@@ -218,8 +226,8 @@ def _watch(child: Script, wakeup: int, alive: int, supervisor: int, look: Callab
         if not ready:  # counts looks, not seconds: after a freeze of both, the supervisor has time to wake up
             before, beats = beats, pulse(supervisor)
             still = still + 1 if beats == before != -1 else 0
-            if still * LOOK_S >= STILL_S:
-                cause = cause or "the supervisor stood still"
+            if still * LOOK_S >= still_s:
+                cause = cause or STOOD_STILL
                 _kill(child, signal.SIGKILL)
         if alive in ready:  # the FIFO is never written to: readable means that its writer is gone
             watched.remove(alive)

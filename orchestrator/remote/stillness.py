@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from .layout import JobFolder
@@ -63,6 +63,9 @@ class Stillness:
                 return {}
             done[rank] = what_it_does(samples)
         return done
+
+    def has_files(self, ranks: Iterable[str]) -> bool:
+        return all(max(self._sizes(rank)) >= 0 for rank in ranks)
 
     def _sizes(self, rank: str) -> tuple[int, ...]:
         return tuple(_size(self._job.rank(int(rank)) / name) for name in FILES)

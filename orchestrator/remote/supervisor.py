@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, NoReturn, cast
 
 from . import answer as trouble
@@ -29,6 +30,7 @@ from .mesh import Place
 from .messages import (
     BEFORE_JOINING,
     STILL_QUEUED,
+    STOOD_STILL,
     AgentRecord,
     Earlier,
     Failure,
@@ -74,6 +76,7 @@ class Supervisor:
         self._record = RecordWriter(job, node["name"], before)
         self._fifo = ControlFifo(job, self._received)
         self._tasks, self._pulse = Tasks(self._crash), Pulse()
+        self._looks = ThreadPoolExecutor(1)
         self._coordinator = (
             Coordinator(node, token, self.state, self._peers, self._takes_part, self._obey, self._earlier)
             if node["is_master"]
@@ -209,14 +212,23 @@ class Supervisor:
     async def _watch_ranks(self) -> None:
         while True:
             await asyncio.sleep(STILL_LOOK_S)
-            if self.state.phase == "running" and self.state.ranks.look(time.monotonic()):
-                self._write()
+            if self.state.phase == "running":
+                await self._in_thread(self.state.ranks.has_files)  # then their system answers, and has their sizes
+                if self.state.phase == "running" and self.state.ranks.look(time.monotonic()):
+                    self._write()
 
     async def _watch_folder(self) -> None:
         # Without the job's folder no request can reach us, so the job ends.
-        while self.state.has_folder():
+        while await self._in_thread(self.state.has_folder):
             await asyncio.sleep(LOOK_S)
         self.state.fail(self.state.without_folder())
+
+    async def _in_thread(self, look: Callable[[], bool]) -> bool:
+        """A look at files of a server that gives no answer must not stop our pulse."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._looks, look)
+        except RuntimeError:  # no further thread may start
+            return look()
 
     # ---- reports to others ------------------------------------------------------------------------------------
 
@@ -377,6 +389,9 @@ class Supervisor:
             if state.phase == "running" and event["exit_code"] != 0 and event["cause"] is None:
                 log = self._job.rank(event["rank"]) / "stderr.log"
                 state.fail(self._programs.failures.of_rank(event, log))
+                return
+            if state.phase == "running" and event["cause"] == STOOD_STILL and not state.failures:
+                self._fail("supervisor", f"{STOOD_STILL} (stopped, starved or asleep), so its ranks ended themselves")
                 return
         self._changed()
 
