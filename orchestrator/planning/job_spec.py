@@ -138,6 +138,7 @@ def _unique(values: list[str]) -> list[str]:
 Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, allow_inf_nan=False)]
 Silence = Annotated[float, BeforeValidator(_seconds), Field(ge=SILENCE_S, le=3600.0, allow_inf_nan=False)]
 Count = Annotated[int | None, Field(ge=1)]
+Retries = Annotated[int | None, Field(ge=1, le=20)]
 Text = Annotated[str, BeforeValidator(_text)]
 Named = Annotated[str, AfterValidator(_named)]
 Path = Annotated[str, BeforeValidator(_path)]
@@ -251,9 +252,9 @@ class JobSpec(Written):
         SILENCE_S,
         "How long a host may send nothing, or stand still, before the job counts it as lost: 60s for hosts that stall.",
     )
-    retries: Count = option(
+    retries: Retries = option(
         None,
-        "If hosts make the job fail, start it again on the others, from its last checkpoint; at most N times.",
+        "If hosts make the job fail, start it again on the others, from its last checkpoint; at most N times (20).",
         "N",
     )
     retry_on: Literal["hosts", "any"] = option(

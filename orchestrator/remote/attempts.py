@@ -25,7 +25,6 @@ from .messages import Earlier, Failure, Whose
 AGAIN = 75
 """Exit code of a supervisor whose job is tried again."""
 LONGEST_WAIT_S = 360.0
-MOST_EARLIER = 20
 WHY_CHARS = 200
 
 # No script causes these.
@@ -86,7 +85,7 @@ def goes_on(node: Mapping[str, Any], earlier: Sequence[Earlier], cause: Failure 
 
 def with_failed(earlier: Sequence[Earlier], cause: Failure) -> list[Earlier]:
     why = f"{cause['node']}: {cause['reason'][:WHY_CHARS]}"
-    return [*earlier, Earlier(why=why, ended=time.time())][-MOST_EARLIER:]
+    return [*earlier, Earlier(why=why, ended=time.time())]
 
 
 def pause_s(node: Mapping[str, Any], earlier: Sequence[Earlier]) -> float:

@@ -49,6 +49,14 @@ CAUSES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("most", [2, 30])
+def test_attempts_without_a_controller_end(most: int) -> None:
+    lost, earlier = messages.failure("lost", "b", SILENT), list[messages.Earlier]()
+    while attempts.goes_on({"retries": {"most": most, "any_cause": False}}, earlier, lost) and len(earlier) < 2 * most:
+        earlier = attempts.with_failed(earlier, lost)
+    assert len(earlier) == most - 1
+
+
 @pytest.mark.parametrize(("kind", "more", "whose", "without"), CAUSES)
 def test_whose_the_first_cause_was(kind: str, more: dict[str, object], whose: str, without: str | None) -> None:
     cause: Any = {**messages.failure(kind, "b", "rank 1 exited"), **more}

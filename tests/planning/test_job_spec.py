@@ -95,7 +95,9 @@ def test_every_form_of_a_job_is_the_same_job(tmp_path_factory: pytest.TempPathFa
     assert read == (spec if spec.folder or not ships_current else spec.updated(folder="."))
 
 
-@pytest.mark.parametrize("words", [("--hosts", "2:1"), ("--retries", "0"), ("--set", "x"), ("--env", "1A=2")])
+@pytest.mark.parametrize(
+    "words", [("--hosts", "2:1"), ("--retries", "0"), ("--retries", "21"), ("--set", "x"), ("--env", "1A=2")]
+)
 def test_a_mistake_next_to_a_job_file_is_one_line(
     words: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
