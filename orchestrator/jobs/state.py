@@ -212,9 +212,9 @@ def ended_by(record: JobRecord, slurm: SlurmJob) -> JobRecord:
 
 
 def _with_own_cause(known: JobRecord, records: Mapping[str, Mapping[str, Any]]) -> JobRecord:
-    """Replaces "lost", reported by the other hosts, by that host's own first failure."""
+    """Replaces "lost" or "network", as other hosts see it, by that host's own first failure."""
     lost = known.first_failure
-    if lost is None or lost.kind != "lost":
+    if lost is None or lost.kind not in ("lost", "network"):
         return known
     record = records.get(lost.node, {})
     own = _first_failure(record) if record.get("state") == "failed" else None

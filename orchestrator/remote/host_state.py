@@ -30,7 +30,7 @@ class HostState:
         self, job: JobFolder, node: dict[str, Any], cut: Mapping[str, str], changed: Callable[[], None]
     ) -> None:
         self.phase: Phase = "joining"
-        self.cancelled = self.is_stopping = self.is_last = False
+        self.cancelled = self.is_stopping = self.is_last = self.cannot_write = False
         self.turn: TurnReport | None = None
         self.failures: list[Failure] = []
         self.leftovers: list[str] = []
@@ -68,7 +68,7 @@ class HostState:
             status["dropped"] = dropped
         if self.turn and self.phase == "queued":
             status["turn"] = self.turn
-        if self.is_last:
+        if self.is_last or self.cannot_write:  # the next attempt's supervisor would read an old record
             status["is_last"] = True
         return cast(Status, fitted(status, MAX_LINE // 2))
 

@@ -27,6 +27,7 @@ from typing import Any, NoReturn, cast
 
 from . import attempts
 from .answer import Refused, refusal
+from .answer import describe as describe_error
 from .cgroups import out_of_memory_kills
 from .gpu_claim import REMEDY, claim
 from .gpu_queue import refuse_before_turn
@@ -98,18 +99,20 @@ class Keeper:
 
     def _supervise(self, line: socket.socket, answer: int | None, keeper: int) -> NoReturn:
         # In the new process.
-        try:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            die_with_parent(signal.SIGTERM)
-            if os.getppid() != keeper:
-                os._exit(1)
-            adopt_orphans()
-            again = asyncio.run(Supervisor(self._job, self._node, Claims(line, self._claims), self._doors).run(answer))
-        except Exception:
-            traceback.print_exc()
-            os._exit(1)
-        sys.stderr.flush()
-        os._exit(attempts.AGAIN if again else 0)  # taking the interpreter down takes a tenth of our time
+        code = 1
+        with contextlib.suppress(OSError):  # the log is on a full disk
+            try:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                die_with_parent(signal.SIGTERM)
+                if os.getppid() != keeper:
+                    os._exit(1)
+                adopt_orphans()
+                supervisor = Supervisor(self._job, self._node, Claims(line, self._claims), self._doors)
+                code = attempts.AGAIN if asyncio.run(supervisor.run(answer)) else 0
+            except Exception:
+                traceback.print_exc()
+            sys.stderr.flush()
+        os._exit(code)  # taking the interpreter down takes a tenth of our time
 
     # ---- claims -----------------------------------------------------------------------------------------------
 
@@ -177,24 +180,39 @@ class Keeper:
         if not self._node.get("retries"):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         job, leftovers = self._job, kill_all(self._job, time.monotonic() + KILL_S)
-        with contextlib.suppress(OSError):  # a full or failing disk: the ranks are ended all the same
+        with contextlib.suppress(OSError):  # a failing disk: the ranks are ended all the same
             if not job.root.is_dir() or job.is_final():
                 return False
             record: dict[str, Any] = {**job.read_agent(), "leftovers": leftovers}
-            earlier = record.get("earlier", [])
-            can_go_on = not leftovers and "go" in record and not self._is_asked_to_end
-            if can_go_on and os.waitstatus_to_exitcode(status) == attempts.AGAIN:
-                attempts.put_aside(job, len(earlier))
+            if os.waitstatus_to_exitcode(status) == attempts.AGAIN and (earlier := record.get("earlier")):
+                node, _, why = earlier[-1]["why"].partition(": ")
+                record["earlier"], cause = earlier[:-1], failure("supervisor", node, why)
+                goes_on = True
+            else:
+                cause = cause_of(job, self._node, record, status, memory_kills)
+                goes_on = "go" in record and attempts.goes_on(self._node, record.get("earlier", []), cause)
+            if goes_on and not (blocked := self._blocked(record, cause)):
                 return True
-            cause = cause_of(job, self._node, record, status, memory_kills)
-            if can_go_on and attempts.goes_on(self._node, earlier, cause):
-                attempts.put_aside(job, len(earlier) + 1)
-                again = {"state": "starting", "phase": "resting", "earlier": attempts.with_failed(earlier, cause)}
-                write_record(job, {**record, **again})
-                return True
+            if goes_on:
+                cause["reason"] += f"; no further attempt: {blocked}"
             final = {"state": "failed", "ended": time.time(), "first_failure": attempts.judged(cause)}
             write_final_record(job, {**record, **final})
         return False
+
+    def _blocked(self, record: dict[str, Any], cause: Failure) -> str:
+        """Prepares the next attempt. Returns what prevents it, else ""."""
+        earlier, name = record.get("earlier", []), self._node["name"]
+        if record["leftovers"]:
+            return f"{name}: {record['leftovers'][0]} does not end"
+        if self._is_asked_to_end:
+            return f"{name}: its keeper was asked to end (SIGTERM)"
+        again = {"state": "starting", "phase": "resting", "earlier": attempts.with_failed(earlier, cause)}
+        try:
+            write_record(self._job, {**record, **again})
+        except OSError as error:
+            return f"{name}: {describe_error(error)}"
+        attempts.put_aside(self._job, len(earlier) + 1)
+        return ""
 
     def _notify(self) -> None:
         from .notify import notify  # brings a web client
@@ -293,5 +311,6 @@ def kill_all(job: JobFolder, deadline: float) -> list[str]:
 
 if __name__ == "__main__":
     main()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
     os._exit(0)  # taking the interpreter down takes a tenth of our time

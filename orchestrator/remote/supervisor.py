@@ -251,7 +251,7 @@ class Supervisor:
         news = self.state.record()
         if self._coordinator and (dropped := self._coordinator.dropped()):
             news["dropped"] = dropped
-        self._record.write({**news, **(more or {})})
+        self.state.cannot_write = not self._record.write({**news, **(more or {})})
 
     # ---- orders -----------------------------------------------------------------------------------------------
 
@@ -307,10 +307,12 @@ class Supervisor:
             assert self._stopping
             await self._stopping
         if is_retried and first_failure and not (self.state.is_last or self.state.leftovers or self.state.cancelled):
-            self._is_retried = True
             self._write({"state": "starting", "earlier": attempts.with_failed(self._earlier, first_failure)})
-            self._finished.set()
-            return
+            if not self.state.cannot_write:
+                self._is_retried = True
+                self._finished.set()
+                return
+            self._record.record["earlier"] = self._earlier
         self._write({"state": state, "first_failure": attempts.judged(first_failure), "ended": time.time()})
         self._finished.set()
 
@@ -444,8 +446,10 @@ class RecordWriter:
             **cast(AgentRecord, kept),
         }
 
-    def write(self, news: AgentRecord) -> None:
-        # A full disk or a removed folder must not keep the job from ending; the hub still gets our status.
+    def write(self, news: AgentRecord) -> bool:
+        """False for a full disk or a removed folder, which must not keep the job from ending; the hub still gets our
+        status.
+        """
         self.record.update(news)
         if self.record.get("phase") != "queued":
             self.record.pop("queue", None)
@@ -453,9 +457,11 @@ class RecordWriter:
             self.record.pop("next_at", None)
         try:
             (write_final_record if "ended" in self.record else write_record)(self._job, self.record)
+            return True
         except OSError as error:
             with contextlib.suppress(OSError):  # the log is on the same disk
                 sys.stderr.write(f"cannot write {self._job.agent}: {error}\n")
+        return False
 
 
 CHUNK_BYTES = 1 << 16

@@ -22,7 +22,7 @@ from orchestrator.remote import processes
 from orchestrator.remote.output_writer import PIPE_BYTES, OutputWriter
 from orchestrator.store import Store
 from tests.support import forks
-from tests.support.disks import small_disk
+from tests.support.disks import fill, small_disk
 from tests.support.local_job import gang
 
 EXT4_IOC_SHUTDOWN, EXT4_GOING_FLAGS_NOLOGFLUSH = 0x8004587D, 2
@@ -39,19 +39,6 @@ for word in ("before", "during", "after"):
         time.sleep(0.01)
     chat(word)
 """
-
-
-def fill(disk):
-    """Takes every byte that is left."""
-    ballast = disk / "ballast"
-    with open(ballast, "ab", buffering=0) as file:
-        for size in (1 << 20, 1 << 12, 1):
-            try:
-                while file.write(b"x" * size):
-                    pass
-            except OSError:
-                pass
-    return ballast
 
 
 @contextmanager

@@ -23,9 +23,10 @@ import pytest
 from orchestrator.jobs import JobRecord, combine
 from orchestrator.jobs import launch as control
 from orchestrator.planning import Attempt, JobSpec
-from orchestrator.remote import agent, gpu_claim, gpu_queue, turn
-from orchestrator.remote.layout import JobFolder
+from orchestrator.remote import agent, gpu_claim, gpu_queue, keeper, turn
+from orchestrator.remote.layout import JobFolder, write_record
 from orchestrator.remote.messages import Order, Status, TurnReport
+from tests.support.disks import fill, small_disk
 from tests.support.local_job import Gang, gang
 from tests.support.sshd import wait_for
 
@@ -251,6 +252,56 @@ def test_after_the_last_attempt_and_after_the_scripts_own_failure_it_ends(tmp_pa
         job.launch()
         record = job.wait()
         assert (record.state, record.exit_code) == ("failed", 7) and "earlier" not in job.agents()["a"]
+
+
+def filled(job: Gang, disk: Path) -> None:
+    """The disk of its last host."""
+    nodes = [*job.plan.nodes]
+    nodes[-1] = nodes[-1].model_copy(update={"workdir": str(disk)})
+    job.plan = job.plan.model_copy(update={"nodes": tuple(nodes)})
+    job.hosts[nodes[-1].name] = Gang(job.plan, job.blob).hosts[nodes[-1].name]
+    job.launch()
+    job.wait_running()
+    fill(disk)
+
+
+def test_a_full_disk_ends_the_attempts_with_a_record_and_the_true_cause(tmp_path: Path) -> None:
+    waits = UNTIL.format(go="/none")
+    with (
+        small_disk(tmp_path / "disk", "80m") as disk,
+        alone(tmp_path / "job", waits, attempt=attempts(), ranks=(1,)) as job,
+    ):
+        filled(job, disk)
+        os.kill(job.agents()["a"]["pid"], signal.SIGKILL)
+        first = job.wait().first_failure
+        assert first and (first.kind, first.node, first.whose) == ("supervisor", "a", "hosts")
+        assert first.reason.startswith("the supervisor was killed by SIGKILL; no further attempt: a: No space left on")
+        assert (job.folder("a") / "rank-0" / "stdout.log").exists()  # of the last attempt
+    with small_disk(tmp_path / "disk", "80m") as disk, alone(tmp_path / "two", waits, attempt=attempts()) as job:
+        filled(job, disk)
+        os.kill(job.agents()["b"]["ranks"]["1"]["pid"], signal.SIGKILL)
+        record = job.wait()
+        assert record.first_failure and record.first_failure.reason == "rank 1 was killed by SIGKILL"
+        assert [one["state"] for one in job.agents().values()] == ["failed", "failed"]
+
+
+def test_what_prevents_a_decided_attempt_is_named_after_the_cause_of_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with alone(tmp_path / "job", "raise SystemExit(7)", attempt=attempts(), ranks=(1,)) as job:
+        job.launch()
+        job.wait()
+        folder = JobFolder(job.folder("a"))
+        earlier = [{"why": "b: rank 1 was killed by SIGKILL", "ended": 1.0}]
+        starting = {**folder.read_agent(), "state": "starting", "failures": [], "earlier": earlier}
+        write_record(folder, starting)
+        monkeypatch.setattr(keeper, "kill_all", lambda *_: ["pid 7 (python train.py)"])  # a process in state D
+        its = keeper.Keeper(folder, {**folder.read_node(), "token": "", "retries": None})
+        its._line.close()
+        assert not its._is_tried_again(75 << 8, 0)
+        first = seen(job).first_failure
+        why = "rank 1 was killed by SIGKILL; no further attempt: a: pid 7 (python train.py) does not end"
+        assert first and (first.node, first.reason) == ("b", why)
 
 
 @pytest.mark.parametrize("node", ["a", "b"])

@@ -26,6 +26,19 @@ def small_disk(place: Path, size: str, inodes: int | None = None) -> Iterator[Pa
         subprocess.run(["umount", "-l", place], check=True)
 
 
+def fill(disk: Path) -> Path:
+    """Takes every byte that is left."""
+    ballast = disk / "ballast"
+    with open(ballast, "ab", buffering=0) as file:
+        for size in (1 << 20, 1 << 12, 1):
+            try:
+                while file.write(b"x" * size):
+                    pass
+            except OSError:
+                pass
+    return ballast
+
+
 FREEZES = 'fsfreeze -f "$0" && echo frozen; read _; fsfreeze -u "$0"'
 """Its input ends with whoever started it, however that ends."""
 
