@@ -30,6 +30,7 @@ from .gpu_queue import Ticket, TicketHolder
 from .layout import WorkFolder
 from .link import asyncio
 from .messages import Order, Status, TurnReport
+from .occupants import QUERY, occupants
 
 LOOK_S, FAR_LOOK_S = 1.0, 4.0
 """Longer behind other waiting jobs, since each look costs the host something."""
@@ -37,7 +38,7 @@ CLAIM_S = 10.0
 OCCUPIED_S = 15.0
 """Between two looks at the memory that other programs leave."""
 SMI_S = 30.0
-ROOM = ("--query-gpu=uuid,memory.total,memory.used", "--format=csv,noheader,nounits")
+ROOM = ("--query-gpu=uuid,memory.total,memory.used,compute_mode", "--format=csv,noheader,nounits")
 UNREPORTED_MIB = 1 << 10  # as in hosts/occupied.py
 SHOWN = 8
 MOST_HANDLES = 253  # SCM_MAX_FD
@@ -204,17 +205,23 @@ def _without_ages(shown: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def occupied(gpus: Sequence[str], needed_bytes: int) -> str:
-    """Why other programs leave too little memory on these GPUs; "" if they do not, or if nvidia-smi fails."""
+    """Why other programs keep a job off these GPUs: their memory, or the compute mode; "" if nvidia-smi fails."""
     done = run(["nvidia-smi", *ROOM], SMI_S)
     for line in done["out"].splitlines() if done["rc"] == 0 else ():
         uuid, *figures = (field.strip() for field in line.split(","))
-        if uuid not in gpus or len(figures) != 2 or not all(figure.isdecimal() for figure in figures):
+        if uuid not in gpus or len(figures) != 3 or not all(figure.isdecimal() for figure in figures[:2]):
             continue
-        total, used = map(int, figures)
+        total, used = map(int, figures[:2])
+        if figures[2].startswith("Exclusive") and (used >= UNREPORTED_MIB or _has_program(uuid)):
+            return f"another program uses GPU {uuid}, which is in exclusive compute mode"
         needed = min(needed_bytes >> 20, total - UNREPORTED_MIB)
         if used >= UNREPORTED_MIB and total - used < needed:
             return f"other programs leave {total - used} MiB of {total} on GPU {uuid}, and it needs about {needed}"
     return ""
+
+
+def _has_program(gpu: str) -> bool:
+    return gpu in occupants(run(["nvidia-smi", *QUERY], SMI_S)["out"])
 
 
 class Turn:

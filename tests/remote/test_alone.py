@@ -476,13 +476,21 @@ def test_numbers_of_a_priority_follow_each_other_and_those_of_another_stay_apart
 
 def test_other_programs_memory_counts_as_in_a_start_with_a_controller(tmp_path: Path, monkeypatch: Any) -> None:
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 'GPU-1, 16384, 12000'\necho 'GPU-2, 16384, 500'\n")
+    smi.write_text("#!/bin/sh\necho 'GPU-1, 16384, 12000, Default'\necho 'GPU-2, 16384, 500, Default'\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert turn.occupied(["GPU-1"], 8 << 30) == (
         "other programs leave 4384 MiB of 16384 on GPU GPU-1, and it needs about 8192"
     )
     assert turn.occupied(["GPU-1"], 2 << 30) == turn.occupied(["GPU-2"], 99 << 30) == ""
+    smi.write_text("""#!/bin/sh
+case $1 in
+  --query-gpu=*compute_mode*) printf 'GPU-%s, 16384, 500, Exclusive_Process\n' 1 2;;
+  --query-compute-apps=*) echo 'GPU-1, 4711, 400, python3';;
+esac
+""")
+    assert turn.occupied(["GPU-1"], 0) == "another program uses GPU GPU-1, which is in exclusive compute mode"
+    assert turn.occupied(["GPU-2"], 99 << 30) == ""
     began = time.monotonic()
     smi.write_text("#!/bin/sh\nexit 9\n")
     assert turn.occupied(["GPU-1"], 8 << 30) == "" and time.monotonic() < began + 20

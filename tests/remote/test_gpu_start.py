@@ -34,7 +34,7 @@ def smi(tmp_path, monkeypatch):
         (tmp_path / "nvidia-smi").write_text(f"""#!/bin/sh
 case $1 in
   --query-compute-apps=*) echo '{lines}';;
-  --query-gpu=uuid,*) echo 'GPU-a, 16384, {used}';;
+  --query-gpu=uuid,*) echo 'GPU-a, 16384, {used}, {mode}';;
   --query-gpu=*) echo '{row}';;
   *) exit 2;;
 esac
