@@ -72,7 +72,7 @@ def _for(rival: Rival) -> str:
 
 
 def read_answer(node: str, answer: Mapping[str, Any]) -> HostAnswer:
-    """Raises ValueError, TypeError, KeyError, AttributeError if malformed."""
+    """Raises ValueError, TypeError, KeyError, AttributeError, OverflowError if malformed."""
     tickets, ahead, held = (
         tuple(_rival(node, row) for row in answer.get(rows, ())[:MOST]) for rows in ("tickets", "ahead", "held")
     )
@@ -100,7 +100,7 @@ def place_in(records: Mapping[str, Mapping[str, Any]]) -> str:
     """From the job's supervisors' records (untrusted); "" if any place is unknown."""
     answers, more = dict[str, HostAnswer](), list[str]()
     for node, record in records.items():
-        with suppress(ValueError, TypeError, KeyError, AttributeError):
+        with suppress(ValueError, TypeError, KeyError, AttributeError, OverflowError):
             shown = record["queue"]
             answers[node] = read_answer(node, shown)
             more += [f"{node}: {one_line(shown['occupied'], 120)}"] if shown["occupied"] else []

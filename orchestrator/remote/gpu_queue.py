@@ -38,6 +38,7 @@ from .occupants import peer_of, user_name
 from .processes import age_s, identify
 
 MOST_NUMBER = (1 << 53) - 1  # as in jobs/queue_place.py
+MOST_SINCE_S = 1e9
 FIRST = {"high": 1, "normal": 1 << 51, "low": 1 << 52}  # first number of each priority
 MOST, AT_ONCE = 256, 64  # most tickets of one login that are read, and asked at a time
 REQUEST_BYTES, ANSWER_BYTES = 1 << 12, 1 << 14
@@ -160,7 +161,7 @@ def all_tickets() -> tuple[list[Ticket], list[str]]:
         if answer.content is None:
             silent.add("" if answer.uid is None else user_name(answer.uid))
         elif answer.uid is not None:
-            with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+            with contextlib.suppress(KeyError, TypeError, ValueError):
                 found.append(_ticket(answer.content, user_name(answer.uid)))
     return sorted(found, key=_order), sorted(silent)
 
@@ -183,7 +184,10 @@ def _ticket(answer: Mapping[str, Any], user: str) -> Ticket:
         raise ValueError("no ticket")
     if type(number) is not int or not 0 < number <= MOST_NUMBER or not all(isinstance(gpu, str) for gpu in gpus):
         raise ValueError("no ticket")
-    return Ticket(job, number, gpus, user, float(answer["since_s"]))
+    since_s = answer["since_s"]
+    if type(since_s) not in (int, float) or not 0 <= since_s < MOST_SINCE_S:  # false for NaN
+        raise ValueError("no ticket")
+    return Ticket(job, number, gpus, user, float(since_s))
 
 
 class _Answer(NamedTuple):

@@ -31,7 +31,9 @@ def test_other_programs_and_silent_sockets_are_named_after_the_place():
     silent = [f"a: a socket of {login} gives no answer: passed over" for login in ("bob", "another login")]
     assert place_in(records) == "; ".join([place, *silent, "b: other programs leave 1 MiB"])
     assert place_in({"b": records["b"]}) == "b: other programs leave 1 MiB"
-    assert place_in({**records, "c": {}}) == place_in({**records, "c": {"queue": "nonsense"}}) == ""
+    huge = {"queue": said(held=[row("has-1", since_s=10**400)], occupied="", silent=[])}
+    for nonsense in ({}, {"queue": "nonsense"}, huge, {"queue": said(held=[row("has-1", float("inf"))])}):
+        assert place_in({**records, "c": nonsense}) == ""
 
 
 def test_it_is_a_jobs_turn_when_no_host_names_another():

@@ -76,7 +76,9 @@ def test_a_ticket_with_the_largest_number_makes_no_later_ticket_invalid(gpu):
 
 
 def test_what_answers_nonsense_under_a_tickets_name_is_no_ticket():
-    for said in (b"", b"[]", b'{"job": 1}', b"\xff" * 100, b'{"job": "x", "number": -1, "gpus": [], "since_s": 0}'):
+    ticket = '{"job": "x", "number": %s, "gpus": [], "since_s": %s}'
+    figures = (("-1", "0"), ("1", "NaN"), ("1", "1e400"), ("1", "9" * 400), ("1", "-1"), ("1", '"7"'), ("NaN", "0"))
+    for said in (b"", b"[]", b'{"job": 1}', b"\xff" * 100, *((ticket % each).encode() for each in figures)):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as squatter:
             name = f"\0orch-wait-{uuid.uuid4().hex}"
             squatter.bind(name)
