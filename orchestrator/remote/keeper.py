@@ -17,8 +17,10 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import signal
 import socket
+import stat
 import sys
 import time
 import traceback
@@ -29,7 +31,7 @@ from . import attempts
 from .answer import Refused, refusal
 from .answer import describe as describe_error
 from .cgroups import out_of_memory_kills
-from .gpu_claim import REMEDY, claim
+from .gpu_claim import REMEDY, claim, hang_up
 from .gpu_queue import refuse_before_turn
 from .layout import JobFolder, WorkFolder, write_final_record, write_record
 from .link import asyncio, listen_at
@@ -139,7 +141,12 @@ class Keeper:
                 socket.send_fds(self._line, [json.dumps(answer).encode()], self._claims if word == "take" else [])
 
     def _received(self) -> str:
+        """The supervisor's next word. Hangs up on all who meanwhile ask for the holder of a claim."""
+        claims = [handle for handle in self._claims if stat.S_ISSOCK(os.fstat(handle).st_mode)]
         try:
+            while self._line not in (ready := select.select([self._line, *claims], [], [])[0]):
+                for handle in ready:
+                    hang_up(handle)
             return self._line.recv(WORD_BYTES).decode(errors="replace")
         except OSError:
             return ""

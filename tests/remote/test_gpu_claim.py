@@ -93,6 +93,17 @@ def test_a_job_of_another_work_folder_is_refused_with_the_holder_named(tmp_path,
         second.launch()
 
 
+def test_a_holder_has_its_name_however_often_it_was_looked_for(tmp_path, gpu):
+    with gang(tmp_path, WAITS, ranks=(1,)) as job:
+        nodes = tuple(node.model_copy(update={"gpu_uuids": (gpu,)}) for node in job.plan.nodes)
+        job.plan = job.plan.model_copy(update={"nodes": nodes})
+        job.launch()
+        for _ in range(5000):
+            found = gpu_claim.holder_of(gpu)
+            assert found and found.pid
+        assert found.job == job.plan.job
+
+
 def test_a_refused_job_is_not_taken_for_the_holder_later(tmp_path, gpu):
     holder = claimed_by_a_child(gpu, os.getuid())
     try:
