@@ -164,6 +164,8 @@ class Keeper:
             if self._node.get("queue"):
                 self._release()
             self.start(None)
+        for door in filter(None, self._doors):  # else the other hosts wait there for the master
+            door.close()
         if self._node.get("notify"):
             self._notify()
 
@@ -227,18 +229,17 @@ class Keeper:
         self._release()  # the next job need not wait for it
         with contextlib.suppress(OSError):
             record = self._job.read_agent()
-            is_ours = self._node["is_master"] or self._stands_in(record.get("first_failure"))
+            is_ours = self._node["is_master"] or self._stands_in(record)
             if is_ours and self._job.root.is_dir() and "go" in record and self._job.is_final():
                 how = notify(self._job, self._node, record)
                 sys.stderr.write(f"--notify: {how}\n")
                 if self._job.root.is_dir():
                     write_record(self._job, {**self._job.read_agent(), "notified": how})
 
-    def _stands_in(self, cause: Failure | None) -> bool:
-        """For a master that is lost: the first of the other hosts."""
-        master, name = self._node["master"], self._node["name"]
-        others = [member for member in self._node["members"] if member != master]
-        return cause is not None and (cause["kind"], cause["node"]) == ("lost", master) and others[0] == name
+    def _stands_in(self, record: dict[str, Any]) -> bool:
+        """For a master whose host gives no sign: the first of the other hosts."""
+        others = [member for member in self._node["members"] if member != self._node["master"]]
+        return bool(record.get("master_is_silent")) and others[0] == self._node["name"]
 
 
 def claim_gpus(work: WorkFolder, job: str, uuids: list[str], share: bool) -> list[int]:

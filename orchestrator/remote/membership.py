@@ -37,7 +37,7 @@ class Membership:
         self._status, self._obey, self._gone = status, obey, gone
         self._link: Link | None = None
         self._silent: Link | None = None
-        self._closed = self._heard = False
+        self._closed = self._heard = self.host_is_up = False
         self._silence_s = self._lease_s = silence_s or LEASE_S
         self._deadline = 0.0
 
@@ -78,6 +78,7 @@ class Membership:
             await asyncio.sleep(0.2)
         self._hang_up(self._link, self._silent)
         if not self._closed:
+            self.host_is_up = refused is not None
             self._gone(self._why(error, refused))
 
     def _why(self, error: str, refused: float | None) -> str:

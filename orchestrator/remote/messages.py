@@ -133,6 +133,7 @@ class AgentRecord(TypedDict, total=False):
     joins: int  # the hub's port
     earlier: list[Earlier]  # failed attempts
     next_at: float  # in phase "resting": when the next attempt begins
+    master_is_silent: bool  # its host gives no sign: else it notifies itself
     notified: str  # what became of `--notify`
 
 

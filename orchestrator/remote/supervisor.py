@@ -342,6 +342,8 @@ class Supervisor:
     def _hub_gone(self, why: str) -> None:
         if not self._is_left_behind():
             why += STILL_QUEUED if self.state.phase == "queued" else ""
+            if self._membership and not self._membership.host_is_up:
+                self._record.record["master_is_silent"] = True
             lost = failure("lost", self._node["master"], why)
             self._give_up(verdict.first_cause([*self.state.failures, lost]) or lost)
 
