@@ -144,7 +144,8 @@ class Keeper:
         """The supervisor's next word. Hangs up on all who meanwhile ask for the holder of a claim."""
         claims = [handle for handle in self._claims if stat.S_ISSOCK(os.fstat(handle).st_mode)]
         try:
-            while self._line not in (ready := select.select([self._line, *claims], [], [])[0]):
+            line = self._line.fileno()
+            while line not in (ready := select.select([line, *claims], [], [])[0]):
                 for handle in ready:
                     hang_up(handle)
             return self._line.recv(WORD_BYTES).decode(errors="replace")
