@@ -159,13 +159,13 @@ NEVER = {
     "QOSMaxWallDurationPerJob": "the QOS does not allow that time",
     "AssocMaxWallDurationPerJob": "the account does not allow that time",
     "AssocMaxJobsLimit": "the account's limit of jobs is reached",
-    "QOSMaxGRESPerUser": "it asks for more GPUs than your QOS allows",
+    "QOSMaxGRESPerUser": "your QOS allows fewer GPUs than it and your other jobs use: it starts after them, if it fits at all",
     "InvalidAccount": "the account may not run jobs there",
     "InvalidQOS": "the account may not use that QOS",
     "JobHeldUser": "you have held it: `scontrol release` lets it go",
     "JobHeldAdmin": "the administrator has held it",
 }
-"""Reasons that waiting does not change, by the beginning of Slurm's word."""
+"""Reasons that waiting may not change, by the beginning of Slurm's word."""
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,8 @@ def test_a_heterogeneous_job_that_waits():
 def test_reasons_that_never_end_are_explained():
     job = read_job(PENDING.replace("Resources", "ReqNodeNotAvail,_UnavailableNodes:a16"), "12")
     assert "a host that it needs is down or reserved" in job.words
+    job = read_job(PENDING.replace("Resources", "QOSMaxGRESPerUser"), "12")
+    assert "fewer GPUs than it and your other jobs use" in job.words
 
 
 @pytest.mark.parametrize(
