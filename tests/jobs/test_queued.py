@@ -64,3 +64,11 @@ def test_nonsense_is_refused(number):
         read_answer("a", said(tickets=[row("x", number)]))
     with pytest.raises((KeyError, TypeError, ValueError)):
         read_answer("a", said(held=[{"job": "x"}]))
+
+
+@pytest.mark.parametrize("row", ["number", "since_s"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 10**400, "x"])
+def test_a_hosts_odd_numbers_hide_the_place_only(row, value):
+    rival = {"job": "j", "user": "u", "number": 1, row: value}
+    shown = place_in({"a": {"queue": {"ahead": [rival], "occupied": ""}}})
+    assert shown == "" or "place 2 in the queue" in shown
