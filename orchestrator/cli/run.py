@@ -105,7 +105,7 @@ def run(
 def _start(ctx: click.Context, spec: JobSpec, way: RunMode) -> None:
     with open_controller() as controller:
         asked = controller.read(spec)
-        _refuse_apart(way, spec, on_slurm=bool(asked.cluster.engine))
+        way = _without_unfit(ctx, way, spec, on_slurm=bool(asked.cluster.engine))
         if way.save:
             _save(controller, spec, way.save)
             asked = controller.read(spec)  # the file may lie in the folder that is shipped
@@ -121,13 +121,21 @@ def _start(ctx: click.Context, spec: JobSpec, way: RunMode) -> None:
         return run_asked(controller, asked, way)
 
 
-def _refuse_apart(way: RunMode, spec: JobSpec, *, on_slurm: bool) -> None:
+def _without_unfit(ctx: click.Context, way: RunMode, spec: JobSpec, *, on_slurm: bool) -> RunMode:
+    """Without a webhook from the environment that cannot serve this job. Raises UsageError for words of the line."""
+    from orchestrator.views import console
+
     follows, remedy = "works only while `orch run` follows the job", "leave --detach out"
     if way.detach and not on_slurm and spec.rejoin:
         raise UsageError(f"--rejoin {follows}: a host that was down needs a new start", remedy)
     if (on_slurm or not way.detach) and spec.retries and is_webhook(way.notify):
         other = "a command" if on_slurm else "with --detach it"
-        raise UsageError("--notify URL reports each attempt's end", f"{other} reports the end of the last one")
+        why, remedy = "reports each attempt's end", f"{other} reports the end of the last one"
+        if ctx.get_parameter_source("notify") is not click.core.ParameterSource.ENVIRONMENT:
+            raise UsageError(f"--notify URL {why}", remedy)
+        console.warn(f"ORCH_NOTIFY is not used, since a webhook {why}; {remedy}")
+        return replace(way, notify=None)
+    return way
 
 
 def is_webhook(notify: str | None) -> bool:
@@ -343,10 +351,10 @@ def _notify_run(command: str, environment: Mapping[str, str], limit_s: float) ->
     """Why it failed, else ""."""
     try:
         process = subprocess.Popen(
-            ["/bin/sh", "-c", command],
+            ["/bin/sh", "-c", 'eval "unset ORCH_LINE\n$ORCH_LINE"'],  # everybody may read argument lists
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno(),
-            env=environment,
+            env={**environment, "ORCH_LINE": command},
             start_new_session=True,
         )
     except OSError as error:

@@ -56,3 +56,20 @@ def test_one_that_never_ends_is_ended(tmp_path: Path, capfd: pytest.CaptureFixtu
     notify("sleep 1000 & sleep 1000", record, 0.2)
     assert time.monotonic() - before < 100
     assert "took longer than 0.2 s and was ended" in capfd.readouterr().err
+
+
+def test_a_webhook_in_a_line_is_in_no_list_of_processes(tmp_path: Path) -> None:
+    """Its address may be a secret; of the shell itself only the argument list is public."""
+    record = JobRecord(schema=1, id="j", state="succeeded", exp="x", cluster="c", nodes=("a",))
+    notify(f"secret=3; cat /proc/$$/cmdline > {tmp_path}/argv; env > {tmp_path}/env", record)
+    assert "secret=3" not in (tmp_path / "argv").read_text()
+    assert "secret=3" not in (tmp_path / "env").read_text()
+
+
+def test_a_webhook_of_the_environment_refuses_no_line_that_it_cannot_serve(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ORCH_NOTIFY", "https://127.0.0.1:1/secret")
+    said = place.types("run", "--nodes", "b", "--retries", "1", "proj/train.py").stderr
+    assert "ORCH_NOTIFY is not used, since a webhook reports each attempt's end; with --detach it reports" in said
+    assert "secret" not in said
