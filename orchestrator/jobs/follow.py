@@ -31,6 +31,7 @@ from orchestrator.planning.job_spec import SILENCE_S
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost
+from orchestrator.units import some
 
 LATE_S = 10.0
 """After the job's end, hosts that still send get this long to finish; others get GONE_S since their last sign."""
@@ -72,6 +73,7 @@ class Follow:
         self._probe = StallProbe(ask) if ask and until_end else None
         self._last_standstill = Standstill()
         self._is_silent, self._has_progress = until_end, False
+        self._is_cut_off = False
         self._waits, self._started = Waits(), plan.created
         self._was_alive = False
         """Else the job had ended before, and all its lines are still to come."""
@@ -160,6 +162,8 @@ class Follow:
         now_s = time.monotonic()
         if self._until_end and (words := self._waits.news(now_s)):
             yield Notice(f"{self._plan.job} {words}")
+        if self._until_end and self.ended_at_s is None:
+            yield from self._cut_off(now_s)
         if self._tracebacks and (lines := self._tracebacks.due(now_s, is_failing=self.liveness.is_failing)):
             yield lines
         is_over = self.ended_at_s is not None and self._was_alive
@@ -180,6 +184,19 @@ class Follow:
                 yield bars
             if self._is_silent and self.ended_at_s is None and not self._waits.is_queued:
                 yield Silence(self._plan.world_size, since_s(self._started))
+
+    def _cut_off(self, now_s: float) -> Iterator[Notice]:
+        """No end of an attempt: its hosts may be at work, with only this machine's network down."""
+        silent_s = self.liveness.all_silent_s(now_s)
+        was_cut_off, self._is_cut_off = self._is_cut_off, silent_s > 0
+        if self._is_cut_off and not was_cut_off:
+            since = datetime.fromtimestamp(time.time() - silent_s).strftime("%H:%M:%S")
+            names, job = some([node.name for node in self._plan.nodes], 6), self._plan.job
+            retries = "; --retries acts once a host reports an end" if self._plan.attempt else ""
+            yield Notice(
+                f"no host of {job} answers since {since} ({names}): they or this machine's network are down, so it may "
+                f"still run. Ctrl-C leaves it; `orch cancel --job {job}` ends it once they answer{retries}"
+            )
 
     def _progress(self) -> RunProgress:
         return self._view.progress(since_s(self._started))
@@ -276,6 +293,12 @@ class HostLiveness:
             self._open.discard(name)
         before, self._missed = self._missed, self.missed(now_s)
         return isinstance(item, Agent) or name in self._refused or self._missed != before
+
+    def all_silent_s(self, now_s: float) -> float:
+        """How long nothing has come from any host; 0 up to the time after which records expire."""
+        since_s = [self._silent_since_s.get(name, now_s) for name in {*self.records, *self._open}]
+        silent_s = now_s - max(since_s, default=now_s)
+        return silent_s if silent_s > self._silent_s else 0.0
 
     @property
     def is_failing(self) -> bool:

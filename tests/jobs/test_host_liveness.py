@@ -1,9 +1,13 @@
 """Whose last word counts while a job is followed: pure, with times given."""
 
+import time
+
 from orchestrator.errors import ConnectError, HostError
 from orchestrator.jobs import Agent, Beat, HostLiveness, combine
-from orchestrator.jobs.follow import BEYOND_S
+from orchestrator.jobs.follow import BEYOND_S, Follow
+from orchestrator.jobs.live import Notice
 from orchestrator.planning.job_spec import SILENCE_S
+from orchestrator.planning.launch_plan import Attempt
 from tests.support.job_states import GONE, PLAN, alive, known, over
 
 BROKE = ConnectError("a", "the SSH connection broke")
@@ -94,3 +98,36 @@ def test_a_host_that_is_no_longer_dialled_speaks_of_its_end_alone():
     liveness = heard_after(*RUNNING, (1.0, "a", refused), (2.0, "b", NO_WORD), (3.0, "c", NO_WORD))
     assert state(liveness, 3.0) == "failed"
     assert state(heard_after((0.0, "a", over("succeeded")), (1.0, "a", refused)), 1.0) == "succeeded"
+
+
+def test_a_follower_that_no_host_answers_reports_it_once_per_outage():
+    """It is no end: only this machine's network may be down."""
+    liveness = heard_after(*RUNNING, *((1.0, name, BROKE) for name in "abc"))
+    assert liveness.all_silent_s(SILENT_S) == 0
+    assert liveness.all_silent_s(1.1 + SILENT_S) == SILENT_S + 0.1
+    liveness.take("c", Beat(from_host=True), 50.0)
+    assert liveness.all_silent_s(60.0) == 0
+    assert HostLiveness("abc").all_silent_s(1e9) == 0
+
+
+def test_the_words_name_the_hosts_and_what_one_can_do(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    plan = PLAN.model_copy(update={"attempt": Attempt(number=1, most=2)})
+    follow = Follow(plan, lambda found: combine(plan, found, known("running"), None), until_end=True)
+
+    def outage():
+        for name in "abc":
+            yield name, Agent(alive())
+        for _ in range(2):
+            for name in "abc":
+                yield name, BROKE
+            for _ in range(3):
+                now[0] += SILENT_S
+                yield "", Beat()
+            yield "a", Agent(alive())
+
+    told = [each.text for each in follow.events(outage()) if isinstance(each, Notice) and "no host" in each.text]
+    assert len(told) == 2
+    assert "no host of j answers since" in told[0] and "(a, b, c)" in told[0]
+    assert "`orch cancel --job j`" in told[0] and "--retries acts once a host reports an end" in told[0]
