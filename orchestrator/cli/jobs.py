@@ -374,6 +374,8 @@ def cancel_job(job: RunningJob) -> None:
     if stayed:
         raise OrchError(f"{job.id} may still be running", "`orch reap` lists what is left on the hosts")
     console.say("ended on every host; none of its processes is left")
+    if (newest := job.successor()) and newest.slurm and not newest.slurm.is_over:
+        console.say(f"Slurm's job {newest.slurm.job} goes on with {newest.id}: `orch cancel --job {newest.id}`")
 
 
 # `why`: the cause of a stall.

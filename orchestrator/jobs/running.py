@@ -18,7 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import HostError, UsageError
+from orchestrator.errors import HostError, OrchError, UsageError
 from orchestrator.files import own_folder
 from orchestrator.hosts.connections import CONNECT_S, Connections
 from orchestrator.jobs import collect, launch, pull
@@ -227,10 +227,12 @@ class RunningJob:
 
         record = self._jobs.change_job(self.id, unless_slurm_decides)
         if unsettled:
-            slurm = None
-            with suppress(HostError):  # then it is as the hosts report it
+            try:
                 slurm = SlurmQueue(self._jobs, self._connections).settled(record)  # takes too long under the lock
-            record = self._jobs.change_job(self.id, lambda known: combined(known, slurm))
+            except HostError:
+                return record  # as it was: an end would stay
+            if slurm.phase != "ending":
+                return self._jobs.change_job(self.id, lambda known: combined(known, slurm))
         return record
 
     # ---- its end --------------------------------------------------------------------------------------------------
@@ -249,10 +251,20 @@ class RunningJob:
         records = {**away, **self._end(fence=starts)}
         if starts and not errors_by_node(records):
             self._jobs.start_is_over(self.id)
-        if self.record.slurm and not self.record.slurm.is_over:
+        if self.record.slurm and not self.record.slurm.is_over and not self.successor():
             with suppress(HostError):  # its hosts have ended it: the batch step is about to end by itself
                 SlurmQueue(self._jobs, self._connections).cancel(self.record)
         return self._remember(records), [line for name in records for line in _stayed(name, records[name])]
+
+    def successor(self) -> JobRecord | None:
+        """The newest job of the same Slurm job, if that is another one: a retry, or a resume."""
+        if not self.record.slurm:
+            return None
+        queue = SlurmQueue(self._jobs, self._connections)
+        with suppress(OrchError):  # then of the jobs that are known here
+            queue.refreshed(self.record)
+        newest = queue.newest(self.record)
+        return newest if newest.id != self.id else None
 
     def _end(self, *, fence: bool) -> Records:
         plan, hosts = self.plan, self.hosts

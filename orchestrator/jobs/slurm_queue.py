@@ -126,12 +126,15 @@ class SlurmQueue:
         self._jobs.forget_job(record.id)
 
     def recovered(self, cluster: Cluster, known: Collection[str]) -> Iterator[LaunchPlan | JobRecord | OrchError]:
-        """Remembers all jobs that are not known; a record is of a job that has not started. Raises HostError."""
+        """Remembers all jobs that are not known, or of which no start is; a record is of a job that has not started.
+        Raises HostError.
+        """
+        unstarted = {job.id for job in self._jobs.jobs() if job.was_queued}
         for folder, lines in self.login(cluster).submissions():
             if (queued := _queued(folder, lines)) and folder not in known and queued.record.cluster == cluster.name:
                 yield self._remember_queued(queued)
             for started in _started(lines):
-                if started.job in known or not started.hosts:
+                if started.job in {*known} - unstarted or not started.hosts:
                     continue
                 number = next(iter(started.hosts.values())).partition("+")[0]
                 try:

@@ -159,7 +159,7 @@ NEVER = {
     "QOSMaxWallDurationPerJob": "the QOS does not allow that time",
     "AssocMaxWallDurationPerJob": "the account does not allow that time",
     "AssocMaxJobsLimit": "the account's limit of jobs is reached",
-    "QOSMaxGRESPerUser": "your QOS allows fewer GPUs than it and your other jobs use: it starts after them, if it fits at all",
+    "QOSMaxGRESPerUser": "your QOS allows fewer GPUs than it and your other jobs use: it waits for them, or for ever",
     "InvalidAccount": "the account may not run jobs there",
     "InvalidQOS": "the account may not use that QOS",
     "JobHeldUser": "you have held it: `scontrol release` lets it go",

@@ -119,8 +119,13 @@ class SlurmLogin:
         return self._inside('[ -d "$2" ]', name).exit_code == 0
 
     def text_of(self, name: str, file: str) -> str:
-        """A file of a submission; "" without one."""
-        asked = self._inside('cat "submitted/$2/$3" 2>/dev/null', name, file)
+        """A file of a submission; "" without one. Lists the folder first: NFS remembers for a minute that a file is
+        not there. Raises HostError also if it cannot be read.
+        """
+        script = 'f="submitted/$2/$3"; ls submitted "${f%/*}" >/dev/null 2>&1; LC_ALL=C cat "$f"'
+        asked = self._inside(script, name, file)
+        if asked.exit_code and b"No such file" not in asked.stderr:
+            raise HostError(self._transport.node, f"{self._folder}: {_last(asked)}", "try again later")
         return asked.stdout.decode(errors="replace")
 
     def drop(self, name: str) -> None:
@@ -128,8 +133,10 @@ class SlurmLogin:
 
     def submissions(self) -> list[tuple[str, str]]:
         """All folders with `started`, or `number` and `queued.json` if nothing of it has started."""
-        script = 'cd submitted 2>/dev/null || exit 0; for n in *; do printf "\\036%s\\n" "$n"; cat "$n/started" '
-        script += '2>/dev/null || { [ -s "$n/number" ] && cat "$n/number" "$n/queued.json" 2>/dev/null; }; done; true'
+        script = 'cd submitted 2>/dev/null || exit 0; for n in *; do printf "\\036%s\\n" "$n"; ls "$n" >/dev/null; '
+        script += (
+            'cat "$n/started" 2>/dev/null || { [ -s "$n/number" ] && cat "$n/number" "$n/queued.json"; }; done; true'
+        )
         asked = self._inside(script)
         if asked.exit_code:
             raise HostError(self._transport.node, f"the work folder {self._folder}: {_last(asked)}", "check `workdir:`")

@@ -27,7 +27,7 @@ from pydantic import Field, PlainSerializer
 
 import orchestrator
 from orchestrator.clusters import PROBE_S, now_utc
-from orchestrator.errors import HostError, OrchError, RefusedError, UsageError
+from orchestrator.errors import ConnectError, HostError, OrchError, RefusedError, UsageError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.facts import VISIBLE
@@ -198,8 +198,7 @@ class Submissions:
             name=request.spec.name,
             note=request.spec.note,
         )
-        if not measures:
-            files[QUEUED] = Queued(owner=owner, record=record).model_dump_json(by_alias=True).encode()
+        files[QUEUED] = Queued(owner=owner, record=record).model_dump_json(by_alias=True).encode()
         return Submission(job, script, _tar(files), record)
 
     def prepare(self, cluster: Cluster) -> list[str]:
@@ -225,7 +224,11 @@ class Submissions:
     def submit(self, asked: Asked, measures: Measures | None = None) -> JobRecord:
         """Hands it to Slurm. Raises UsageError with sbatch's own words."""
         made, code = self.prepared(asked, measures, self._pythons(asked)), self._send(asked.cluster)
-        number = self._queue.login(asked.cluster).submit(made.job, made.files, at=f"../../{code}")
+        try:
+            number = self._queue.login(asked.cluster).submit(made.job, made.files, at=f"../../{code}")
+        except (ConnectError, KeyboardInterrupt):
+            self._say(f"{made.job}: Slurm may have it without an answer; `orch jobs --rescan` finds it")
+            raise
         loan = SlurmLoan(job=number, folder=made.job)
         record = made.record.model_copy(update={"slurm": loan, "number": self._store.next_number()})
         self._store.save_job(record)

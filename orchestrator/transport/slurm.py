@@ -46,7 +46,7 @@ class SlurmTransport:
         self._login.close()
 
     def _runs(self, allocation: str) -> bool:
-        """Whether the job holds its hosts now. Raises ConnectError if Slurm does not answer."""
+        """Whether the job holds its hosts now. Raises ConnectError if Slurm does not answer, or has stopped it."""
         if self._is_inside:
             return True
         job = allocation.partition("+")[0]
@@ -56,7 +56,10 @@ class SlurmTransport:
             raise ConnectError(
                 self.node, f"Slurm does not answer ({said[-1][:200]})", "the job goes on; try again later"
             )
-        return b"RUNNING" in asked.stdout.split()
+        states = asked.stdout.split()
+        if {b"SUSPENDED", b"STOPPED"} & {*states}:  # srun would wait; on the login host its processes seem lost
+            raise ConnectError(self.node, f"Slurm has suspended job {job}", "it goes on when Slurm resumes it")
+        return b"RUNNING" in states
 
     def _line(self, command: str) -> str:
         if not self._is_held:

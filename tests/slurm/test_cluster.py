@@ -53,6 +53,12 @@ def test_a_home_that_has_lost_its_records_finds_queued_running_and_ended_jobs(pe
     person("run", "--detach", "train.py", "2")
     person.until(lambda: "(Resources)" in person("jobs"))
     known = [(job["id"], job["state"]) for job in person.jobs()]
+    path = person.folder / "home/jobs" / known[2][0] / "job.json"  # as if NFS had still hidden its start at its end
+    record = json.loads(path.read_text())
+    lost = {"state": "lost", "slurm": {**record["slurm"], "hosts": {}, "is_over": True}}
+    path.write_text(json.dumps({**record, **lost}))
+    assert known[2][0] in person("jobs", "--rescan")
+    assert [(job["id"], job["state"]) for job in person.jobs()] == known
     os.rename(person.folder / "home/jobs", person.folder / "home/lost")
     assert person.jobs() == []
     assert known[0][0] in person("jobs", "--rescan")

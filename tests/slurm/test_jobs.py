@@ -183,6 +183,25 @@ def test_what_is_cancelled_has_ended_everywhere(person):
     assert [each["job"] for each in told] == [job["id"] for job in reversed(person.jobs())]
 
 
+def test_a_cancel_of_an_earlier_attempt_leaves_its_retry_alone(person):
+    """Both are of one job of Slurm's."""
+    person.up(V100)
+    (person.folder / "train.py").write_text(SCRIPT)
+    mark = person.lab.work / f"tried-{person.folder.name}"
+    once = f"if not os.path.exists({str(mark)!r}):\n    open({str(mark)!r}, 'w').close()\n    sys.exit(7)\n"
+    (person.folder / "train.py").write_text(SCRIPT.replace("for step", once + "for step", 1))
+    person("run", "--detach", "--retries", "1", "--retry-on", "any", "--retry-wait", "1s", "train.py", "3000")
+    person.until(lambda: person.printed("step 3 "))
+    newest, oldest = person.jobs()
+    assert (newest["state"], oldest["state"]) == ("running", "failed")
+    out = person("cancel", "--job", oldest["id"])
+    assert f"goes on with {newest['id']}: `orch cancel --job {newest['id']}`" in out
+    assert person.state() == "running"
+    person("cancel", "--job", newest["id"])
+    assert person.state() == "cancelled"
+    person.until(lambda: not person.lab.exec("squeue", "-h").strip(), 60)
+
+
 def test_slurms_time_limit_ends_a_job_with_its_reason(person):
     """S7."""
     person.up(V100, time="3")

@@ -1,18 +1,29 @@
 """Types of hosts: from Slurm's answers to an inventory, from there to hosts and to a job; and how a job has ended."""
 
+import io
+import tarfile
 from pathlib import Path
 
 import pytest
 
-from orchestrator.errors import InventoryError, UsageError
+from orchestrator.errors import ConnectError, InventoryError, UsageError
+from orchestrator.hosts.cluster import Cluster
+from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.forms.slurm import hosts_of, slurm_inventory
 from orchestrator.hosts.inventory_file import load_inventory
-from orchestrator.jobs.job_store import FirstFailure, JobRecord
+from orchestrator.jobs.job_list import JobList
+from orchestrator.jobs.job_store import FirstFailure, JobRecord, SlurmLoan
+from orchestrator.jobs.running import RunningJob
+from orchestrator.jobs.slurm_queue import QUEUED, SlurmQueue
 from orchestrator.jobs.state import ended_by
+from orchestrator.paths import Home
 from orchestrator.planning.job_spec import JobSpec
 from orchestrator.planning.request import parse_job
 from orchestrator.slurm.answers import SlurmJob, phase_of, read_hosts
-from orchestrator.starting.submission import travelling, wanted_types
+from orchestrator.starting.retries import Asked
+from orchestrator.starting.submission import Submission, Submissions, travelling, wanted_types
+from orchestrator.store import Store
+from tests.support.job_states import PLAN, known, over
 
 DECLARED, _ = read_hosts(
     "NodeName=v1 Gres=gpu:v100:1 State=IDLE Partitions=volta,long ActiveFeatures=ib\n"
@@ -150,3 +161,61 @@ def test_a_hosts_own_cause_wins_and_a_forgotten_job_is_lost():
     lost = record("lost")
     assert ended_by(lost, SlurmJob("7", "unknown", "unknown")) is lost
     assert ended_by(lost, SlurmJob("7", "CANCELLED", "cancelled")).state == "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("answer", "state"),
+    [
+        (SlurmJob("7", "COMPLETING", "ending"), "running"),
+        (ConnectError("login", "does not answer"), "running"),
+        (SlurmJob("7", "TIMEOUT", "time"), "failed"),
+        (SlurmJob("7", "unknown", "unknown"), "failed"),
+    ],
+)
+def test_an_end_without_a_cause_is_recorded_once_slurm_has_its_own(monkeypatch, answer, state):
+    """A record of an end stays for ever."""
+    jobs = Store(Home.default())
+    jobs.save_job(known("running", slurm=SlurmLoan(job="7", folder="j", hosts={"a": "7"})), PLAN)
+
+    def settled(self, record):
+        if isinstance(answer, ConnectError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(SlurmQueue, "settled", settled)
+    failure = {"kind": "supervisor", "node": "a", "reason": "the supervisor was asked to end"}
+    ends = {name: over("failed", first_failure=failure) for name in "abc"}
+    assert RunningJob(PLAN, jobs, Connections(jobs.home))._remember(ends).state == state
+    assert jobs.job_record("j").state == state
+
+
+def test_a_profile_is_also_found_in_the_queue_by_a_home_that_lost_it(tmp_path):
+    jobs = Store(Home.default())
+    (tmp_path / "train.py").write_text("print(1)\n")
+    file = inventory(tmp_path, HEAD + V100).file
+    asked = Asked(
+        Cluster(name="hpc", file=str(file), nodes=()), parse_job(JobSpec(script=str(tmp_path / "train.py"))), ()
+    )
+    made = Submissions(jobs, Connections(jobs.home), JobList(jobs, Connections(jobs.home)), print, print).prepared(
+        asked, "all"
+    )
+    with tarfile.open(fileobj=io.BytesIO(made.files)) as tar:
+        assert QUEUED in tar.getnames()
+
+
+def test_a_submission_without_an_answer_names_the_way_to_it(monkeypatch):
+    said, jobs = list[str](), Store(Home.default())
+    connections = Connections(jobs.home)
+    submissions = Submissions(jobs, connections, JobList(jobs, connections), said.append, print)
+    made = Submission("train-1", "", b"", known("queued"))
+    for name, value in (("prepared", made), ("_send", "controller-1"), ("_pythons", {})):
+        monkeypatch.setattr(Submissions, name, lambda self, *_, value=value: value)
+
+    class Silent:
+        def submit(self, *_, **__):
+            raise ConnectError("login", "does not answer")
+
+    monkeypatch.setattr(SlurmQueue, "login", lambda self, cluster: Silent())
+    with pytest.raises(ConnectError):
+        submissions.submit(Asked(Cluster(name="hpc", file="x", nodes=()), parse_job(JobSpec(exp="mnist_lenet")), ()))
+    assert said == ["train-1: Slurm may have it without an answer; `orch jobs --rescan` finds it"]
