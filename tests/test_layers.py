@@ -244,6 +244,21 @@ def test_the_trainer_asks_no_tensor_for_what_torch_2_0_1_does_not_know():
     assert asking == set()
 
 
+def test_the_trainer_calls_no_function_over_many_tensors_that_torch_2_0_1_lacks():
+    """`_foreach_copy_` is of 2.1: a function that calls a newer one asks `hasattr` for it."""
+    known = {f"_foreach_{name}" for name in ("add_", "mul_", "norm", "zero_")}
+    lacking = {
+        (name, call.attr)
+        for name, tree in TRAINER.items()
+        for function in nodes(tree)
+        if isinstance(function, ast.FunctionDef)
+        for call in ast.walk(function)
+        if isinstance(call, ast.Attribute) and call.attr.startswith("_foreach_") and call.attr not in known
+        if not any(isinstance(node, ast.Constant) and node.value == call.attr for node in ast.walk(function))
+    }
+    assert lacking == set()
+
+
 def test_the_list_names_all_packages_of_the_trainer():
     assert {path.parent.name for path in (ROOT / "trainer").glob("*/__init__.py")} == set(TRAINER_ORDER)
 

@@ -266,3 +266,17 @@ def cases(draw: st.DrawFn) -> LateCase:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 def test_every_cut_is_that_of_one_process_with_the_delay(gang: Gang, case: LateCase) -> None:
     assert furthest(gang, case) <= 1e-12
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["torch", "torch 2.0.1"])
+def test_copies_follow_the_weights(is_old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_old:
+        monkeypatch.delattr(torch, "_foreach_copy_", raising=False)
+    layer = torch.nn.Linear(2, 1)
+    copies = LateWeights(dict(layer.named_parameters()), first=1)
+    for update in range(4):
+        torch.nn.init.constant_(layer.weight, update)
+        copies.begin(update)
+        now, after = copies.weights_of(update), copies.weights_of(update + 1)
+        assert after is not None and after["weight"].unique().item() == update
+        assert update == 0 or now is not None and now["weight"].unique().item() == update - 1

@@ -17,11 +17,15 @@ def flatten(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Padding at the end of `flat` is ignored."""
     pairs = list(parts_of(flat, tensors))
-    if pairs and hasattr(torch, "_foreach_copy_"):  # torch 2.1
-        torch._foreach_copy_([tensor for tensor, _ in pairs], [part for _, part in pairs])
+    copy_into([tensor for tensor, _ in pairs], [part for _, part in pairs])
+
+
+def copy_into(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    if tensors and hasattr(torch, "_foreach_copy_"):  # torch 2.1
+        torch._foreach_copy_(tensors, values)
         return
-    for tensor, part in pairs:
-        tensor.copy_(part)
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
 
 
 def bytes_of(*tensors: Tensor) -> int:

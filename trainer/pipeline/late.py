@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from trainer.compute.buffers import copy_into
+
 LATE = "late"
 """The kind of own state in checkpoints."""
 
@@ -59,8 +61,7 @@ class LateWeights:
 
     @torch.no_grad()
     def _copied(self, into: dict[str, Tensor]) -> dict[str, Tensor]:
-        if into:
-            torch._foreach_copy_(list(into.values()), [self.weights[name] for name in into])
+        copy_into(list(into.values()), [self.weights[name] for name in into])
         for name, weight in self.weights.items():
             if weight.requires_grad and name not in into:
                 into[name] = _copy(weight)
