@@ -329,3 +329,27 @@ def test_a_script_that_changes_which_weights_are_trained(is_stage: bool, trained
                 layers(torch.ones(2, 4)).backward(torch.ones(2, 3))
             assert [weight.grad is not None for weight in layers.parameters()] == [is_trained] * 2 + [True] * 2
     assert ["recorded" in note for note in notes] == [True] * 2, notes
+
+
+def test_a_stage_learns_if_the_optimiser_lacks_its_first_weight() -> None:
+    def weights(*, replays: bool) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        layers, notes = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)), list[str]()
+        optimizer = torch.optim.SGD(list(layers.parameters())[1:], lr=0.1)
+        with cpu_graphs():
+            stage = StageWork(layers, Full(), reads=True, splits=True)
+            if replays:
+                replay_stage(stage, 1, notes.append, notes.append)
+            for _ in range(8):
+                optimizer.zero_grad()
+                stage.begin([2, 2])
+                for _ in range(2):
+                    stage.forward(torch.ones(2, 4), 0)
+                    stage.backward(torch.ones(2, 3), 4, 0)
+                    stage.weights()
+                optimizer.step()
+            return [weight.clone() for weight in layers.parameters()], CpuGraph.replays
+
+    (plain, _), (replayed, count) = weights(replays=False), weights(replays=True)
+    assert count > 20
+    assert all(map(torch.equal, plain, replayed))

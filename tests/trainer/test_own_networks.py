@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -473,7 +475,9 @@ def optimiser(model: nn.Module, momentum: float = 0.9) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum, weight_decay=0.01)
 
 
-def one_process(name: str, parts: int, momentum: float = 0.9) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def one_process(
+    name: str, parts: int, momentum: float = 0.9, clip_norm: float = 0.0
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The first state and the last. parts: how often a batch is passed, as what counts passes sees it."""
     model, data, loss = built(name)
     first = copy.deepcopy(model.state_dict())
@@ -481,9 +485,11 @@ def one_process(name: str, parts: int, momentum: float = 0.9) -> tuple[dict[str,
     for epoch in range(EPOCHS):
         for step in range(stream.steps):
             inputs, targets = default_collate([data[index] for index in stream.indices(epoch, step, 0)])
-            steps.zero_grad()
+            model.zero_grad()
             for part, said in zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True):
                 (loss(model(part), said) / len(targets)).backward()
+            if clip_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
             steps.step()
     return first, model.state_dict()
 
@@ -564,6 +570,37 @@ MORE: list[tuple[str, dict[str, str], tuple[str, ...]]] = [
 def test_other_ways_make_them_too(gang: Gang, name: str, asked: dict[str, str], nodes: tuple[str, ...]) -> None:
     first, last = one_process(name, 1, momentum=0.0 if "fidelity" in asked else 0.9)
     answers = gang.run(trained, (name, {"strategy": "pipeline", **asked}, nodes), timeout_s=60)
+    assert not [answer for answer in answers if isinstance(answer, str)], answers
+    assert max(off(first, last, found) for found in answers) <= CLOSE
+
+
+def of_last_layers(model: nn.Module, momentum: float = 0.9) -> torch.optim.Optimizer:
+    """Lacks the first layer, which is not frozen."""
+    return torch.optim.SGD(list(model.parameters())[2:], lr=LR, momentum=momentum)
+
+
+def trained_in_part(rank: int, case: tuple[str, dict[str, str], tuple[str, ...]]) -> dict[str, Tensor] | str:
+    with mock.patch(f"{__name__}.optimiser", of_last_layers):
+        return trained(rank, case)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"strategy": "allreduce_flat"},
+        {"strategy": "allreduce", "accumulate": "2"},
+        {"strategy": "ddp"},
+        {"strategy": "pipeline", "stages": "a:0-1,b:2-3|c:0-1,d:2-3"},
+    ],
+    ids=lambda asked: asked["strategy"],
+)
+def test_gradients_of_weights_that_the_optimiser_lacks_do_not_pile_up(
+    gang: Gang, monkeypatch: pytest.MonkeyPatch, asked: dict[str, str]
+) -> None:
+    """Clipping counts them."""
+    answers = gang.run(trained_in_part, ("plain", {**asked, "clip_norm": "0.1"}, ("a", "b", "c", "d")), timeout_s=60)
+    monkeypatch.setattr(sys.modules[__name__], "optimiser", of_last_layers)
+    first, last = one_process("plain", 1, clip_norm=0.1)
     assert not [answer for answer in answers if isinstance(answer, str)], answers
     assert max(off(first, last, found) for found in answers) <= CLOSE
 

@@ -193,7 +193,7 @@ class Sums:
 
     def bind(self, weights: Sequence[Tensor]) -> None:
         """Makes them the gradients of these weights, including what these hold. Plain passes then add to them, too."""
-        if not weights or weights[0].grad is self.all[0]:
+        if all(weight.grad is found for weight, found in zip(weights, self.all, strict=True)):
             return
         empty = []
         for weight, found in zip(weights, self.all, strict=True):

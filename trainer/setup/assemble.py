@@ -140,6 +140,7 @@ def prepare(joined: JoinedRank, training_task: TrainingTask) -> Run:
     console = Console(info, settings, batch_split.last_step, training_task.name)
     say_what_changed(console, joined.settings, settings, no_graph)
     optimizer = training_task.optimizer(settings, model)
+    optimised = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
     if settings.fidelity == "late" and is_adam(optimizer):
         console.say(LATE_ADAM)
     room = memory_limit_of(model, info, batch_split.micro_batches, batch_split.order, device)
@@ -157,6 +158,7 @@ def prepare(joined: JoinedRank, training_task: TrainingTask) -> Run:
         precision=precision,
         rebalancer=build_rebalancer(settings, info, metrics, console, batch_split, room),
         optimizer=optimizer,
+        not_optimised=[weight for weight in model.parameters() if id(weight) not in optimised],
         clipping=build_clipping(settings, training_task, model, strategy, group),
         weights=Weights(settings, group, counts=bool(strategy.counts)),
         unused=Unused(model, group) if settings.sums_unused else None,

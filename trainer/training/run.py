@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -131,6 +131,8 @@ class Run:
     strategy: Strategy | Pipeline
     precision: Full
     optimizer: torch.optim.Optimizer | StandInOptimizer
+    not_optimised: Sequence[nn.Parameter]
+    """Weights that the optimiser lacks."""
     clipping: Clipping | None
     unused: Unused | None
     weights: Weights

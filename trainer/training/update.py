@@ -52,6 +52,8 @@ class Update(ABC):
 
         run.delay.pause("start")
         drop_gradients(run.optimizer)
+        for weight in run.not_optimised:
+            weight.grad = None  # or ranks would add up again what they have added up, and clipping counts it
         run.rates.before_update(stream, progress)
 
     @abstractmethod
