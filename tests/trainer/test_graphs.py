@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from tests.support.cpu_graphs import CpuGraph, cpu_graphs
 from trainer.compute.arithmetic import Full, build_precision
-from trainer.compute.graphs import Graphs, Memory, replayable
+from trainer.compute.graphs import CHANGED, Graphs, Memory, replayable
 from trainer.compute.models import build_model
 from trainer.pipeline import Criterion, Part, StageWork, replay_stage
 
@@ -305,32 +305,6 @@ def test_all_recordings_use_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(streams) == 1
 
 
-@pytest.mark.parametrize("is_stage", [False, True], ids=["whole", "stage"])
-@pytest.mark.parametrize("trained", [(True, False), (False, True)], ids=["frozen", "trained"])
-def test_a_script_that_changes_which_weights_are_trained(is_stage: bool, trained: tuple[bool, bool]) -> None:
-    """trained: the first layer, before and after the change."""
-    layers, notes = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)), list[str]()
-    with cpu_graphs():
-        stage = StageWork(layers, Full(), reads=True, splits=True) if is_stage else None
-        if stage:
-            replay_stage(stage, 1, notes.append, notes.append)
-        graphs = None if stage else replayable(layers, notes.append, notes.append)
-        for is_trained in [trained[0]] * 5 + [trained[1]] * 5:
-            layers[0].requires_grad_(is_trained)
-            layers.zero_grad(set_to_none=True)
-            if stage:
-                stage.begin([2])
-                stage.forward(torch.ones(2, 4), 0)
-                stage.backward(torch.ones(2, 3), 2, 0)
-                stage.weights()
-            elif graphs:
-                graphs.begin(adds=True)
-                graphs.is_last = True
-                layers(torch.ones(2, 4)).backward(torch.ones(2, 3))
-            assert [weight.grad is not None for weight in layers.parameters()] == [is_trained] * 2 + [True] * 2
-    assert ["recorded" in note for note in notes] == [True] * 2, notes
-
-
 def test_a_stage_learns_if_the_optimiser_lacks_its_first_weight() -> None:
     def weights(*, replays: bool) -> tuple[list[Tensor], int]:
         torch.manual_seed(0)
@@ -353,3 +327,64 @@ def test_a_stage_learns_if_the_optimiser_lacks_its_first_weight() -> None:
     (plain, _), (replayed, count) = weights(replays=False), weights(replays=True)
     assert count > 20
     assert all(map(torch.equal, plain, replayed))
+
+
+CHANGES: dict[str, Callable[[nn.Sequential, list[int]], object]] = {
+    "another mode": lambda layers, _: layers[1].eval(),
+    "a hook of a module": lambda layers, calls: layers[2].register_forward_hook(lambda *_: calls.append(1)),
+    "a hook of a weight": lambda layers, calls: layers[2].weight.register_hook(lambda _: calls.append(1)),
+    "a weight is trained": lambda layers, _: layers[0].requires_grad_(True),
+    "a weight is frozen": lambda layers, _: layers[2].requires_grad_(False),
+}
+
+
+def changed_after(way: str, change: str, *, replays: bool) -> tuple[list[Tensor], int, list[str]]:
+    """Gradients and statistics of updates before and after a change, calls of its hook, and notes."""
+    torch.manual_seed(0)
+    layers, notes, calls = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)), list[str](), list[int]()
+    layers[0].requires_grad_(False)
+    found: list[Tensor] = []
+    generator = torch.Generator().manual_seed(1)
+    with cpu_graphs():
+        stage = StageWork(layers, Full(), reads=True, splits=True) if way != "whole" else None
+        if stage and replays:
+            replay_stage(stage, 2, notes.append, notes.append)
+        graphs = replayable(layers, notes.append, notes.append) if not stage and replays else None
+        for update in range(16):
+            if update == 8:
+                CHANGES[change](layers, calls)
+            layers.zero_grad(set_to_none=True)
+            images = torch.randn(2, 4, generator=generator)
+            if stage:
+                stage.begin([2])
+                stage.forward(images, 0)
+                if way == "in flight" and update == 7:
+                    continue  # to the end, a pass is in flight between two updates
+                stage.backward(torch.ones(2, 3), 2, 0)
+                stage.weights()
+            else:
+                if graphs:
+                    graphs.begin(adds=True)
+                    graphs.is_last = True
+                layers(images).backward(torch.ones(2, 3))
+            found += [weight.grad.clone() for weight in layers.parameters() if weight.grad is not None]
+            found += [buffer.clone() for buffer in layers.buffers()]
+    return found, len(calls), notes
+
+
+@pytest.mark.parametrize(
+    ("way", "change"),
+    [
+        *((way, change) for way in ("whole", "stage") for change in CHANGES),
+        *(("in flight", change) for change in ("another mode", "a hook of a module", "a weight is trained")),
+    ],
+)
+def test_a_script_that_changes_a_recorded_network(way: str, change: str) -> None:
+    plain, called, _ = changed_after(way, change, replays=False)
+    replayed, calls, notes = changed_after(way, change, replays=True)
+    assert len(plain) == len(replayed) and all(map(torch.equal, plain, replayed))
+    assert calls == called
+    assert [note for note in notes if "has changed" in note] == [CHANGED]
+    after = [note for note in notes[1:] if note != CHANGED]
+    assert len(after) == (way != "in flight")
+    assert all(("has hooks" if "hook" in change else " recorded ") in note for note in after)

@@ -279,4 +279,4 @@ def test_copies_follow_the_weights(is_old: bool, monkeypatch: pytest.MonkeyPatch
         copies.begin(update)
         now, after = copies.weights_of(update), copies.weights_of(update + 1)
         assert after is not None and after["weight"].unique().item() == update
-        assert update == 0 or now is not None and now["weight"].unique().item() == update - 1
+        assert update == 0 or (now is not None and now["weight"].unique().item() == update - 1)

@@ -20,7 +20,7 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     copy_into([tensor for tensor, _ in pairs], [part for _, part in pairs])
 
 
-def copy_into(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def copy_into(tensors: list[Tensor], values: list[Tensor]) -> None:
     if tensors and hasattr(torch, "_foreach_copy_"):  # torch 2.1
         torch._foreach_copy_(tensors, values)
         return

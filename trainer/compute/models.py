@@ -133,8 +133,8 @@ def _method(model: nn.Module, name: str) -> Any:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind, None) for kind in kinds)
+    of = module
+    return bool(of._forward_hooks or of._forward_pre_hooks or of._backward_hooks or of._backward_pre_hooks)
 
 
 def has_weight_hooks(weight: Tensor) -> bool:

@@ -84,8 +84,8 @@ class StageWork:
 
     def begin(self, sizes: Sequence[int], sets: Sequence[Mapping[str, Tensor]] = ()) -> None:
         """Call before an update. sizes: its micro-batches. sets: weights of late updates, which take turns."""
-        if self.graphs and not self._passes and not self._put_off:
-            self.graphs.begin(sizes, sets)
+        if self.graphs:
+            self.graphs.begin(sizes, sets, is_idle=not self._passes and not self._put_off)
         self.total.zero_()
         self._of_loss = None
 

@@ -20,6 +20,7 @@ from torch.func import functional_call
 
 from trainer.compute import graphs as plain_graphs
 from trainer.compute.graphs import (
+    CHANGED,
     WARM,
     Found,
     Memory,
@@ -104,6 +105,10 @@ class StageGraphs:
         """The output, or with `criterion` the loss; None for a plain pass."""
         if self.has_given_up or not learns(part, inputs):
             return None
+        if self.trained.have_changed():  # passes in flight keep their recordings
+            if any(self.recorded.values()):
+                self.say(CHANGED)
+            self.recorded, self.examples, self.passes, self.sums = {}, {}, {}, None
         labels = (criterion.labels.shape, criterion.labels.dtype) if criterion else None
         size = Size(inputs.shape, inputs.dtype, autocast_type(inputs.device.type), labels)
         key = size, _id_of(self.stage.given)
@@ -125,11 +130,12 @@ class StageGraphs:
         of = getattr(loss_sum.grad_fn, "of", None)
         return isinstance(of, StageRecording) and of.criterion is not None
 
-    def begin(self, sizes: Sequence[int], sets: Sequence[Mapping[str, Tensor]] = ()) -> None:
-        """Records what is known by now. Call before an update, with nothing in flight. sets: see `StageWork.begin`."""
+    def begin(self, sizes: Sequence[int], sets: Sequence[Mapping[str, Tensor]] = (), *, is_idle: bool) -> None:
+        """Call before an update. Records what is known by now, if nothing is in flight. sets: see `StageWork.begin`."""
+        self.trained.is_checked = False
+        if not is_idle:
+            return
         weights: Sequence[Given] = sets or (None,)
-        if self.trained.have_changed():
-            self.recorded, self.examples, self.passes, self.sums = {}, {}, {}, None
         if sets:  # the part's own are not used again
             self.recorded = {key: known for key, known in self.recorded.items() if key[1]}
         ready = [size for size in self.examples if self.passes[size] > WARM and size.shape[0] in sizes]
@@ -143,7 +149,7 @@ class StageGraphs:
     def _record_all(self, size: Size, given: Given, most: int) -> None:
         """A run that fits into memory without recordings always does so with them."""
         known = self.recorded.setdefault((size, _id_of(given)), [])
-        if len(known) >= most:
+        if len(known) >= most or self.trained.differs:  # which the update's first pass will notice
             return
         if why := hooks_of(self.stage.part, of_weights=True):
             self._give_up(why)
