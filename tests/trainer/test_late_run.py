@@ -198,7 +198,9 @@ def test_a_script_that_changes_which_weights_a_late_stage_trains(
     assert max(off(begun, last, state) for state in answers) <= 1e-12
 
 
-def judged_each(rank: int, asked: dict[str, str]) -> tuple[dict[str, Tensor], list[float]]:
+def judged_each(
+    rank: int, case: tuple[dict[str, str], tuple[str, ...], float | str]
+) -> tuple[dict[str, Tensor], list[float]]:
     """The state, and the losses of evaluations after each update."""
     losses: list[float] = []
 
@@ -207,7 +209,7 @@ def judged_each(rank: int, asked: dict[str, str]) -> tuple[dict[str, Tensor], li
         judge = lambda outputs, targets: {"loss": entropy(outputs, targets)}  # noqa: E731
         run.after_update(lambda: losses.append(run.evaluate(judge, data)["loss"]))
 
-    state, _ = trained(rank, (asked, FOUR, "plain"), prepared)
+    state, _ = trained(rank, case, prepared)
     return state, losses
 
 
@@ -217,12 +219,31 @@ def test_an_evaluation_in_the_middle_of_an_epoch_changes_nothing(
 ) -> None:
     """Although inputs of the next update are on their way. Before a checkpoint they are not."""
     asked = {"fidelity": fidelity, "accumulate": "2"}
-    answers = gang.run(judged_each, asked, timeout_s=60)
+    answers = gang.run(judged_each, (asked, FOUR, "plain"), timeout_s=60)
     begun, last = delayed(set(answers[-1][0]), 2, first, name="plain")
     assert max(off(begun, last, state) for state, _ in answers) <= 1e-12
     kept = {**asked, "checkpoint_every": "1", "checkpoint_dir": str(tmp_path)}
-    for (_, losses), (_, drained) in zip(answers, gang.run(judged_each, kept, timeout_s=60), strict=True):
-        assert len(losses) == UPDATES and losses == drained
+    drained = gang.run(judged_each, (kept, FOUR, "plain"), timeout_s=60)
+    for (_, losses), (_, same) in zip(answers, drained, strict=True):
+        assert len(losses) == UPDATES and losses == same
+
+
+@pytest.mark.parametrize(("nodes", "ema"), [(FOUR, "0"), (FOUR, "0.5"), (LANES, "0")])
+def test_an_evaluation_leaves_statistics_that_passes_in_flight_hold(
+    gang: Gang, nodes: tuple[str, ...], ema: str
+) -> None:
+    """Ranks of one stage average them, and averaged weights have others."""
+    answers = gang.run(judged_each, ({"accumulate": "2", "ema": ema}, nodes, 0.0), timeout_s=60)
+    begun, last = delayed(set(answers[-1][0]), 2 if nodes is FOUR else 4, 1)
+    states = [
+        {
+            name: tensor
+            for name, tensor in state.items()
+            if nodes is FOUR or ("running" not in name and "tracked" not in name)
+        }
+        for state, _ in answers
+    ]
+    assert max(off(begun, last, state) for state in states) <= 1e-12
 
 
 class Again(nn.Linear):

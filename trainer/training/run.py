@@ -176,11 +176,11 @@ def shared_network(run: Run, progress: Progress) -> Iterator[nn.Module]:
 def trained_network(run: Run, progress: Progress, *, own_weights: bool = False) -> Iterator[nn.Module]:
     """own_weights: the trained weights even if `ema` is on."""
     random, network, again = random_state(), run.strategy.whole(), bool(run.ema) and not own_weights
-    own = [
-        (module, name, buffer, buffer.clone())
-        for module in network.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
+    # Copies, because an early forward pass of `late` holds the buffers for its backward.
+    copies = {id(buffer): buffer.clone() for buffer in network.buffers()}
+    own = [(module, dict(module._buffers)) for module in network.modules()]
+    for module, buffers in own:
+        module._buffers.update({name: copies.get(id(buffer)) for name, buffer in buffers.items()})
     try:
         if run.strategy.parts:
             run.strategy.average_statistics(network, training_images(run), again=again)
@@ -190,9 +190,8 @@ def trained_network(run: Run, progress: Progress, *, own_weights: bool = False) 
             average_running_statistics(network, run.group, samples)
         yield network
     finally:
-        for module, name, buffer, kept in own:
-            module._buffers[name] = buffer  # some forward passes replace the tensor
-            buffer.copy_(kept)
+        for module, buffers in own:
+            module._buffers.update(buffers)
         set_random_state(random)
 
 
