@@ -50,6 +50,7 @@ class CpuGraph:
     """Of all graphs."""
 
     def capture_begin(self, **_: Any) -> None:
+        self.random = torch.get_rng_state()
         self.capture = _Capture()
         self.capture.__enter__()
 
@@ -57,6 +58,7 @@ class CpuGraph:
         self.capture.__exit__(None, None, None)
         for tensor, before in self.capture.before.values():
             tensor.data.copy_(before)
+        torch.set_rng_state(self.random)
 
     def replay(self) -> None:
         CpuGraph.replays += 1

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from tests.support.cpu_graphs import CpuGraph, cpu_graphs
 from trainer.compute.arithmetic import Full, build_precision
-from trainer.compute.graphs import CHANGED, Graphs, Memory, replayable
+from trainer.compute.graphs import CHANGED, Graphs, Memory, Piece, replayable
 from trainer.compute.models import build_model
 from trainer.pipeline import Criterion, Part, StageWork, replay_stage
 
@@ -388,3 +388,44 @@ def test_a_script_that_changes_a_recorded_network(way: str, change: str) -> None
     after = [note for note in notes[1:] if note != CHANGED]
     assert len(after) == (way != "in flight")
     assert all(("has hooks" if "hook" in change else " recorded ") in note for note in after)
+
+
+def with_dropout(*, is_stage: bool, replays: bool) -> tuple[list[Tensor], int, list[str]]:
+    """Gradients of eight passes, number of replays, and notes."""
+    torch.manual_seed(0)
+    layers, notes, found = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)), list[str](), list[Tensor]()
+    with cpu_graphs():
+        stage = StageWork(layers, Full(), reads=True, splits=True) if is_stage else None
+        if replays and stage:
+            replay_stage(stage, 1, notes.append, notes.append)
+        elif replays:
+            replayable(layers, notes.append, notes.append)
+        for _ in range(8):
+            layers.zero_grad(set_to_none=True)
+            if stage:
+                stage.begin([2])
+                stage.forward(torch.ones(2, 4), 0)
+                stage.backward(torch.ones(2, 3), 2, 0)
+                stage.weights()
+            else:
+                layers(torch.ones(2, 4)).backward(torch.ones(2, 3))
+            found += [weight.grad.clone() for weight in layers.parameters() if weight.grad is not None]
+        return found, CpuGraph.replays, notes
+
+
+@pytest.mark.parametrize("is_stage", [False, True], ids=["whole", "stage"])
+def test_a_recording_draws_the_numbers_of_plain_passes(is_stage: bool) -> None:
+    plain, _, _ = with_dropout(is_stage=is_stage, replays=False)
+    replayed, count, notes = with_dropout(is_stage=is_stage, replays=True)
+    assert count and len(notes) == 1 and ", 0 off a plain pass" in notes[0], notes
+    assert all(map(torch.equal, plain, replayed))
+
+
+@pytest.mark.parametrize("is_stage", [False, True], ids=["whole", "stage"])
+def test_a_wrong_recording_with_dropout_is_dropped(monkeypatch: pytest.MonkeyPatch, is_stage: bool) -> None:
+    forward = Piece.forward
+    monkeypatch.setattr(Piece, "forward", lambda self, images: forward(self, images) * 0)
+    plain, _, _ = with_dropout(is_stage=is_stage, replays=False)
+    found, _, notes = with_dropout(is_stage=is_stage, replays=True)
+    assert len(notes) == 1 and "off a plain pass, two of which are 0 apart" in notes[0], notes
+    assert all(map(torch.equal, plain, found))

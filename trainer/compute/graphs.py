@@ -493,14 +493,18 @@ Found = tuple[Sequence[Tensor], ...]
 def distances(
     plain: Callable[[], Found], replayed: Callable[[], Found], model: nn.Module, sums: Sequence[Tensor]
 ) -> tuple[float, float]:
-    """Relative distances of a replay, and of a second plain pass, to a plain pass. Leaves buffers and sums as found."""
+    """Relative distances of a replay, and of a second plain pass, to a plain pass. All three draw the same random
+    numbers. Leaves buffers, sums and random generators as found.
+    """
     changed = [*model.buffers(), *sums]
+    gpus = {weight.device.index for weight in model.parameters() if weight.is_cuda}
     kept = [tensor.clone() for tensor in changed]
 
     def copies_of(made: Callable[[], Found]) -> list[list[Tensor]]:
         for total in sums:
             total.data.zero_()
-        copies = [[tensor.detach().clone() for tensor in each] for each in (*made(), model.buffers())]
+        with torch.random.fork_rng(devices=gpus):
+            copies = [[tensor.detach().clone() for tensor in each] for each in (*made(), model.buffers())]
         # Without new versions, which autograd checks: a micro-batch may hold BatchNorm's statistics for its backward.
         for tensor, before in zip(changed, kept, strict=True):
             tensor.data.copy_(before)
