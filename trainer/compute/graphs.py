@@ -64,7 +64,7 @@ class Graphs:
         """Whether the update has several micro-batches, and whether its last one has begun."""
         self.last_used: Recording | None = None
         self.trained: Trained | None = None
-        """Of the first recording."""
+        """The network of the first recording."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
         # A copied network has other weights: it never replays.
