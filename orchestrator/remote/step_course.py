@@ -4,12 +4,13 @@
     course.asks(mark, source)              a batch is requested from a source, and
     course.gets(mark, source, 32)          arrives: 32 samples
     course.calls(mark, 32, True)           the network is called with 32 samples; their gradients will be exchanged
+    course.shares(mark); course.shared(mark)       its buffers become rank 0's on all ranks
     course.ends_backward(mark, computed)   computed: the mark of this rank's last gradient
     course.ends_step(mark)                 TakenStep(stretches=[("load", mark, mark), ...], samples=32, ...)
 
 A stretch between two marks belongs to one part, as in `trainer.shared.metrics`: `load` until the network is called,
-`compute` until the last gradient, `exposed` until the exchanged gradients, `optim` until the optimiser has updated the
-weights. Stretches are measured later by the marks' clock.
+`compute` until the last gradient, `exposed` until the exchanged gradients, and while buffers are shared, `optim` until
+the optimiser has updated the weights. Stretches are measured later by the marks' clock.
 
 A backward shows that a source is for training; until then its stretches are held back. Batches without a backward are
 evaluation and belong to no step, like the pause between a source's end and the next one's first batch.
@@ -86,6 +87,13 @@ class Course:
         self._settle()
         self._spend("load" if self._after in ("step", "batch") else "compute", now)
         self._after, self._call_samples, self._exchanges = "call", samples or 0, exchanges
+
+    def shares(self, now: Mark) -> None:
+        """The ranks' buffers, within a call of the network."""
+        self._spend("compute", now)
+
+    def shared(self, now: Mark) -> None:
+        self._spend("exposed", now)
 
     def ends_backward(self, now: Mark, computed: Mark | None) -> None:
         self._settle()

@@ -20,7 +20,7 @@ from typing import Any
 
 from . import step_watch
 from .step_course import Source
-from .step_watch import ASKS, BACKWARD, CALLS, ENDS, GETS, STEP, Watch
+from .step_watch import ASKS, BACKWARD, CALLS, ENDS, GETS, SHARED, SHARES, STEP, Watch
 
 SOURCE = "_orch_source"  # attribute of a loader's iterator
 UNSCALED = "_orch_unscaled"  # attribute of a scaled loss
@@ -75,16 +75,33 @@ def _watch_loaders(torch: Any, watch: Watch) -> None:
 
 def _watch_network(torch: Any, watch: Watch, is_traced: Callable[[], bool]) -> None:
     ddp, tensor, wants_gradients = torch.nn.parallel.DistributedDataParallel, torch.Tensor, torch.is_grad_enabled
-    forward = ddp.forward
+    forward, share_buffers = ddp.forward, ddp._sync_buffers
+    # Ranks wait for each other in each of these layers, out of our sight.
+    waiting_layers = torch.nn.SyncBatchNorm
+
+    @functools.lru_cache(maxsize=8)
+    def waits_inside(network: Any) -> bool:
+        return any(isinstance(module, waiting_layers) for module in network.modules())
 
     @functools.wraps(forward)
     def watched_forward(self: Any, *inputs: Any, **named: Any) -> Any:
         if not is_traced() and watch.is_on and wants_gradients():
             watch.network = self.module.__class__.__name__
-            watch.note(CALLS, samples_of((inputs, named), tensor), self.require_backward_grad_sync)
+            exchanges = self.require_backward_grad_sync and not waits_inside(self.module)
+            watch.note(CALLS, samples_of((inputs, named), tensor), exchanges)
         return forward(self, *inputs, **named)
 
-    ddp.forward = watched_forward
+    @functools.wraps(share_buffers)
+    def watched_buffers(self: Any, *given: Any, **named: Any) -> Any:
+        """Rank 0's buffers, as BatchNorm's statistics: a rank that comes early waits here, before it computes."""
+        if is_traced() or not watch.is_on or not wants_gradients():
+            return share_buffers(self, *given, **named)
+        watch.note(SHARES)
+        result = share_buffers(self, *given, **named)
+        watch.note(SHARED)
+        return result
+
+    ddp.forward, ddp._sync_buffers = watched_forward, watched_buffers
 
 
 def _watch_backward(torch: Any, watch: Watch, is_traced: Callable[[], bool]) -> None:

@@ -28,9 +28,9 @@ from typing import Any
 
 from .step_course import Clock, Course, HostClock, Mark, TakenStep, clock_of
 
-ASKS, GETS, ENDS, CALLS, BACKWARD, STEP, TELLS = range(7)
-"""A batch is requested; arrives; the source is empty; the network is called; a backward or a step has ended; a
-framework's callback reports the last step.
+ASKS, GETS, ENDS, CALLS, SHARES, SHARED, BACKWARD, STEP, TELLS = range(9)
+"""A batch is requested; arrives; the source is empty; the network is called; the ranks begin to share its buffers; have
+shared them; a backward or a step has ended; a framework's callback reports the last step.
 """
 LOOKS_EVERY_S = 1.0
 MOST_NOTES = 4000
@@ -138,6 +138,8 @@ class Watch:
             GETS: course.gets,
             ENDS: course.ends,
             CALLS: course.calls,
+            SHARES: course.shares,
+            SHARED: course.shared,
         }
         for kind, mark, *what in notes:
             if kind == STEP:

@@ -408,3 +408,59 @@ def test_what_is_compiled_computes_the_same(warm, tmp_path, what):
     assert seen.stdout == plain.stdout != ""
     assert (tmp_path / "metrics.jsonl").exists() == (not what)  # a compiled step has no marks
     assert what or len(events_in(tmp_path)) == 7
+
+
+BUFFERS = """
+import os, time, torch, torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo")
+
+class Slow(Dataset):
+    def __len__(self): return 10
+    def __getitem__(self, place):
+        time.sleep(0.1 if rank == {slow} else 0)
+        return torch.randn(4), torch.randn(1)
+
+network = nn.parallel.DistributedDataParallel({network})
+optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+for data, wanted in DataLoader(Slow(), batch_size=2):
+    optimizer.zero_grad()
+    nn.functional.mse_loss(network(data), wanted).backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_the_wait_for_a_slow_ranks_buffers_is_no_computing(tmp_path, slow):
+    """BatchNorm's statistics travel as the network is called: there the rank that came early waits."""
+    network = "nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))"
+    steps = steps_of(tmp_path / "job", BUFFERS.format(slow=slow, network=network))
+    early = [step for step in steps[1 - slow][3:]]
+    assert sum(step["compute_ms"] for step in early) < sum(step["exposed_ms"] for step in early) / 2
+    assert sum(step["load_ms"] for step in steps[slow][3:]) > 150 * len(early)
+
+
+LAYERS = """
+class Plain(nn.Linear):
+    has_them = False  # DistributedDataParallel refuses them on CPUs
+
+    def modules(self):
+        return [self, *([nn.SyncBatchNorm(1)] if self.has_them else [])]
+"""
+
+
+def test_with_layers_in_which_ranks_wait_only_the_load_is_known(tmp_path):
+    text = BUFFERS.format(slow=1, network="Plain(4, 1)").replace("network = nn", f"{LAYERS}\nnetwork = nn")
+    found = steps_of(tmp_path / "without", text)
+    assert all("compute_ms" in step for step in found[0][1:])
+    found = steps_of(tmp_path / "with", text.replace("optimizer = ", "Plain.has_them = True\noptimizer = "))
+    assert all("load_ms" in step and "compute_ms" not in step for step in found[0][1:])
+
+
+def steps_of(place: Path, text: str) -> list[list[dict]]:
+    """Of each rank."""
+    return [[event for event in events_in(rank) if event["event"] == "step"] for rank in run(place, text)]
