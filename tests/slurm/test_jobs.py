@@ -202,6 +202,20 @@ def test_a_cancel_of_an_earlier_attempt_leaves_its_retry_alone(person):
     person.until(lambda: not person.lab.exec("squeue", "-h").strip(), 60)
 
 
+def test_a_suspended_job_keeps_its_state(person):
+    person.up(V100)
+    (person.folder / "train.py").write_text(SCRIPT)
+    person("run", "--detach", "train.py", "3000")
+    person.until(lambda: person.printed("step 3 "))
+    job = person.slurm_job()
+    person.lab.on("v100", "scontrol", "suspend", job)
+    said = person("jobs")
+    assert "running" in said and f"Slurm has suspended job {job}" in said
+    person.lab.on("v100", "scontrol", "resume", job)
+    person("cancel", "--yes")
+    assert person.state() == "cancelled"
+
+
 def test_slurms_time_limit_ends_a_job_with_its_reason(person):
     """S7."""
     person.up(V100, time="3")
