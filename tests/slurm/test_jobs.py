@@ -206,7 +206,7 @@ def test_a_suspended_job_keeps_its_state(person):
     person.up(V100)
     (person.folder / "train.py").write_text(SCRIPT)
     person("run", "--detach", "train.py", "3000")
-    person.until(lambda: person.printed("step 3 "))
+    person.until(lambda: person.printed("step 3 ") and person.state() == "running")
     job = person.slurm_job()
     person.lab.on("v100", "scontrol", "suspend", job)
     said = person("jobs")
