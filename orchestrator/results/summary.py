@@ -29,6 +29,8 @@ from trainer.shared.strategy_table import STRATEGIES
 BUSY_PERCENT = 20
 # Shorter slowdowns of a run are not mentioned.
 LEAST_SHARE = 0.05
+# A headline names waits that are a larger part of a step, also if no host is slower throughout.
+MUCH_WAITING = 0.1
 # Cards often report a power cap that hardly matters.
 LEAST_LOSS = 0.03
 
@@ -324,11 +326,27 @@ class Summary(Record):
             return self.bound.words if self.bound else ""
         network = f"The network was slow: {self.bound.words.partition(': ')[2]}" if self.bound.part == "wire" else ""
         if self.straggler is None:
-            return network or f"No {'host' if len(self.nodes) > 1 else 'rank'} held the others up. {self.bound.words}"
+            nobody = f"No {'host' if len(self.nodes) > 1 else 'rank'} held the others up."
+            return network or f"{self._waits_without_straggler or nobody} {self.bound.words}"
         waited = self._straggler_words(self.straggler)
         if network and self.bound.share > self._step_share(self.straggler.wait_ms):
             return f"{network} Besides, {waited}"
         return waited.replace("the", "The", 1) if waited.startswith("the ") else waited
+
+    @property
+    def _waits_without_straggler(self) -> str:
+        """ "" if no wait is worth mentioning."""
+        most = max(self.nodes, key=lambda node: node.wait_ms or 0.0)
+        wait_ms = most.wait_ms or 0.0
+        if (share := self._step_share(wait_ms)) < MUCH_WAITING:
+            return ""
+        is_pipeline = self.recorded.strategy == "pipeline"
+        why = (
+            "while the pipeline fills and drains"
+            if is_pipeline
+            else "but the steps vary too much to name a slower host"
+        )
+        return f"{most.name} waited {format_figure(wait_ms)} ms ({format_percent(share)}) of each step, {why}."
 
     def _step_share(self, ms: float) -> float:
         steps_ms = [sum(node.parts_ms.values()) for node in self.nodes if node.parts_ms]

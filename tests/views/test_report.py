@@ -187,6 +187,18 @@ def test_an_absent_ranks_host_is_not_said_to_have_done_nothing(tmp_path: Path) -
     assert {group.share for group in summary.by_gpu.values()} == {None}
 
 
+def test_a_headline_names_long_waits_also_if_no_host_is_slower_throughout(tmp_path: Path) -> None:
+    by_turns = {
+        rank: [step(n, 32, 2, 20 if n % 2 == rank else 80, 70 if n % 2 == rank else 10, 2) for n in range(10)]
+        for rank in range(2)
+    }
+    apart = headline(analyse(write_run(tmp_path / "ddp", [Host("a"), Host("b")], by_turns)))
+    assert apart.startswith("b waited 34.3 ms (36 %) of each step, but the steps vary too much to name a slower host.")
+    settings = {"strategy": "pipeline"}
+    cut = headline(analyse(write_run(tmp_path / "cut", [Host("a"), Host("b")], by_turns, settings=settings)))
+    assert " of each step, while the pipeline fills and drains. " in cut
+
+
 def test_headlines_for_one_host_for_even_hosts_and_for_no_figures(tmp_path: Path) -> None:
     one = analyse(write_run(tmp_path / "one", [Host("v100")], {0: ten_steps()}))
     assert outcome(one) == "v100 did all the work at 640 samples/s, 88 % of its standalone speed."
