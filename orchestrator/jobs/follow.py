@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -41,6 +42,8 @@ SETTLE_S = 0.5
 PROGRESS_S = 0.25
 BARS_S = 1.0
 """For redrawn lines and `Silence`."""
+STILL_S = 10.0
+"""After so long without a step, progress states it, and the clock goes on."""
 
 _AGE = re.compile(r" for [0-9.hms]+")
 
@@ -78,6 +81,7 @@ class Follow:
         self._was_alive = False
         """Else the job had ended before, and all its lines are still to come."""
         self._progress_due_s, self._bars_due_s = 0.0, time.monotonic() + BARS_S
+        self._stepped_s: float | None = None
 
     def events(self, items: Iterable[tuple[str, Frame | HostError]]) -> Iterator[Event]:
         """items: from `watch`."""
@@ -132,7 +136,8 @@ class Follow:
         if lines := self._held_back(self._splitter.split(name, piece)):
             self._is_silent = False
             yield lines
-        self._has_progress |= self._until_end and self._view.take(name, piece)
+        if self._until_end and self._view.take(name, piece):
+            self._has_progress, self._stepped_s = True, time.monotonic()
         if self.ended_at_s is not None:  # a host that still sends is not late
             self.ended_at_s = time.monotonic()
 
@@ -171,6 +176,7 @@ class Follow:
             yield from self._ending()
         if self._probe and (record := self._probe.answer()):
             yield from self._stall_events(record)
+        self._has_progress |= self._still_s() > 0 and now_s > self._progress_due_s + BARS_S
         if self._has_progress and time.monotonic() > self._progress_due_s:
             self._has_progress, self._progress_due_s = False, time.monotonic() + PROGRESS_S
             self._is_silent = False
@@ -199,7 +205,13 @@ class Follow:
             )
 
     def _progress(self) -> RunProgress:
-        return self._view.progress(since_s(self._started))
+        return replace(self._view.progress(since_s(self._started)), still_s=self._still_s())
+
+    def _still_s(self) -> float:
+        if self._stepped_s is None or self.ended_at_s is not None:
+            return 0.0
+        still_s = time.monotonic() - self._stepped_s
+        return still_s if still_s > STILL_S else 0.0
 
 
 class Waits:

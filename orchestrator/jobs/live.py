@@ -69,6 +69,8 @@ class RunProgress:
     """A pipeline's hosts together: every sample passes all of them. None without a pipeline, or before every rank has
     reported a step.
     """
+    still_s: float = 0.0
+    """Since the last step, once that is long."""
 
     @property
     def left_s(self) -> float | None:

@@ -207,6 +207,8 @@ class _Sentences:
             if event.words and not event.is_alarm:  # an alarm comes as a notice
                 console.say(event.words)
             return
+        if isinstance(event, RunProgress) and event.still_s:
+            return  # its lines have come before
         now = time.monotonic()
         self._latest[type(event)] = event
         if self._due is None:
@@ -252,8 +254,10 @@ def silence_words(silence: Silence) -> str:
 
 
 def time_words(progress: RunProgress) -> str:
-    """`running 1:02, about 4:10 left`."""
+    """`running 1:02, about 4:10 left`, or `running 1:02, no step for 0:25`."""
     left = progress.left_s
+    if progress.still_s:
+        return f"running {clock(progress.elapsed_s or 0)}, no step for {clock(progress.still_s)}"
     return f"running {clock(progress.elapsed_s or 0)}" + (f", about {clock(left)} left" if left is not None else "")
 
 

@@ -443,6 +443,19 @@ def test_a_burst_of_news_gives_its_first_and_its_last_value(monkeypatch):
     assert [event.rows[0].step for event in followed] == [1, 50]
 
 
+def test_the_clock_of_a_job_that_takes_no_step_goes_on(monkeypatch, capsys):
+    piece = FilePiece("rank-0/metrics.jsonl", 0, 0, line(event="step", step=0, samples=1, t_ms=1.0))
+    monkeypatch.setattr(follow, "BARS_S", -1.0)  # with each word that comes
+    monkeypatch.setattr(follow, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(follow, "STILL_S", 0.0)
+    events = events_of(plan_of(a=1), [("a", piece), ("", Beat()), ("", Beat())])
+    stills = [event.still_s for event in events if isinstance(event, RunProgress)]
+    assert len(stills) >= 3 and stills == sorted(stills) and stills[-1] > 0
+    assert progress.time_words(RunProgress((ROW,), 65.0, still_s=25.0)) == "running 1:05, no step for 0:25"
+    following.print_events(event for event in events if isinstance(event, RunProgress))
+    assert capsys.readouterr().err.count("step 1") <= 1, "without a screen nothing is repeated"
+
+
 def test_ranks_are_starting_until_the_first_line_or_metric_and_bars_come_folded(monkeypatch):
     offset, items = 0, [("", Beat()), ("", Beat())]
     for text in ("\r 1%", "\r 2%\r 3%", "\r 4%\nend\n"):
