@@ -315,7 +315,9 @@ def _finish(job: RunningJob, findings: Sequence[Finding] | None, *, detached: bo
     if detached:
         if job.plan.asked.waits:
             queues = "its hosts start it when its GPUs are free; `orch jobs` shows its place in the queue"
-            console.say(queues if record.state == "queued" else "its GPUs were free: it runs")
+            has_gpus = any(node.gpu_uuids for node in job.plan.nodes)
+            runs = "its GPUs were free: it runs" if has_gpus else "it uses no GPUs, for which jobs queue: it runs"
+            console.say(queues if record.state == "queued" else runs)
         if findings is None:
             click.echo(job.id)
         return

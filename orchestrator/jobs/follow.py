@@ -43,7 +43,7 @@ PROGRESS_S = 0.25
 BARS_S = 1.0
 """For redrawn lines and `Silence`."""
 STILL_S = 10.0
-"""After so long without a step, progress states it, and the clock goes on."""
+"""Without a step for longer, progress states it, and the clock goes on."""
 
 _AGE = re.compile(r" for [0-9.hms]+")
 
