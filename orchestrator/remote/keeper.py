@@ -201,7 +201,7 @@ class Keeper:
             else:
                 cause = cause_of(job, self._node, record, status, memory_kills)
                 goes_on = "go" in record and attempts.goes_on(self._node, record.get("earlier", []), cause)
-            if goes_on and not (blocked := self._blocked(record, cause)):
+            if goes_on and not (blocked := self._prepare_next(record, cause)):
                 return True
             if goes_on:
                 cause["reason"] += f"; no further attempt: {blocked}"
@@ -209,8 +209,8 @@ class Keeper:
             write_final_record(job, {**record, **final})
         return False
 
-    def _blocked(self, record: dict[str, Any], cause: Failure) -> str:
-        """Prepares the next attempt. Returns what prevents it, else ""."""
+    def _prepare_next(self, record: dict[str, Any], cause: Failure) -> str:
+        """Prepares the next attempt; returns what prevents it, if anything."""
         earlier, name = record.get("earlier", []), self._node["name"]
         if record["leftovers"]:
             return f"{name}: {record['leftovers'][0]} does not end"

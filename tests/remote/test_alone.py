@@ -277,11 +277,23 @@ def test_a_full_disk_ends_the_attempts_with_a_record_and_the_true_cause(tmp_path
         assert first and (first.kind, first.node, first.whose) == ("supervisor", "a", "hosts")
         assert first.reason.startswith("the supervisor was killed by SIGKILL; no further attempt: a: No space left on")
         assert (job.folder("a") / "rank-0" / "stdout.log").exists()  # of the last attempt
+
+
+@pytest.mark.parametrize(
+    ("victim", "why"),
+    [
+        ("rank", "rank 1 was killed by SIGKILL"),
+        ("supervisor", "the supervisor was killed by SIGKILL; no further attempt:"),
+    ],
+)
+def test_a_full_disk_of_one_host_is_no_firewall_on_it(tmp_path: Path, victim: str, why: str) -> None:
+    waits = UNTIL.format(go="/none")
     with small_disk(tmp_path / "disk", "80m") as disk, alone(tmp_path / "two", waits, attempt=attempts()) as job:
         filled(job, disk)
-        os.kill(job.agents()["b"]["ranks"]["1"]["pid"], signal.SIGKILL)
-        record = job.wait()
-        assert record.first_failure and record.first_failure.reason == "rank 1 was killed by SIGKILL"
+        found = job.agents()["b"]
+        os.kill(found["pid"] if victim == "supervisor" else found["ranks"]["1"]["pid"], signal.SIGKILL)
+        first = job.wait().first_failure
+        assert first and first.node == "b" and first.reason.startswith(why)
         assert [one["state"] for one in job.agents().values()] == ["failed", "failed"]
 
 
