@@ -189,6 +189,31 @@ def test_local_has_pipelines_beside_each_other_that_average():
     assert choose(scene_of(a=333, b=833), settings, ()) is None
 
 
+def test_pipelines_beside_each_other_take_the_samples_that_shares_give_their_first_hosts():
+    scene = scene_of(2048, a=333, b=430, c=833, d=1400)
+    settings = settings_of(batch=2048, fidelity="local", local_steps=32)
+    found = choose(scene, settings, ())
+    assert [course.batch for course in found.courses] == [1185, 863]
+    taken = dataclasses.replace(settings, **found.settings)
+    assert as_set(scene, taken).timed == found.timed
+    equal = as_set(scene, dataclasses.replace(taken, shares="equal"))
+    assert [course.batch for course in equal.courses] == [1024, 1024]
+    assert equal.samples_per_s < 0.9 * found.samples_per_s
+    by_speed = as_set(scene, dataclasses.replace(taken, shares="measured"))
+    assert sum(course.batch for course in by_speed.courses) == 2048
+    assert by_speed.courses[0].batch > by_speed.courses[1].batch
+
+
+def test_a_person_who_gives_shares_sees_their_prediction():
+    scene = scene_of(2048, a=333, b=430, c=833, d=1400)
+    settings = settings_of(batch=2048, fidelity="local", local_steps=32, shares="a=0,b=0,c=1,d=3")
+    found = choose(scene, settings, ("shares",))
+    assert [course.batch for course in found.courses] == [1536, 512]
+    assert found.samples_per_s < choose(scene, settings, ()).samples_per_s
+    others = dataclasses.replace(settings, shares="x=1,d=1")
+    assert choose(scene, others, ("shares",)) is None
+
+
 def test_a_single_host_is_no_pipeline():
     assert choose(scene_of(v100=833), settings_of(), ()) is None
 

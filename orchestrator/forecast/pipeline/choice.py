@@ -27,8 +27,8 @@ from orchestrator.units import format_figure
 from trainer.shared import gpu_work
 from trainer.shared.pace import OPTIMISER
 from trainer.shared.settings import Settings, overlap_of
-from trainer.shared.shares import scale_shares
-from trainer.shared.stages import PER_STAGE, Route, check_stages, parse_stages
+from trainer.shared.shares import scale_shares, split_batch
+from trainer.shared.stages import PER_STAGE, Route, check_stages, parse_stages, ranks_of
 from trainer.shared.strategy_table import LOCAL_STEPS
 
 # Parallel pipelines for many hosts: more stages wait longer for each other. Pure. Each gets a part of the batch by its
@@ -317,6 +317,15 @@ def choose(scene: Scene, settings: Settings, chosen: Collection[str] = CHOSEN) -
     found = solve_all(chain, stage_hosts(scene, chain), scene.wire, settings.batch, space, averages)
     if not found:
         return None
+    if "shares" in chosen and len(found.courses) > 1:
+        try:
+            parts = _parts(scene, settings, [course.hosts[0].name for course in found.courses])
+        except ValueError:  # imagined hosts, which the shares do not name
+            return None
+        given = tuple(
+            dataclasses.replace(course, batch=part) for course, part in zip(found.courses, parts, strict=True)
+        )
+        found = Beside(given, joined_s(chain, given, scene.wire, averages))
     courses, gain = found.courses, 0.0
     if "smaller_first" in chosen:
         courses = _smaller(courses, settings.smaller_first, courses[0].starts)
@@ -358,8 +367,7 @@ def as_set(scene: Scene, settings: Settings) -> PipelineChoice:
     hosts = {host.name: host for parts in held for host in parts}
     if named != hosts.keys():
         raise ValueError(f"stages: {', '.join(sorted(named ^ hosts.keys()))}: each host of the job has one stage")
-    first = [hosts[stages[0].node] for stages in pipelines]
-    parts = scale_shares([host.ranks for host in first], settings.batch)
+    parts = _parts(scene, settings, [stages[0].node for stages in pipelines])
     courses = tuple(
         Course(
             tuple(hosts[stage.node] for stage in stages),
@@ -375,6 +383,16 @@ def as_set(scene: Scene, settings: Settings) -> PipelineChoice:
         for stages, part in zip(pipelines, parts, strict=True)
     )
     return _choice(chain, courses, scene, averages_of(settings))
+
+
+def _parts(scene: Scene, settings: Settings, first: Sequence[str]) -> tuple[int, ...]:
+    """Each pipeline's samples, as its run splits them. first: names of the first stages."""
+    speeds = {(host.name, rank): speed for host in scene.hosts for rank, speed in enumerate(host.speeds)}
+    shares = split_batch(settings.shares, speeds, list(speeds), settings.batch)
+    readers = [ranks_of(name, [node for node, _ in speeds]) for name in first]
+    wanted = [shares[rank] for lanes in readers for rank in lanes]
+    scaled = iter(scale_shares(wanted if any(wanted) else [1] * len(wanted), settings.batch))
+    return tuple(sum(itertools.islice(scaled, len(lanes))) for lanes in readers)
 
 
 def chain_for(scene: Scene, settings: Settings) -> Chain:
