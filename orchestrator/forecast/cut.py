@@ -115,7 +115,8 @@ def slice_notes(plan: LaunchPlan, view: ForecastInputs) -> Iterator[str]:
     parts = _parts_at_once(scene, settings)
     predicted = forecast_in(scene, way, shares, settings.accumulate)
     exchanges = parts * (2 * sum(map(is_cut, scene.job.layers)) - 1)
-    held = memory_bytes(scene.job.layers, shares, -(-scene.job.batch // parts), 0.5 if settings.amp in HALF else 1.0)
+    kept = 0.5 if settings.amp in HALF else 1.0
+    held = memory_bytes(scene.job.layers, shares, -(-scene.job.batch // parts), kept, settings.states)
     yield (
         f"tensor: {_who(scene, shares)} of each layer's channels, all ranks the whole batch; "
         f"{format_figure(predicted.wire_bytes / 1e6)} MB of activations and their gradients cross in "

@@ -16,6 +16,7 @@ from orchestrator.hosts.cards import Card, all_cards
 from orchestrator.units import format_percent
 from trainer.shared.settings import Settings
 from trainer.shared.shares import Speed
+from trainer.shared.strategy_table import STATES
 
 # The rate of convolutional networks follows a GPU's memory bandwidth far better than its TFLOPS. Other networks are
 # scaled by their multiplications: RESNET50_WORK for one image of 224 px, forward.
@@ -44,15 +45,17 @@ class Estimate:
         return self.launch_ms if settings.cuda_graph == "off" else 0.0
 
 
-def estimate(card: Card, layers: Sequence[Layer], amp: str) -> Estimate:
-    """cap: from estimated activations. Raises UsageError for bf16 on a card that only emulates it."""
+def estimate(card: Card, layers: Sequence[Layer], amp: str, states: int = STATES["sgd"]) -> Estimate:
+    """cap: from estimated activations and `states` copies of the weights. Raises UsageError for bf16 on a card that
+    only emulates it.
+    """
     card.check_amp(amp)
     rate, rule = card.rate(amp), card.rule
     images_per_s = rate.images_per_s * RESNET50_WORK / sum(layer.work for layer in layers)
     sample_ms = 1000 / images_per_s * (card.small_maps if _is_small(layers) else 1.0)
     weights_ms = WEIGHT_PASSES * gradient_bytes(layers) / (1e6 * card.gb_per_s)
     kernels_ms = len(layers) * rule.layer_us["fp32" if amp == "none" else "half"] / 1000
-    free = card.memory_gib * 2**30 - RESERVED_BYTES - 3 * gradient_bytes(layers)
+    free = card.memory_gib * 2**30 - RESERVED_BYTES - states * gradient_bytes(layers)
     kept = activation_bytes(layers) * (1.0 if amp == "none" else 0.5)
     speed = Speed(kernels_ms + weights_ms, sample_ms, max(0, int(free // kept)))
     return Estimate(speed, len(layers) * rule.launch_us / 1000, rate.error, rate.source)

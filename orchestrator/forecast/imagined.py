@@ -89,7 +89,7 @@ def imagine(groups: Sequence[HostGroup], layers: tuple[Layer, ...], bandwidth_bp
     hosts, sites = list[HostSpeed](), list[Site]()
     bps = GOODPUT * bandwidth_bps
     for group in groups:
-        found = estimate(group.gpu, layers, settings.amp)
+        found = estimate(group.gpu, layers, settings.amp, settings.states)
         speeds = (found.speed,) * group.gpus
         if speeds[0].cap == 0:
             raise UsageError(

@@ -114,7 +114,7 @@ def _estimates(plan: LaunchPlan, settings: Settings, layers: Sequence[Layer]) ->
 def _estimate(node: NodePlan, settings: Settings, layers: Sequence[Layer]) -> Estimate | None:
     """None if the node has no GPU of the catalogue. Raises UsageError for an `amp` that the GPU has not."""
     gpu = find_card(node.gpu or "") if node.device == "cuda" and not node.paced else None
-    return estimate(gpu, layers, settings.amp) if gpu else None
+    return estimate(gpu, layers, settings.amp, settings.states) if gpu else None
 
 
 def by_catalogue(plan: LaunchPlan, view: ForecastInputs, settings: Settings) -> Scene | None:
@@ -165,7 +165,7 @@ def speeds_of(
     if all(rank in profiles for rank in ranks):
         return tuple(profiles[rank].speed for rank in ranks), "profile"
     if node.paced:
-        return (_pace(node.paced, layers),) * node.ranks, "pace"
+        return (_pace(node.paced, layers, settings.states),) * node.ranks, "pace"
     if found := _estimate(node, settings, layers):
         return (found.speed,) * node.ranks, "catalogue"
     what = f"its GPU, {node.gpu}," if node.device == "cuda" else "a CPU"
@@ -181,10 +181,10 @@ def _blocks(node: NodePlan, speed_from: str, profiles: Profiles) -> tuple[BlockT
     return tuple(profiles[node.name, local_rank].blocks for local_rank in range(node.ranks))
 
 
-def _pace(paced: dict[str, Any], layers: Sequence[Layer]) -> Speed:
+def _pace(paced: dict[str, Any], layers: Sequence[Layer], states: int) -> Speed:
     memory, cap = paced.get("memory_bytes"), None
     if memory:
-        cap = max(0, int((memory - 3 * gradient_bytes(layers)) // activation_bytes(layers)))
+        cap = max(0, int((memory - states * gradient_bytes(layers)) // activation_bytes(layers)))
     return Speed(float(paced.get("fixed_ms") or 0.0), 1000 / float(paced["samples_per_s"]), cap)
 
 

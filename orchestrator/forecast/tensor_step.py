@@ -15,9 +15,8 @@ from orchestrator.forecast.layers import FLOAT_BYTES, Layer, gradient_bytes
 from orchestrator.forecast.links import LinkCosts
 from trainer.shared.pace import BACKWARD, FORWARD, OPTIMISER
 from trainer.shared.shares import Speed, scale_shares
+from trainer.shared.strategy_table import STATES
 
-STATES = 3
-"""Weights, their gradients, SGD's momentum."""
 MOST_RANKS = 8
 """With more, each has few channels of a narrow layer (ResNet's have 64) and waits for all."""
 
@@ -184,7 +183,9 @@ def weight_bytes(layers: Sequence[Layer], shares: Sequence[int]) -> tuple[int, .
     return tuple(found)
 
 
-def memory_bytes(layers: Sequence[Layer], shares: Sequence[int], samples: int, kept: float = 1.0) -> tuple[int, ...]:
-    """samples: at once. kept: activations' size relative to fp32."""
+def memory_bytes(
+    layers: Sequence[Layer], shares: Sequence[int], samples: int, kept: float = 1.0, states: int = STATES["sgd"]
+) -> tuple[int, ...]:
+    """samples: at once. kept: activations' size relative to fp32. states: copies of the weights."""
     activations = round(kept * samples * activation_bytes(layers))
-    return tuple(STATES * weights + activations for weights in weight_bytes(layers, shares))
+    return tuple(states * weights + activations for weights in weight_bytes(layers, shares))

@@ -23,7 +23,7 @@ from orchestrator.forecast import (
     parse_groups,
 )
 from orchestrator.forecast.pipeline import as_set, choose
-from orchestrator.forecast.pipeline.choice import CHOSEN
+from orchestrator.forecast.pipeline.choice import CHOSEN, chain_for
 from trainer.shared import Speed, parse_settings
 
 LAYERS = layers_of("resnet152", (3, 32, 32), 10)
@@ -212,6 +212,20 @@ def test_a_person_who_gives_shares_sees_their_prediction():
     assert found.samples_per_s < choose(scene, settings, ()).samples_per_s
     others = dataclasses.replace(settings, shares="x=1,d=1")
     assert choose(scene, others, ("shares",)) is None
+
+
+def test_a_cut_leaves_room_for_the_state_of_the_optimiser():
+    scene = scene_of(a2000=333, v100=833)
+    needs = [stage.memory_bytes for stage in choose(scene, settings_of(), ()).timed.stages[0]]
+    hosts = tuple(dataclasses.replace(host, memory_bytes=max(needs)) for host in scene.hosts)
+    tight = dataclasses.replace(scene, hosts=hosts)
+    sgd, adamw = (choose(tight, settings_of(optimizer=name), ()) for name in ("sgd", "adamw"))
+    for found, states in ((sgd, 3), (adamw, 4)):
+        course, chain = found.courses[0], chain_for(tight, settings_of())
+        for number, (first, end) in enumerate(zip(course.starts, course.ends(chain), strict=True)):
+            kept = course._held_samples(number) * chain.kept_bytes(first, end)
+            assert states * chain.weight_bytes(first, end) + kept <= max(needs)
+    assert adamw.courses != sgd.courses
 
 
 def test_a_single_host_is_no_pipeline():

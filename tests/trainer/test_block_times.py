@@ -24,7 +24,7 @@ NOISE_MS = 0.01
 
 
 def block(work=0.25, kernels=0.25):
-    return Block(behind=(1,), work=work, kernels=kernels, state_bytes=0, activation_bytes=0)
+    return Block(behind=(1,), work=work, kernels=kernels, weight_bytes=0, buffer_bytes=0, activation_bytes=0)
 
 
 class Host:

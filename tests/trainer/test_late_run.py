@@ -387,9 +387,10 @@ def test_a_late_stages_memory_holds_two_more_copies_of_its_weights_and_two_updat
         [memory_of_stage(parse_settings("mnist_lenet", pairs), plan, rank, [8]) for rank in (0, 1)]
         for pairs in ({"strategy": "pipeline"}, LATE)
     )
-    # Of the weights the chain counts three copies: themselves, gradients and momentum.
-    assert late[0] - exact[0] == 2 * chain[0].state_bytes // 3 + 8 * chain[0].activation_bytes
+    assert late[0] - exact[0] == 2 * chain[0].weight_bytes + 8 * chain[0].activation_bytes
     assert late[1] == exact[1]
+    adamw = memory_of_stage(parse_settings("mnist_lenet", {"strategy": "pipeline", "optimizer": "adamw"}), plan, 1, [8])
+    assert adamw - exact[1] == chain[1].weight_bytes
 
 
 @pytest.mark.parametrize(("optimizer", "warns"), [("adamw", True), ("sgd", False)])

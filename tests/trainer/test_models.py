@@ -13,6 +13,7 @@ pytest.importorskip("torchvision")
 
 import torch
 import torchvision
+from torch import nn
 
 from orchestrator.forecast import blocks_of
 from tests.support.trainer_ranks import of_event, started, trained
@@ -22,7 +23,9 @@ from trainer.measure import blocks_on_paper
 from trainer.paced import dissect
 from trainer.pipeline import survey
 from trainer.setup import fitting
+from trainer.setup.weights import build_optimizer
 from trainer.shared import MODEL_CHANNELS, TEXT_MODELS, SettingsError, TrainError, parse_settings
+from trainer.shared.strategy_table import OPTIMIZERS
 
 CIFAR = (3, 32, 32)
 FAMILIES = ("convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "mnasnet0_5", "mobilenet_v3_small")
@@ -228,3 +231,14 @@ def test_what_would_run_code_is_not_run(tmp_path: Path) -> None:
     line = refusal(tmp_path, [*SMALL, "--weights", str(tmp_path / "weights.pt")])
     assert "holds no plain tensors that can be read" in line
     assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_memory_counts_what_an_optimiser_keeps(name: str) -> None:
+    settings, layer = parse_settings("mnist_lenet", {"optimizer": name}), nn.Linear(64, 64)
+    optimizer = build_optimizer(settings, layer)
+    layer(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    kept = [tensor for state in optimizer.state.values() for tensor in state.values() if tensor is not None]
+    numbers = sum(tensor.numel() for tensor in kept if tensor.dim())
+    assert settings.states == 2 + numbers / (64 * 64 + 64)

@@ -204,7 +204,7 @@ def test_the_chain_adds_up_to_the_network(name: str, shape: tuple[int, int, int]
     chain, whole = survey(name, shape, 10), dissect(name, shape, 10)
     assert sum(block.work for block in chain) == pytest.approx(1)
     assert sum(block.kernels for block in chain) == pytest.approx(1)
-    assert sum(block.state_bytes for block in chain) == whole.state_bytes
+    assert sum(3 * block.weight_bytes + block.buffer_bytes for block in chain) == whole.state_bytes
     assert sum(block.activation_bytes for block in chain) == whole.activation_bytes
     assert chain[-1].behind == (10,)
 

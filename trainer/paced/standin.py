@@ -24,6 +24,7 @@ from trainer.paced.stopwatch import StageClock, Stopwatch
 from trainer.shared.errors import TrainError
 from trainer.shared.gpu_work import Work
 from trainer.shared.pace import BACKWARD, FORWARD, Pace
+from trainer.shared.strategy_table import STATES
 
 
 class StandIn(nn.Module):
@@ -158,11 +159,13 @@ class Anatomy:
     layers: tuple[LayerGroup, ...]
     """In forward's order."""
     activation_bytes: int
+    states: int = STATES["sgd"]
+    """Copies of the weights."""
 
     @property
     def state_bytes(self) -> int:
-        """Weights, gradients, SGD's momentum, and buffers."""
-        return 3 * bytes_of(*self.model.parameters()) + bytes_of(*self.model.buffers())
+        """All copies of the weights, and buffers."""
+        return self.states * bytes_of(*self.model.parameters()) + bytes_of(*self.model.buffers())
 
 
 def dissect(name: str, shape: tuple[int, int, int], classes: int) -> Anatomy:

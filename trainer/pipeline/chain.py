@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -33,8 +33,8 @@ class Block:
     """Its part of the network's multiplications, 0..1."""
     kernels: float
     """Its part of the layers with weights, 0..1."""
-    state_bytes: int
-    """Weights, gradients, SGD's momentum, and buffers."""
+    weight_bytes: int
+    buffer_bytes: int
     activation_bytes: int
     """Per sample, kept for backward."""
 
@@ -64,10 +64,7 @@ def survey_of(model: nn.Module, activations: Tensor, name: str) -> list[Block]:
         if buffer._version != version:
             raise TrainError(f"strategy pipeline: two blocks of {name} share {at} and change it; use ddp")
     work, kernels = sum(block.work for block in counted), sum(block.kernels for block in counted)
-    return [
-        Block(block.behind, block.work / work, block.kernels / kernels, block.state_bytes, block.activation_bytes)
-        for block in counted
-    ]
+    return [replace(block, work=block.work / work, kernels=block.kernels / kernels) for block in counted]
 
 
 def _passed(number: int, block: nn.Module, inputs: Tensor, before: Mapping[int, Tensor]) -> Taken:
@@ -120,7 +117,8 @@ def _block(block: nn.Module, taken: Taken) -> Block:
         behind=tuple(taken.output.shape[1:]) if isinstance(taken.output, Tensor) else (),
         work=sum(visit.work for visit in taken.visits),
         kernels=len(taken.visits),
-        state_bytes=3 * bytes_of(*weights) + bytes_of(*buffers),
+        weight_bytes=bytes_of(*weights),
+        buffer_bytes=bytes_of(*buffers),
         activation_bytes=sum(tensor.untyped_storage().nbytes() for tensor in taken.kept.values()) // _SAMPLES,
     )
 

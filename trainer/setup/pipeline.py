@@ -357,8 +357,8 @@ def learning_part(plan: PipelinePlan, learning: Learning, rank: int, part: Part,
 
 
 def memory_of_stage(settings: Settings, plan: PipelinePlan, rank: int, sizes: Sequence[int]) -> int:
-    """Bytes of weights, gradients, momentum, and activations of all micro-batches in flight. A late stage also has two
-    copies of its weights, and micro-batches of two updates.
+    """Bytes of weights, gradients, the optimiser's state, and activations of all micro-batches in flight. A late stage
+    also has two copies of its weights, and micro-batches of two updates.
     """
     own, place = plan.layout.stage(rank), plan.layout.place(rank)
     lanes = plan.layout.ranks[place.pipeline]
@@ -366,8 +366,8 @@ def memory_of_stage(settings: Settings, plan: PipelinePlan, rank: int, sizes: Se
     blocks = plan.blocks(rank)
     entering = math.prod(plan.chain[own.first - 1].behind) if own.first else 0
     a_sample = 4 * entering + sum(block.activation_bytes for block in blocks)
-    state, held = sum(block.state_bytes for block in blocks), sorted(sizes, reverse=True)
+    copies, held = settings.states, sorted(sizes, reverse=True)
     if settings.fidelity == "late" and place.stage < len(lanes) - 1:
-        # `state_bytes` counts weights three times, and the smaller buffers
-        state, held = state + 2 * state // 3, sorted([*held, *held], reverse=True)
+        copies, held = copies + 2, sorted([*held, *held], reverse=True)
+    state = sum(copies * block.weight_bytes + block.buffer_bytes for block in blocks)
     return state + a_sample * sum(held[:in_flight])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import nn
@@ -90,10 +90,10 @@ def stand_in(
 
 
 def anatomy_of(settings: Settings, facts: DataSet, pace: Pace) -> Anatomy:
-    if not pace.like:
-        return dissect(settings.model, facts.shape, facts.classes)
-    like = CHOSEN[pace.like]
-    return dissect(like["model"], DATA_SETS[like["data"]].shape, DATA_SETS[like["data"]].classes)
+    model = settings.model
+    if pace.like:
+        model, facts = CHOSEN[pace.like]["model"], DATA_SETS[CHOSEN[pace.like]["data"]]
+    return replace(dissect(model, facts.shape, facts.classes), states=settings.states)
 
 
 def check_batch_norm(model: nn.Module, stream: SampleStream, whole_batch: bool = False, may_sync: bool = True) -> None:
@@ -212,7 +212,11 @@ def paced_slices(
     anatomy = dissect(settings.model, facts.shape, facts.classes)
     whole = {name: weight.detach() for name, weight in anatomy.model.named_parameters()}
     weights = list(SlicedParts(plan.layers).held(info.rank, whole, anatomy.model).values())
-    needed = 3 * bytes_of(*weights) + bytes_of(*anatomy.model.buffers()) + max(sizes) * anatomy.activation_bytes
+    needed = (
+        settings.states * bytes_of(*weights)
+        + bytes_of(*anatomy.model.buffers())
+        + max(sizes) * anatomy.activation_bytes
+    )
     check_memory(
         pace,
         needed,

@@ -27,7 +27,15 @@ from trainer.shared.setting_conflicts import mistakes_of, mistakes_of_network
 from trainer.shared.setting_fields import SettingsError, mistakes_of_value, not_among, setting
 from trainer.shared.shares import parse_shares, parse_speeds
 from trainer.shared.stages import parse_stages
-from trainer.shared.strategy_table import AFTER_BACKWARD, FIDELITIES, LOCAL_STEPS, OPTIMIZERS, STRATEGIES, SWITCH
+from trainer.shared.strategy_table import (
+    AFTER_BACKWARD,
+    FIDELITIES,
+    LOCAL_STEPS,
+    OPTIMIZERS,
+    STATES,
+    STRATEGIES,
+    SWITCH,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -557,6 +565,11 @@ class Settings:
     def is_own(self) -> bool:
         """Whether a user's own script brings the network and data."""
         return self.exp == SCRIPT
+
+    @property
+    def states(self) -> int:
+        """Copies of the weights in memory, see `STATES`. A script's own optimiser counts as SGD."""
+        return STATES[self.optimizer]
 
     @property
     def sent_as(self) -> str:

@@ -73,7 +73,9 @@ FIDELITIES = {
 SWITCH = ("auto", "on", "off")
 NOT_WITH_FSDP = ("channels_last", "fused_sgd")
 """Settings that must be off if weights are cut into pieces."""
-OPTIMIZERS = ("sgd", "adamw")
+STATES = {"sgd": 3, "adamw": 4}
+"""By optimiser, what has the size of the weights in memory: themselves, gradients, momentum, AdamW's second moments."""
+OPTIMIZERS = tuple(STATES)
 LOCAL_STEPS = 32
 """Local steps if neither chosen nor predicted."""
 

@@ -17,6 +17,7 @@ from orchestrator.forecast.layers import FLOAT_BYTES, Block, blocks_of
 from orchestrator.planning.profiles import BlockTimes, TaskTime
 from trainer.shared.pace import OPTIMISER
 from trainer.shared.shares import Speed
+from trainer.shared.strategy_table import STATES
 
 # Part of a block's time for FORWARD, BACKWARD (for inputs) and WEIGHTS: a layer has one matrix product forward and two
 # of the same size backward (`trainer.shared.pace`: 0.33 and 0.66).
@@ -40,9 +41,10 @@ class ChainBlock:
 
 @dataclass(frozen=True)
 class Chain:
-    """Sums over blocks `first` to `last - 1`."""
+    """Sums over blocks `first` to `last - 1`. states: copies of the weights in memory."""
 
     blocks: tuple[ChainBlock, ...]
+    states: int = STATES["sgd"]
 
     @cached_property
     def _hash(self) -> int:

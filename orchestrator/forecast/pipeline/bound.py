@@ -48,7 +48,7 @@ class Family:
         ]
         self.busy = [each[0] for each in self._times]
         self._needs = [
-            None if host.memory_bytes is None else self._memory(course.copies(stage), largest * held)
+            None if host.memory_bytes is None else self._memory(course.copies(chain, stage), largest * held)
             for stage, (host, held) in enumerate(zip(self.hosts, self.held, strict=True))
         ]
         sites = {site.name: site for site in wire.sites}

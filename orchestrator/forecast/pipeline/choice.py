@@ -20,7 +20,7 @@ from orchestrator.forecast.layers import FLOAT_BYTES, gradient_bytes, network_of
 from orchestrator.forecast.links import LinkCosts, Transfers
 from orchestrator.forecast.pipeline.block_costs import Chain, Line, StageHost, chain_from
 from orchestrator.forecast.pipeline.bound import Cut, Family
-from orchestrator.forecast.pipeline.clock import STATES, Course, copy_s, stages_setting, sums_of, update_seconds
+from orchestrator.forecast.pipeline.clock import Course, copy_s, stages_setting, sums_of, update_seconds
 from orchestrator.forecast.pipeline.solve import LEAST_SAMPLES, Space, neighbours, solve
 from orchestrator.forecast.step import HostSpeed
 from orchestrator.units import format_figure
@@ -398,10 +398,10 @@ def _parts(scene: Scene, settings: Settings, first: Sequence[str]) -> tuple[int,
 def chain_for(scene: Scene, settings: Settings) -> Chain:
     """The scene's network, else the experiment's. Cuts use 16 bits with `fidelity=half` and amp."""
     sent_bytes = FLOAT_BYTES if settings.sent_as == "fp32" and settings.amp == "none" else FLOAT_BYTES // 2
-    chain = chain_from(scene.job.blocks or network_of(settings), sent_bytes)
-    if settings.amp == "none":
-        return chain
-    return Chain(tuple(dataclasses.replace(block, kept_bytes=block.kept_bytes // 2) for block in chain.blocks))
+    blocks = chain_from(scene.job.blocks or network_of(settings), sent_bytes).blocks
+    if settings.amp != "none":
+        blocks = tuple(dataclasses.replace(block, kept_bytes=block.kept_bytes // 2) for block in blocks)
+    return Chain(blocks, settings.states)
 
 
 def stage_hosts(scene: Scene, chain: Chain) -> tuple[StageHost, ...]:
@@ -418,7 +418,7 @@ def _memory_bytes(scene: Scene, chain: Chain, host: HostSpeed) -> int | None:
     caps = [speed.cap for speed in host.speeds if speed.cap is not None]
     if not caps:
         return None
-    return STATES * gradient_bytes(scene.job.layers) + min(caps) * chain.kept_bytes(0, len(chain.blocks))
+    return chain.states * gradient_bytes(scene.job.layers) + min(caps) * chain.kept_bytes(0, len(chain.blocks))
 
 
 def late_part_of(settings: Settings) -> float:

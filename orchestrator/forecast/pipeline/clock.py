@@ -279,10 +279,8 @@ def _own(cost: StageCost, size: int, splits: bool) -> _Own:
 # course = Course((a2000, v100), starts=(0, 20), batch=256, count=16)
 # course.stages(chain)[1].forward.at(16)          seconds of FORWARD of 16 samples in the second stage
 
-STATES = 3
-"""Copies of weights: themselves, gradients, SGD's momentum."""
 LATE_COPIES = 2
-"""More, of a late stage: the weights of this update and of the next."""
+"""More copies, of a late stage: the weights of this update and of the next."""
 
 
 @dataclass(frozen=True)
@@ -334,9 +332,9 @@ class Course:
     def is_late(self, stage: int) -> bool:
         return self.late > 0 and stage < len(self.hosts) - 1
 
-    def copies(self, stage: int) -> int:
+    def copies(self, chain: Chain, stage: int) -> int:
         """The stage's weights and what has their size, in memory."""
-        return STATES + (LATE_COPIES if self.is_late(stage) else 0)
+        return chain.states + (LATE_COPIES if self.is_late(stage) else 0)
 
     def stages(self, chain: Chain) -> tuple[StageCost, ...]:
         ends = self.ends(chain)
@@ -348,7 +346,7 @@ class Course:
     def memory_bytes(self, chain: Chain) -> tuple[int, ...]:
         """Per rank, by stage."""
         return tuple(
-            self.copies(number) * chain.weight_bytes(first, end)
+            self.copies(chain, number) * chain.weight_bytes(first, end)
             + self._held_samples(number) * chain.kept_bytes(first, end)
             for number, (first, end) in enumerate(zip(self.starts, self.ends(chain), strict=True))
         )

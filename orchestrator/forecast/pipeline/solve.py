@@ -215,7 +215,8 @@ def _holds_all(chain: Chain, course: Course) -> bool:
     largest, end = max(one.size for one in course.routes()), len(chain.blocks)
     return all(
         host.memory_bytes is None
-        or course.copies(stage) * chain.weight_bytes(0, end) + course.held(stage) * largest * chain.kept_bytes(0, end)
+        or course.copies(chain, stage) * chain.weight_bytes(0, end)
+        + course.held(stage) * largest * chain.kept_bytes(0, end)
         <= host.memory_bytes
         for stage, host in enumerate(course.hosts)
     )
