@@ -12,6 +12,7 @@ from orchestrator.errors import UsageError
 from orchestrator.forecast import (
     Layer,
     activation_bytes,
+    blocks_of,
     estimate,
     failures,
     imagine,
@@ -19,7 +20,7 @@ from orchestrator.forecast import (
     layers_of,
     parse_groups,
 )
-from orchestrator.forecast.pipeline import StageHost, chain_of, times_of
+from orchestrator.forecast.pipeline import StageHost, chain_from, times_of
 from orchestrator.hosts import all_cards, cards, find_card, read_cards
 from trainer.compute.models import build_model
 from trainer.shared import parse_settings
@@ -93,7 +94,7 @@ def test_16_bits_are_faster_on_tensor_cores_only_and_bf16_is_not_emulated():
 
 
 def test_launches_are_the_least_time_of_a_micro_batch_without_graphs():
-    chain, found = chain_of("resnet152", (3, 32, 32), 10), ours("V100")
+    chain, found = chain_from(blocks_of("resnet152", (3, 32, 32), 10)), ours("V100")
     host = StageHost.of("v100", (found.speed,), launch_ms=found.launch_ms)
     line = times_of(chain, host).forward.line(0, len(chain.blocks))
     assert line.at(1) == pytest.approx(0.99 * found.launch_ms / 3000)

@@ -6,15 +6,15 @@ import dataclasses
 
 import pytest
 
-from orchestrator.forecast import GLOO, HostSpeed, LinkCosts, Scene, Site, Workload, inputs_of, layers_of
-from orchestrator.forecast.pipeline import Course, StageHost, chain_of, choose, stage_hosts, times_of, update_seconds
+from orchestrator.forecast import GLOO, HostSpeed, LinkCosts, Scene, Site, Workload, blocks_of, inputs_of, layers_of
+from orchestrator.forecast.pipeline import Course, StageHost, chain_from, choose, stage_hosts, times_of, update_seconds
 from orchestrator.forecast.pipeline.solve import solve
 from orchestrator.planning import BlockTimes, Profile, RunRequest, kinds_of
 from tests.support.plans import pair, plan
 from trainer.shared import Speed, parse_settings
 
 CIFAR = ("resnet152", (3, 32, 32), 10)
-RESNET = chain_of(*CIFAR)
+RESNET = chain_from(blocks_of(*CIFAR))
 EARLY = 16
 """Blocks whose activations are large: layer1, layer2 and a few of layer3."""
 
@@ -88,7 +88,7 @@ def test_the_choice_goes_by_them():
     hosts = tuple(HostSpeed(name, (Speed(0.0, ms),), blocks=(measured(2 * ms),)) for name, ms in speeds.items())
     scene = Scene(Workload(layers_of(*CIFAR), 256), hosts, wire_of(hosts))
     settings = parse_settings("resnet152_cifar", {"batch": "256", "strategy": "pipeline"})
-    assert [host.blocks for host in stage_hosts(scene, chain_of(*CIFAR))] == [host.blocks[0] for host in hosts]
+    assert [host.blocks for host in stage_hosts(scene, RESNET)] == [host.blocks[0] for host in hosts]
     twice = choose(scene, settings, ()).samples_per_s
     plain = tuple(dataclasses.replace(host, blocks=()) for host in hosts)
     once = choose(dataclasses.replace(scene, hosts=plain), settings, ()).samples_per_s

@@ -6,14 +6,14 @@ import dataclasses
 
 import pytest
 
-from orchestrator.forecast import GLOO, NCCL, LinkCosts, Site, estimate, gradient_bytes, layers_of
+from orchestrator.forecast import GLOO, NCCL, LinkCosts, Site, blocks_of, estimate, gradient_bytes, layers_of
 from orchestrator.forecast.pipeline import (
     Chain,
     ChainBlock,
     Course,
     Space,
     StageHost,
-    chain_of,
+    chain_from,
     clock,
     stages_setting,
     time_update,
@@ -25,7 +25,7 @@ from trainer.compute.microbatches import MicroBatches
 from trainer.shared import check_stages, parse_stages
 
 CIFAR = ("resnet152", (3, 32, 32), 10)
-RESNET, LAYERS = chain_of(*CIFAR), layers_of(*CIFAR)
+RESNET, LAYERS = chain_from(blocks_of(*CIFAR)), layers_of(*CIFAR)
 FREE = dataclasses.replace(GLOO, message_s=0.0)
 A2000, V100, A16, R3090 = (
     StageHost(name, 1, 0.0, 1000 / speed)
@@ -256,8 +256,8 @@ def test_the_chain_is_the_network():
     told = {1: 0.010, 4: 0.068, 12: 0.233, 16: 0.323, 22: 0.436, 30: 0.588, 48: 0.930, 50: 0.981}
     assert {cut: RESNET.work(0, cut) for cut in told} == pytest.approx(told, abs=0.002)
     assert RESNET.weight_bytes(0, 37) == pytest.approx(124e6, rel=0.01)
-    assert len(chain_of("lenet", (1, 28, 28), 10).blocks) == 2
-    assert chain_of(*CIFAR, sent_bytes=2).cut_bytes(1) == 8_192
+    assert len(chain_from(blocks_of("lenet", (1, 28, 28), 10)).blocks) == 2
+    assert chain_from(blocks_of(*CIFAR), sent_bytes=2).cut_bytes(1) == 8_192
 
 
 # ---- what was found before ------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ pytest.importorskip("torch")
 pytest.importorskip("torchvision")
 import torch
 
-from orchestrator.forecast.pipeline import chain_of
+from orchestrator.forecast import blocks_of
+from orchestrator.forecast.pipeline import chain_from
 from trainer.compute.models import build_model
 from trainer.paced import Anatomy, dissect
 from trainer.pipeline import survey
@@ -75,7 +76,7 @@ def test_the_model_is_the_real_one_without_its_numbers(network: tuple[str, Anato
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_chain_that_forecasts_cut_is_the_networks_own(name: str) -> None:
     """Blocks, their work, kernels and weights, and what crosses each cut: by arithmetic, and by the network itself."""
-    chain = chain_of(name, NETWORKS[name], 10).blocks
+    chain = chain_from(blocks_of(name, NETWORKS[name], 10)).blocks
     blocks = survey(name, NETWORKS[name], 10)
     assert len(chain) == len(blocks)
     for told, real in zip(chain, blocks, strict=True):

@@ -126,7 +126,8 @@ class Graphs:
             self.recorded.pop(next(iter(self.recorded)))
         gc.collect()  # nothing can be freed during a capture
         torch.cuda.empty_cache()
-        if why := hooks_of(model, of_weights=self.adds) or _lacking(model, images.device):
+        needed = 2 * pass_bytes(images.device) + 3 * gradient_bytes(model)
+        if why := hooks_of(model, of_weights=self.adds) or lacking(needed, images.device):
             self._give_up(why)
             return None
         free = torch.cuda.mem_get_info(images.device)[0]
@@ -258,11 +259,6 @@ def hooks_of(model: nn.Module, *, of_weights: bool) -> str:
         if has_weight_hooks(weight):
             return f"{name} has hooks, which a replay does not call"
     return ""
-
-
-def _lacking(model: nn.Module, device: torch.device) -> str:
-    """Judged by the largest pass so far; empty if memory suffices."""
-    return lacking(2 * pass_bytes(device) + 3 * gradient_bytes(model), device)
 
 
 def pass_bytes(device: torch.device) -> int:

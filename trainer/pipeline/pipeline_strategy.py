@@ -91,22 +91,20 @@ class Pipeline(Base):
         before = () if self.is_first else stages[place.stage - 1]
         behind = () if self.is_last else stages[place.stage + 1]
         labels = not (self.is_first and self.is_last)
-        self.inputs = self._receivers(group, before, ACTIVATIONS, self.device)
-        self.gradients = self._receivers(group, behind, GRADIENTS, self.device)
-        self.labels = self._receivers(group, stages[0] if self.is_last and labels else (), LABELS, self.device)
+        self.inputs = self._receivers(before, ACTIVATIONS, self.device)
+        self.gradients = self._receivers(behind, GRADIENTS, self.device)
+        self.labels = self._receivers(stages[0] if self.is_last and labels else (), LABELS, self.device)
         judges = stages[-1] if 0 in [rank for lanes in stages for rank in lanes] else ()
         told_by = [one for one in judges if one] if self.rank == 0 else []
-        self.losses = self._receivers(group, told_by, LOSSES, torch.device("cpu"))
+        self.losses = self._receivers(told_by, LOSSES, torch.device("cpu"))
         self.to_speaker = Sender(group, 0, LOSSES) if self.rank in judges and self.rank else None
         self.to_next = {rank: Sender(group, rank, ACTIVATIONS) for rank in behind}
         self.to_before = {rank: Sender(group, rank, GRADIENTS) for rank in before}
         self.to_last = {rank: Sender(group, rank, LABELS) for rank in (stages[-1] if self.is_first and labels else ())}
         self.judging: Judging | None = None
 
-    def _receivers(
-        self, group: dist.ProcessGroup, ranks: Sequence[int], tag: int, device: torch.device
-    ) -> dict[int, Receiver]:
-        return {rank: Receiver(group, rank, tag, self.news, device) for rank in ranks}
+    def _receivers(self, ranks: Sequence[int], tag: int, device: torch.device) -> dict[int, Receiver]:
+        return {rank: Receiver(self.group, rank, tag, self.news, device) for rank in ranks}
 
     @property
     def preceding(self) -> list[int]:

@@ -1,7 +1,7 @@
 """Costs of a network's blocks for a pipeline: time, memory and traffic. Pure. Times are parts of the whole network's,
 so that a host's speed gives the time of any blocks.
 
-    chain = chain_of("resnet152", (3, 32, 32), classes=10)
+    chain = chain_from(blocks_of("resnet152", (3, 32, 32), classes=10))
     chain.work(0, 20), chain.cut_bytes(20)          0.36, 16384: blocks 0 to 19, bytes per sample to the next
 """
 
@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from orchestrator.forecast.gpu_catalogue import activation_bytes
-from orchestrator.forecast.layers import FLOAT_BYTES, Block, blocks_of
+from orchestrator.forecast.layers import FLOAT_BYTES, Block
 from orchestrator.planning.profiles import BlockTimes, TaskTime
 from trainer.shared.pace import OPTIMISER
 from trainer.shared.shares import Speed
@@ -101,12 +101,7 @@ def _sums(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(accumulate(values, initial=0.0))
 
 
-def chain_of(model: str, image: tuple[int, int, int], classes: int, *, sent_bytes: int = FLOAT_BYTES) -> Chain:
-    """Raises KeyError for an unknown model."""
-    return chain_from(blocks_of(model, image, classes), sent_bytes)
-
-
-def chain_from(blocks: Sequence[Block], sent_bytes: int) -> Chain:
+def chain_from(blocks: Sequence[Block], sent_bytes: int = FLOAT_BYTES) -> Chain:
     """By arithmetic: time by multiplications, fixed cost by layers. sent_bytes: per number across a cut."""
     total = sum(layer.work for block in blocks for layer in block.layers)
     layers = sum(len(block.layers) for block in blocks)
