@@ -20,6 +20,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -534,20 +535,24 @@ def outputs(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> Outputs:
 def unpulled(
     jobs: JobStore, connections: Connections, cluster: Cluster, there: Mapping[str, Sequence[str]]
 ) -> Unpulled:
-    """there: by node, this home's jobs that it holds; a job without a plan that fits is an error of its host."""
+    """there: by node, this home's jobs that it holds. A host with a job that cannot be read here, or that ran on hosts
+    of other names, is an error; but several may have one work folder.
+    """
     plans, unread = dict[str, LaunchPlan](), dict[str, HostError]()
-    for name, ids in there.items():
-        for job in ids:
-            try:
-                plans[job] = jobs.plan(job)
-                plans[job].node(name)
-            except OrchError as error:
-                unread[name] = HostError(name, f"holds {job}: {error.message}", "`orch jobs --rescan`")
+    for job in {job for ids in there.values() for job in ids}:
+        holders = {name for name, ids in there.items() if job in ids}
+        with suppress(OrchError):
+            plans[job] = jobs.plan(job)
+        ran_on = {node.name for node in plans[job].nodes} if job in plans else set[str]()
+        why = "it ran on hosts of other names" if ran_on else "unknown or damaged here"
+        for name in holders - ran_on if not ran_on or ran_on - holders else ():
+            unread[name] = HostError(name, f"holds {job}, {why}", "`orch jobs --rescan`, then `orch pull`")
     opened = connections.open([cluster.node(name) for name, ids in there.items() if ids and name not in unread])
     listed = list_outputs(values(opened), there)
     files: dict[str, list[tuple[str, Output]]] = {}
     for job, plan in plans.items():
-        found = {name: listings[job] for name, listings in values(listed).items() if job in listings}
+        own = {node.name for node in plan.nodes}
+        found = {name: seen[job] for name, seen in values(listed).items() if name in own and job in seen}
         runs = [RunFolder(folder) for folder in jobs.run_folders(job)]
         for name, listing in without_copies(plan, found).items():
             if lacking := nowhere(runs, name, listing.files):

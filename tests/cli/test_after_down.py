@@ -219,6 +219,17 @@ def test_files_of_a_job_that_is_damaged_or_unknown_here_are_not_deleted_without_
     assert (person.here / "mine" / job / "nodes" / "a" / "files" / "src/snapshot.pt").stat().st_size == 300_000
 
 
+def test_files_of_a_host_that_has_another_name_since_are_left_alone(tmp_path):
+    person = a_person(tmp_path)
+    job = person.runs()
+    person.waits(job)
+    person.inventory.write_text(person.inventory.read_text().replace("name: a", "name: z"))
+    person.types("up", str(person.inventory), "--allow-local")
+    refused = person.types("down", "--yes", exit_code=3).stderr
+    assert f"z: holds {job}, it ran on hosts of other names" in refused
+    assert (tmp_path / "work-a" / "jobs" / job / "src/snapshot.pt").exists()
+
+
 # ---- after ----------------------------------------------------------------------------------------------------
 
 
