@@ -305,7 +305,7 @@ def leftover_words(left: Leftover) -> str:
 @click.option("--yes", is_flag=True, help="Do not ask, unless files would be deleted that were never pulled.")
 @click.option("--pull", "pull_first", is_flag=True, help="Pull such files first.")
 @click.option("--discard", is_flag=True, help="Delete such files, too.")
-@click.option("--forget", is_flag=True, help="Then forget the cluster, too.")
+@click.option("--forget", is_flag=True, help="Then forget the cluster, too, also if hosts do not answer.")
 @out_option
 @cluster_option
 @json_option
@@ -343,7 +343,8 @@ def down(
         pulls = pull_first or (lost.files and not discard and _wants_them(lost, out, may_ask=not yes))
         if not yes:
             _say_what_goes(known, surveys)
-            insist(f"Do this on {counted(len(known.nodes) - len(spared), 'host')}?")
+            if count := len(known.nodes) - len(spared):
+                insist(f"Do this on {counted(count, 'host')}?")
         if not discard:
             has_ended = _end_all(controller, known, surveys)  # first, since a script may save its work at its end
             last = _surveyed(controller, known)[1] if has_ended else lost
@@ -354,14 +355,27 @@ def down(
                 _pull_all(controller, saved, out)
         with busy(f"clearing {counted(len(known.nodes), 'host')}"):
             answers = controller.down(known, spared)
-        failed = [name for name, answer in answers.items() if isinstance(answer, HostError)]
-        if forget and (may_hold := [name for name in failed if name in known.facts]):
-            what = f"{known.name} is not forgotten: {some(may_hold, SHOWN_NAMES)} may still hold its files"
-            console.warn(f"{what}; `orch node remove` forgets a host")
-        elif forget:
-            controller.store.forget_cluster(known.name)
-            console.say(f"cluster {known.name} is forgotten; `orch up {known.file}` remembers it again")
+        if forget:
+            _forget(controller, known, answers, may_ask=not yes)
     _show_answers(answers, _cleared_words, as_json)
+
+
+def _forget(controller: Controller, cluster: Cluster, answers: Mapping[str, Any], *, may_ask: bool) -> None:
+    """Not if a host answers and keeps files; a host that is gone would keep its cluster for ever."""
+    from orchestrator.views import console
+
+    failed = [name for name, answer in answers.items() if isinstance(answer, HostError)]
+    if may_hold := [name for name in failed if name in cluster.facts]:
+        silent = controller.clusters.silent(cluster)
+        if answer := [name for name in may_hold if name not in silent]:
+            console.warn(f"{cluster.name} is not forgotten: {some(answer, SHOWN_NAMES)} may still hold its files")
+            return
+        places = some([f"{name}:{cluster.facts[name].workdir}" for name in may_hold], SHOWN_NAMES)
+        console.warn(f"files may stay in {places}, with what was never pulled; there `orch up` and `down` clear them")
+        if may_ask:
+            insist(f"Forget {cluster.name}?")
+    controller.store.forget_cluster(cluster.name)
+    console.say(f"cluster {cluster.name} is forgotten; `orch up {cluster.file}` remembers it again")
 
 
 def _wants_them(lost: Unpulled, out: Path, *, may_ask: bool) -> bool:

@@ -12,7 +12,8 @@ import pytest
 
 from tests.support import forks
 from tests.support.quick_python import quick_python
-from tests.support.sshd import wait_for
+from tests.support.ssh_rack import ssh_rack
+from tests.support.sshd import needs_sshd, wait_for
 
 SCRIPT = """
 import os
@@ -164,6 +165,7 @@ def test_where_nobody_could_ask_what_jobs_wrote_nothing_is_removed(tmp_path):
     refused = person.types("down", "--yes", exit_code=3).stderr
     assert "not asked what its jobs wrote: a: " in refused and "error: a: " in refused
     assert "nothing is removed on a; --discard removes it unseen" in refused
+    assert "rack is not forgotten: a may still" in person.types("down", "--yes", "--forget", exit_code=3).stderr
     assert (tmp_path / "work-a" / "jobs" / job / "src" / "snapshot.pt").exists()
     assert person.types("jobs", "--json").stdout.count(job) == 1
     assert "removed 1 job" in person.types("down", "--yes", "--discard").stdout
@@ -273,3 +275,18 @@ def test_where_somebody_else_removed_them_no_host_holds_them(after):
         said = after.types(*words, "--job", after.kept, exit_code=1).stderr
         assert f"{after.kept}: no host holds its files" in said
         assert str(after.here / "runs" / after.kept) in said
+
+
+@needs_sshd
+def test_a_cluster_whose_hosts_are_gone_is_forgotten_and_names_the_places_that_may_hold_files(tmp_path):
+    with ssh_rack(tmp_path) as rack:
+        for name in ("a2000", "v100"):
+            rack.servers[name].stop()
+        kept = rack.types("down", exit_code=3).stderr
+        assert "Do this on" not in kept and "is forgotten" not in kept  # there is nothing to agree to
+        unasked = rack.types("down", "--forget", exit_code=2).stderr
+        assert "Forget rack?" in unasked and "add --yes to agree" in unasked
+        said = " ".join(rack.types("down", "--yes", "--forget", exit_code=3).stderr.split())
+        assert f"files may stay in a2000:{tmp_path}/one, v100:{tmp_path}/two, with what was never pulled" in said
+        assert f"cluster rack is forgotten; `orch up {tmp_path}/rack.yaml` remembers it again" in said
+        assert "no cluster yet" in rack.types("status", exit_code=2).stderr
