@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from orchestrator.errors import UsageError
@@ -28,7 +29,7 @@ from orchestrator.forecast.layers import (
     network_like,
     network_of,
 )
-from orchestrator.forecast.links import MeasuredLinks, wire_of
+from orchestrator.forecast.links import MeasuredLinks, site_of, wire_of
 from orchestrator.forecast.step import PREDICTED, Forecast, HostSpeed, Way, Workload, predict
 from orchestrator.hosts.cards import find_card
 from orchestrator.planning.build import Draft
@@ -69,10 +70,13 @@ def inputs_of(
     settings = plan.training
     if settings is None:
         raise UsageError(f"{plan.exp} trains nothing whose speed could be predicted", "choose another --exp")
-    blocks = blocks_in(plan, settings, profiles)
+    links = [] if len(plan.nodes) == 1 else [partial(site_of, node, network, bandwidth_bps) for node in plan.nodes]
+    [blocks] = _known(partial(blocks_in, plan, settings, profiles), also=links)
     layers = layers_in(blocks)
     by_hand = parse_speeds(settings.speeds)
-    known = {node.name: speeds_of(node, settings, by_hand, profiles, layers) for node in plan.nodes}
+    asked = [partial(speeds_of, node, settings, by_hand, profiles, layers) for node in plan.nodes]
+    known: dict[str, tuple[tuple[Speed, ...], str]]
+    known = dict(zip((node.name for node in plan.nodes), _known(*asked, *links), strict=False))
     for name, (speeds, _) in known.items():
         if any(speed.cap == 0 for speed in speeds) and not may_cut:
             remedy = "leave it out with --nodes, or cut the network with --set strategy=pipeline"
@@ -90,6 +94,24 @@ def inputs_of(
         *words,
     )
     return ForecastInputs(scene, speeds_from, basis)
+
+
+MOST_NAMED = 8
+
+
+def _known(*wanted: Callable[[], Any], also: Sequence[Callable[[], Any]] = ()) -> list[Any]:
+    """Raises one UsageError that names all that is unknown, then with what is unknown of `also`."""
+    found, lacking = list[Any](), list[UsageError]()
+    for number, ask in enumerate((*wanted, *also)):
+        if number < len(wanted) or lacking:
+            try:
+                found.append(ask())
+            except UsageError as error:
+                lacking.append(error)
+    if lacking:
+        remedies = dict.fromkeys(error.remedy for error in lacking)
+        raise UsageError("; ".join(error.message for error in lacking[:MOST_NAMED]), "; ".join(remedies))
+    return found
 
 
 def _host(
@@ -170,7 +192,7 @@ def speeds_of(
         return (found.speed,) * node.ranks, "catalogue"
     what = f"its GPU, {node.gpu}," if node.device == "cuda" else "a CPU"
     raise UsageError(
-        f"{node.name}: its speed is unknown: no profile, and {what} is not in the catalogue",
+        f"{node.name}: the speed is unknown: no profile, and {what} is not in the catalogue",
         f"measure it: `{profile_line(settings)}`, with the same --set",
     )
 

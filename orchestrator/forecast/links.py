@@ -21,7 +21,7 @@ from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.results.network import Collectives, link_matrix
 from orchestrator.results.summary import Summary
-from orchestrator.units import format_bandwidth
+from orchestrator.units import format_bandwidth, some
 from trainer.shared.alpha_beta import algorithm_gbps, bus_factor
 from trainer.shared.gpu_work import GB_PER_S, KERNEL_S, STREAMED, Work
 
@@ -300,7 +300,7 @@ def wire_of(
     if network:
         costs = measured(costs, network.message_s, f"latency as {network.job} measured it")
     costs = _with_gpus(costs, plan)
-    sites = tuple(_site(node, network, bandwidth_bps) for node in plan.nodes)
+    sites = tuple(site_of(node, network, bandwidth_bps) for node in plan.nodes)
     wire = LinkCosts(sites, costs, network.pairs if network else {})
     return wire, (_links_words(plan, network, bandwidth_bps), _costs_words(costs))
 
@@ -325,8 +325,9 @@ def _gb_per_s(node: NodePlan) -> float:
     return gpu.gb_per_s if gpu else GB_PER_S
 
 
-def _site(node: NodePlan, network: MeasuredLinks | None, bandwidth_bps: float | None) -> Site:
-    declared = bandwidth_bps or node.bandwidth_bps
+def site_of(node: NodePlan, network: MeasuredLinks | None, bandwidth_bps: float | None) -> Site:
+    """Raises UsageError if the speed of its link is unknown."""
+    declared = bandwidth_bps or node.bandwidth_bps or node.interface_bps
     if network and any(node.name in pair for pair in network.pairs):
         up_bps, down_bps = (max(bps for pair, bps in network.pairs.items() if pair[end] == node.name) for end in (0, 1))
         return Site(node.name, node.ranks, up_bps, down_bps)
@@ -339,7 +340,7 @@ def _site(node: NodePlan, network: MeasuredLinks | None, bandwidth_bps: float | 
         bps = GLOO.local_bps
     else:
         raise UsageError(
-            f"{node.name}: the bandwidth of its link is unknown",
+            f"{node.name}: the bandwidth of the link is unknown",
             "declare its `bandwidth`, give --bandwidth 2.5Gbps, or measure: `orch run --exp collectives`, then collect",
         )
     return Site(node.name, node.ranks, bps, bps)
@@ -350,9 +351,13 @@ def _links_words(plan: LaunchPlan, network: MeasuredLinks | None, bandwidth_bps:
         return f"links: {format_bandwidth(bandwidth_bps)} for every host, as given, times {GOODPUT} of payload"
     if network:
         return f"links: {format_bandwidth(network.bps)} on the slowest, measured by {network.job}"
-    known = [node.bandwidth_bps for node in plan.nodes if node.bandwidth_bps]
+    known = [bps for node in plan.nodes if (bps := node.bandwidth_bps or node.interface_bps)]
     slowest = format_bandwidth(min(known)) if known else "loopback, assumed"
-    return f"links: as declared (slowest {slowest}), times {GOODPUT} of payload; `orch run --exp collectives` measures"
+    seen = [node.name for node in plan.nodes if node.interface_bps]
+    source = f"as declared, of {some(seen, 5)} as the interface reports" if seen else "as declared"
+    if len(seen) == len(plan.nodes):
+        source = "as the interfaces report"
+    return f"links: {source} (slowest {slowest}), times {GOODPUT} of payload; `orch run --exp collectives` measures"
 
 
 def _costs_words(costs: Overheads) -> str:

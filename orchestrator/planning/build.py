@@ -102,6 +102,7 @@ def _node_plan(draft: Draft, placed: PlannedNode, ranks_on_machine: int, of_spli
     node, request, nodes = placed.node, draft.request, draft.placement.nodes
     command = trainer_arguments(draft, placed.device, of_split) if request.trains else request.command
     wrappers = 1 if request.starter else placed.ranks
+    link = placed.facts.training_interface(placed.interface, placed.address)
     return NodePlan(
         name=node.name,
         node_rank=placed.node_rank,
@@ -113,6 +114,7 @@ def _node_plan(draft: Draft, placed: PlannedNode, ranks_on_machine: int, of_spli
         gpu=node.gpu or _trained_on(placed),
         gpu_uuids=tuple(gpu.uuid for gpu in placed.gpus),
         bandwidth_bps=node.bandwidth_bps,
+        interface_bps=link.speed_bps if link and not node.bandwidth_bps else None,
         paced=_pace_of(node.paced) if node.paced else None,
         python=node.python,
         activate=node.activate,

@@ -56,6 +56,8 @@ class NodePlan(Record):
     gpu: str | None
     gpu_uuids: tuple[str, ...] = ()
     bandwidth_bps: float | None = None
+    interface_bps: float | None = None
+    """As its interface reports it, for forecasts without a declared bandwidth."""
     paced: dict[str, Any] | None = None
     python: str
     activate: str | None = None

@@ -283,6 +283,34 @@ def test_wrong_usage_is_refused_in_words(home, words, said):
     assert said in orch("plan", *words, code=2).stderr
 
 
+def changed(home, speed_bps=None, **nodes):
+    """The remembered hosts, without declared links. speed_bps: of each interface."""
+    cluster = home.cluster()
+    links = {
+        name: tuple(each.model_copy(update={"speed_bps": speed_bps}) for each in facts.interfaces)
+        for name, facts in cluster.facts.items()
+    }
+    update = {
+        "nodes": tuple(node.model_copy(update={"bandwidth_bps": None, **nodes}) for node in cluster.nodes),
+        "facts": {name: facts.model_copy(update={"interfaces": links[name]}) for name, facts in cluster.facts.items()},
+    }
+    home.save_cluster(cluster.model_copy(update=update), current=True)
+
+
+def test_a_link_that_is_not_declared_is_as_its_interface_reports(home):
+    changed(home, speed_bps=1e9)
+    shown = orch("plan", *RESNET).stdout
+    assert "links: as the interfaces report (slowest 1Gbps), times 0.94" in shown
+    assert planned()["best"] == planned("--bandwidth", "1Gbps")["best"]
+
+
+def test_all_that_a_plan_lacks_is_named_at_once(home):
+    changed(home, paced=None, gpu="CPU", device="cpu")
+    said = " ".join(orch("plan", *RESNET, code=2).stderr.split())
+    assert "a2000: the speed is unknown" in said and "a2000: the bandwidth of the link is unknown" in said
+    assert "orch profile" in said and "declare its `bandwidth`" in said
+
+
 def test_a_thousand_hosts_that_one_does_not_have(tmp_path, monkeypatch):
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))
     words = ("--nodes", "500xA2000,500xV100", "--bandwidth", "2.5Gbps")
