@@ -181,6 +181,8 @@ class Clusters:
             schema=1, name=inventory.cluster, file=file, nodes=inventory.nodes, defaults=inventory.defaults
         )
         if known:
+            gone = [node.name for node in inventory.nodes if node.name in known.removed]
+            forgotten += tuple(f"{name} was removed earlier: `orch node add {name}` brings it back" for name in gone)
             of_file = with_known(of_file, known.model_copy(update={"extra": extra_again(known, inventory)}))
         return of_file, forgotten
 
@@ -202,10 +204,12 @@ class Clusters:
         return (f"{whose}; this file replaces it",)
 
     def add_node(self, cluster: Cluster, keys: Mapping[str, Any], node: Node) -> Up:
-        """keys: of `node`, without defaults. Raises UsageError if it exists already, HostError if unreachable; then it
-        is not added.
+        """keys: as in `with_node`. Raises UsageError if it exists already, HostError if unreachable; then it is not
+        added.
         """
-        look = self._look_at(with_node(cluster, keys, node), (node,))
+        # A host that was the only one has been asked for no route, from which its training address follows.
+        first = [node for node in cluster.nodes if node.name in cluster.facts and not cluster.facts[node.name].routes]
+        look = self._look_at(with_node(cluster, keys, node), (node, *first))
         if node.name not in look.facts:
             raise _not_added(look.problems[node.name])
         return self._remember(cluster.name, look, lambda known: with_node(known, keys, node))

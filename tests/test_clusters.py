@@ -11,6 +11,7 @@ from orchestrator import clusters
 from orchestrator.clusters import Clusters
 from orchestrator.errors import StateError, UsageError
 from orchestrator.hosts import Cluster, Connections, Inventory, Venv, load_inventory, node_from_keys, work_folders
+from orchestrator.hosts.inventory_file import removed_node
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from tests.support.quick_python import quick_python
@@ -93,6 +94,19 @@ def test_an_up_brings_nothing_back_that_another_removed_meanwhile(rack: Rack) ->
     rack.meanwhile(lambda: rack.theirs.remove_node(rack.now, "b"))
     assert [node.name for node in rack.ours.up(rack.inventory).cluster.nodes] == ["a"]
     assert rack.now.removed == ("b",) and rack.now.facts.keys() == {"a"}
+
+
+def test_a_removed_host_is_named_by_up_and_comes_back_as_its_file_has_it(rack: Rack) -> None:
+    rack.ours.remove_node(rack.now, "a")
+    up = rack.ours.up(rack.inventory)
+    assert up.warnings[0] == "a was removed earlier: `orch node add a` brings it back"
+    assert not rack.now.facts["b"].routes
+    back = removed_node(rack.now, "a")
+    assert back == rack.inventory.nodes[0] and removed_node(rack.now, "c") is None
+    rack.ours.add_node(rack.now, {}, back)
+    assert (rack.now.removed, rack.now.extra, rack.now.extra_keys) == ((), (), {})
+    assert all(facts.routes for facts in rack.now.facts.values())  # else b has no training address
+    assert not any("removed earlier" in warning for warning in rack.ours.up(rack.inventory).warnings)
 
 
 def test_of_a_host_that_another_has_given_an_environment_meanwhile_it_learnt_nothing(rack: Rack, python: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -94,7 +95,14 @@ def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | No
 
     _show(found, _pushed_words, whole if as_json else None)
     if target != DATA_FOLDER:
-        console.say(f"use it: orch run ... --set {shlex.quote(f'data_dir={target}')}")
+        console.say(use_words(target))
+
+
+def use_words(folder: str) -> str:
+    """folder: not the data folder itself."""
+    in_script = re.sub("^~", "$HOME", re.sub("^~/data/", "$ORCH_DATA/", folder))
+    setting = shlex.quote(f"data_dir={folder}")
+    return f"use it: orch run --exp ... --set {setting}; a script of yours finds it in {in_script}"
 
 
 @data.command("list")
@@ -343,25 +351,26 @@ def node_add(
 ) -> None:
     """Add a host, with the keys of an inventory's node, and probe it.
 
-    Keys that you leave out come from the `defaults:` of the cluster's inventory. A host that cannot be reached is not
-    added.
+    Keys that you leave out come from the `defaults:` of the cluster's inventory; without keys, a host that was removed
+    comes back. A host that cannot be reached is not added.
 
     \b
     orch node add a16 host=192.168.1.52 gpu=A16 bandwidth=2.5Gbps
     """
-    from orchestrator.hosts.inventory_file import keys_of_new_node, node_with_defaults
+    from orchestrator.hosts.inventory_file import keys_of_new_node, node_with_defaults, removed_node
     from orchestrator.planning.request import parse_pairs
     from orchestrator.views import console
 
     checked = keys_of_new_node(name, parse_pairs(keys, "KEY=VALUE"))
     with open_controller(accept_new_host_keys) as controller:
         known = controller.store.own_cluster(cluster, TYPES)
-        new, inherited = node_with_defaults(known, checked)
+        back = None if keys else removed_node(known, name)
+        new, inherited = (back, f"{name} is as in {known.file}") if back else node_with_defaults(known, checked)
         ask_about_local(controller.store.home, f"node {name}", [new], allow_local)
         if inherited:
             console.say(inherited)
         with busy(f"probing {name}"):
-            probed = controller.clusters.add_node(known, checked, new)
+            probed = controller.clusters.add_node(known, {} if back else checked, new)
     show_up(probed, as_json)
 
 

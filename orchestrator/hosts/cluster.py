@@ -183,13 +183,13 @@ def with_known(of_file: Cluster, known: Cluster) -> Cluster:
 
 
 def with_node(cluster: Cluster, keys: Mapping[str, Any], node: Node) -> Cluster:
-    """keys: as given, without defaults. Raises UsageError if the name is taken."""
+    """keys: as given, without defaults; {}: the node is of the file. Raises UsageError if the name is taken."""
     if node.name in {other.name for other in cluster.nodes}:
         raise UsageError(f"{node.name} is already in cluster {cluster.name}", "choose another name")
     changed = {
         "nodes": (*cluster.nodes, node),
-        "extra": (*cluster.extra, node),
-        "extra_keys": {**cluster.extra_keys, node.name: dict(keys)},
+        "extra": (*cluster.extra, *([node] if keys else [])),
+        "extra_keys": {**cluster.extra_keys, **({node.name: dict(keys)} if keys else {})},
         "removed": tuple(name for name in cluster.removed if name != node.name),
     }
     return cluster.model_copy(update=changed)
@@ -199,7 +199,9 @@ def without_node(cluster: Cluster, name: str) -> Cluster:
     """Raises UsageError if the node is unknown or the last one."""
     node = cluster.node(name)
     if len(cluster.nodes) == 1:
-        raise UsageError(f"{name} is the last node of cluster {cluster.name}", "`orch down` clears its host")
+        raise UsageError(
+            f"{name} is the last node of cluster {cluster.name}", "`orch down --forget` forgets the cluster"
+        )
     update = {
         "nodes": tuple(other for other in cluster.nodes if other is not node),
         "extra": tuple(other for other in cluster.extra if other.name != name),

@@ -296,6 +296,15 @@ def node_with_defaults(cluster: Cluster, keys: Mapping[str, Any]) -> tuple[Node,
     return node_from_keys(keys, "node add", defaults), words
 
 
+def removed_node(cluster: Cluster, name: str) -> Node | None:
+    """The file's node of this name, if `orch node remove` took it out."""
+    with suppress(InventoryError):
+        inventory = load_inventory(Path(cluster.file))
+        if name in cluster.removed and inventory.cluster == cluster.name:
+            return next((node for node in inventory.nodes if node.name == name), None)
+    return None
+
+
 def keys_of_new_node(name: str, pairs: Mapping[str, str]) -> dict[str, Any]:
     """pairs: as typed. Raises InventoryError, or UsageError for `prepare`."""
     keys = {"name": name, **{key: resolve_scalar(value) for key, value in pairs.items()}}

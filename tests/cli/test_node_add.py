@@ -95,3 +95,12 @@ def test_what_the_defaults_would_run_here_is_asked_about_first(rack):
     code, _, err = orch("node", "add", "b", "prepare=touch x")
     assert code == 2 and "orch does not store a `prepare`" in err
     assert json.loads(Home.default().cluster("pair").read_text())["extra_keys"] == {}
+
+
+def test_a_removed_host_of_the_file_comes_back_without_keys(rack):
+    file, orch = rack
+    assert orch("node", "add", "b", "gpu=A16", "--allow-local")[0] in (0, 3)
+    assert orch("node", "remove", "a")[0] == 0
+    code, _, err = orch("node", "add", "a", "--allow-local")
+    assert code in (0, 3) and f"a is as in {file}" in err
+    assert remembered().node("a").note == "mine" and remembered().removed == ()

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import pytest
 
+from orchestrator.cli.hosts import use_words
 from orchestrator.errors import ConnectError, HostError, ProbeError, UsageError
 from orchestrator.provision import DATA_FOLDER, Pushed, data_folder, read_manifest
 from orchestrator.provision import push as datapush
@@ -414,6 +415,13 @@ def test_the_folder_is_the_one_that_training_looks_in():
     for wrong in ("a/b", "..", "/", "~", "~/../x", "/a/../../b", "-x", "$(x)"):
         with pytest.raises(UsageError, match="--to"):
             data_folder(wrong)
+
+
+def test_a_script_is_told_where_its_data_is_too():
+    words = use_words("~/data/text")
+    assert "--set 'data_dir=~/data/text'; a script of yours finds it in $ORCH_DATA/text" in words
+    assert use_words("/mnt/data").endswith("finds it in /mnt/data")
+    assert use_words("~/other").endswith("finds it in $HOME/other")
 
 
 # ---- on a lab -------------------------------------------------------------------------------------------------
