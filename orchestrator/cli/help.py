@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from orchestrator.errors import UsageError
+from trainer.shared.setting_fields import close_names
 
 PAGES = "pages"
 """In a wheel; a clone has `docs`."""
@@ -31,7 +32,9 @@ def show_help(ctx: click.Context, topic: str | None) -> None:
     if command:
         return click.echo(command.get_help(click.Context(command, info_name=f"orch {topic}")))
     if topic:
-        raise UsageError(f"no page and no command is named {topic!r}", f"pages: {', '.join(pages)}")
+        near = close_names(topic, [*pages, *(main.commands if isinstance(main, click.Group) else ())])
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise UsageError(f"no page and no command is named {topic!r}", f"{meant}pages: {', '.join(pages)}")
     for name, path in pages.items():
         click.echo(f"orch help {name:<16} {path.read_text().partition(chr(10))[0].removeprefix('# ')}")
     return None

@@ -308,6 +308,10 @@ class FirstFailure(Record):
     loses_host: bool = False
     """Another attempt would leave this host out."""
 
+    @property
+    def words(self) -> str:
+        return ": ".join(part for part in (self.node, self.reason, self.log_line) if part)
+
 
 class NotFinite(Record):
     node: Words

@@ -33,7 +33,7 @@ ENDED_S = 60.0
 LADDER_S = 12.0
 LOOK_S = 1.0
 _NOT_AGAIN = {
-    "script": "the script's own failure, not the hosts'",
+    "script": "the script's own failure, not the hosts'; `--retry-on any` also tries that again",
     "person": "a person or a time limit ended it",
 }
 

@@ -102,12 +102,12 @@ STAGE_COLUMNS = ("stage", "held by", "blocks", "work", "compute", "bubble", "wir
 
 
 def print_summary(summary: Summary) -> None:
+    if summary.first_failure:
+        console.put(failure_words(summary.first_failure))
     if summary.collectives:
         print_network(summary.collectives)
     else:
         print_hosts(summary)
-    if summary.first_failure:
-        console.put(failure_words(summary.first_failure))
     for sentence in (*summary.missing, *summary.warnings):
         console.warn(sentence)
     for each in summary.faster:

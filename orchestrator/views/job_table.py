@@ -27,6 +27,7 @@ DISPENSABLE = ("note", "attempt", "first failure", "exit", "took", "cluster")
 """Dropped first on a narrow screen."""
 FOLDED = ("note", "first failure")
 LEAST_WHAT = 24
+MOST_CAUSE = 160
 STATE_COLOURS = {"succeeded": "green", "failed": "red", "lost": "red", "cancelled": "yellow", "running": "cyan"}
 
 
@@ -92,7 +93,7 @@ def _job_cells(job: JobRecord) -> tuple[Any, ...]:
         job.exp,
         job.attempt.words if job.attempt else "",
         job.note or "",
-        one_line(f"{failure.node}: {failure.reason}", 80) if failure else _why_queued(job),
+        one_line(failure.words, MOST_CAUSE) if failure else _why_queued(job),
     )
 
 

@@ -142,6 +142,8 @@ WRONG = {
     "an unknown setting": (["run", "--exp", "mnist_lenet", "--set", "epoch=1"], "epochs"),
     "an unknown experiment": (["run", "--exp", "mnist_lenett"], "mnist_lenet"),
     "an option of earlier versions": (["run", "--elastic", "2:3", "--exp", "mnist_lenet"], "is no longer an option"),
+    "a page with another name": (["help", "scritps"], "did you mean scripts? pages: "),
+    "a command that help lacks": (["help", "doctr"], "did you mean doctor? pages: "),
     "no time": (["run", "--time-limit", "soon", "--", "x.py"], "'soon' is not a time"),
     "no script": (["run", "--", "nowhere.py"], "nowhere.py: no such script"),
     "a question in a document": (["down", "--json"], "add --yes"),

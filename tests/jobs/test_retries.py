@@ -104,7 +104,7 @@ def test_what_the_script_does_itself_is_tried_again_only_where_that_is_asked_for
     known = ids(rack)
     said = rack.types("run", *BOTH, "--retries", "1", "code/train.py", "exits", exit_code=1).stderr
     (first,) = jobs_beside(rack, known)
-    assert f"{first['id']} is not tried again: the script's own failure, not the hosts' (" in said
+    assert f"{first['id']} is not tried again: the script's own failure, not the hosts'; `--retry-on any` " in said
     words = ("--retries", "1", "--retry-on", "any", "code/train.py", "exits")
     said = rack.types("run", *BOTH, *words, exit_code=1).stderr
     tried = jobs_beside(rack, {*known, first["id"]})

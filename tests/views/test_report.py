@@ -227,6 +227,13 @@ def test_analyse_and_report_import_no_torch_and_analyse_no_matplotlib() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
 
 
+def test_a_failure_comes_before_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = two_hosts(tmp_path / "run", state="failed", first_failure={**FAILURE, "log_line": "RuntimeError: no"})
+    host_tables.print_summary(analyse(run))
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:2] == ["first cause: v100: ended with exit code 1", "  its log: RuntimeError: no"]
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 @pytest.mark.parametrize(
     ("scheme", "page_colour"), [("0", (20, 24, 29)), ("1", (246, 247, 249))], ids=["dark", "light"]
