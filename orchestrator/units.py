@@ -149,12 +149,15 @@ def clean_lines(text: object) -> str:
 
 
 def one_line(text: object, limit: int = 300) -> str:
-    """At most `limit` printable characters."""
+    """At most `limit` printable characters, cut between words unless the last one is long."""
     if isinstance(text, str) and len(text) <= limit and text.isascii() and text.isprintable() and "  " not in text:
         return text.strip()  # the usual case, thousands of times for a list of jobs
     spaced = re.sub(r"\s+", " ", str(text)[: 4 * limit])
     line = "".join(char for char in clean(spaced) if char.isprintable()).strip()
-    return line if len(line) <= limit else line[: limit - 1] + "…"
+    if len(line) <= limit:
+        return line
+    words = line[:limit].rpartition(" ")[0]
+    return (words if len(words) > 2 * limit // 3 else line[: limit - 1]) + "…"
 
 
 def some(names: Sequence[str], count: int) -> str:

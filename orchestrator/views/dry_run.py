@@ -73,6 +73,8 @@ def _print_nodes(plan: LaunchPlan, nodes: Sequence[NodePlan]) -> None:
         console.put(f"  address    {node.address} on {node.interface or 'an unknown interface'}")
         for name in OWN_ENV & node.env.keys():
             console.put(f"  env        {name}={node.env[name]}")
+    if len(nodes) > 1:
+        console.put(f"each of these {len(nodes)} hosts")
     numbers = ",".join(str(node.node_rank) for node in nodes)
     for line in _details(plan, nodes[0], numbers if len(nodes) == 1 else f"[{numbers}]"):
         console.put(line)

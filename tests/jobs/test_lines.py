@@ -150,6 +150,13 @@ def test_nothing_that_a_terminal_obeys_is_left(hostile):
     assert "ZXZp" not in shown
 
 
+def test_one_line_is_cut_between_words():
+    assert one_line("a host lacks a package: `orch run --requirements FILE` brings it", 43) == (
+        "a host lacks a package: `orch run…"
+    )
+    assert one_line("x" * 20, 10) == "x" * 9 + "…"
+
+
 @given(st.text(max_size=400), st.integers(2, 50))
 def test_one_line_is_one_printable_line_of_its_length(text, limit):
     shown = one_line(text, limit)

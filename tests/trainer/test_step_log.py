@@ -13,9 +13,9 @@ import torch
 
 from trainer.compute.timer import CpuTimer
 from trainer.pipeline import Done
-from trainer.shared import MetricsWriter, Task, metrics
+from trainer.shared import MetricsWriter, Task, metrics, parse_settings
 from trainer.strategies import Exchange
-from trainer.training import Progress, Step, StepLog, has_marks, stage_times, step_log, task_rows
+from trainer.training import Console, Progress, Step, StepLog, has_marks, stage_times, step_log, task_rows
 
 
 class Device(CpuTimer):
@@ -181,3 +181,15 @@ def test_rows_count_from_the_steps_begin():
     assert first[:4] == ["forward", 0, 1000, 2000]
     assert first[4] <= 10000 and first[5] == 1500
     assert rest == [["sum", None, 5000, 6000, None, None], ["optimiser", None, 6000, 8000, None, None]]
+
+
+def test_a_line_shows_the_mean_speed_since_the_line_before(capsys):
+    info = SimpleNamespace(rank=0, world_size=1, pace=None)
+    console = Console(info, parse_settings("mnist_lenet", {"warmup_steps": "0"}), 10, "x")
+    times = dict.fromkeys(("load_ms", "compute_ms", "exposed_ms", "optim_ms"), 1.0)
+    for number, step_ms in enumerate((1000.0, 10.0, 990.0)):
+        console.count(number, 100, step_ms)
+        if number != 1:
+            console.step(number, 0, 100, 1.0, times)
+    first, second = [line for line in capsys.readouterr().out.splitlines() if "samples/s" in line]
+    assert "  100 samples/s" in first and "  200 samples/s" in second  # 200 in the second that two steps took

@@ -50,6 +50,8 @@ class Console:
         self.steps = steps
         self.first_step: int | None = None
         self.samples, self.train_s = 0, 0.0
+        self.line_samples, self.line_ms = 0, 0.0
+        """Since the last line."""
         self.result: Evaluation | None = None
         self.tokens = settings.tokens if not settings.is_own and settings.data_set.is_text else 0
         self.started_s = time.monotonic()
@@ -63,6 +65,7 @@ class Console:
     def count(self, step: int, batch: int, step_ms: float) -> None:
         """batch: of all ranks."""
         self.first_step = step if self.first_step is None else self.first_step
+        self.line_samples, self.line_ms = self.line_samples + batch, self.line_ms + step_ms
         if step - self.first_step >= self.warmup_steps:
             self.samples += batch
             self.train_s += step_ms / 1000
@@ -70,11 +73,12 @@ class Console:
     def is_due(self, step: int) -> bool:
         return time.monotonic() >= self.next_s or step + 1 >= self.steps
 
-    def step(self, step: int, epoch: int, batch: int, own: int, loss: float | None, times: Mapping[str, float]) -> None:
-        """batch, own: samples of all ranks, and of this rank."""
+    def step(self, step: int, epoch: int, own: int, loss: float | None, times: Mapping[str, float]) -> None:
+        """own: samples of this rank. The speed is the mean since the last line, the times are of this step."""
         self.next_s = time.monotonic() + INTERVAL_S
         mean = f"loss {loss / own:.4f}" if own and loss is not None else "loss -"
-        rate = _rate(1000 * batch / times["t_ms"])
+        rate = _rate(1000 * self.line_samples / self.line_ms) if self.line_ms else "-"
+        self.line_samples, self.line_ms = 0, 0.0
         self.say(
             f"epoch {epoch + 1}  step {step + 1}/{self.steps}  {mean}  {rate} samples/s  "
             f"(load {times['load_ms']:.1f}  compute {times['compute_ms']:.1f}  sync+wait {times['exposed_ms']:.1f}  "

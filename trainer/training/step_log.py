@@ -139,7 +139,7 @@ class StepLog:
     def _say(self, step: Step, loss: float | None) -> None:
         said, samples = (loss, step.samples) if step.exchange.said is None else step.exchange.said
         said = None if said is None or loss is None else float(said)
-        self.run.console.step(step.number, step.epoch, step.batch, samples, said, step.times(self.run.timer))
+        self.run.console.step(step.number, step.epoch, samples, said, step.times(self.run.timer))
 
     def _record_tasks(self, step: Step) -> None:
         """For some steps: times of a pipeline stage's tasks."""
