@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 
@@ -12,10 +13,12 @@ pytest.importorskip("torch")
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.data import SampleStream
 from trainer.shared import LR_SCHEDULES, Schedule, SettingsError, parse_lr_steps, parse_settings
-from trainer.training import Progress, Rates, middle_of_update, rates_of, samples_before
+from trainer.training import Clipping, Progress, Rates, middle_of_update, rates_of, samples_before
 
 schedules = st.builds(
     Schedule,
@@ -131,3 +134,33 @@ def test_what_makes_no_schedule_is_refused(pairs: dict[str, str], said: str) -> 
 def test_epochs_of_a_step_schedule() -> None:
     assert parse_lr_steps("") == ()
     assert parse_lr_steps("1.5, 3") == (1.5, 3)
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls below autograd: launches, on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "detach" not in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_clipping_takes_equally_many_calls_for_any_number_of_weights(dtype: torch.dtype) -> None:
+    counts = []
+    for layers in (1, 20):
+        torch.manual_seed(0)
+        network = nn.Sequential(*(nn.Linear(5, 5, dtype=dtype) for _ in range(layers)))
+        for weight in network.parameters():
+            weight.grad = torch.randn(weight.shape, dtype=dtype)
+        gradients = [weight.grad.clone() for weight in network.parameters() if weight.grad is not None]
+        norm = torch.stack([gradient.norm().double() for gradient in gradients]).square().sum().sqrt()
+        factor = (0.1 / (norm + 1e-6)).clamp(max=1.0)
+        with Calls() as calls:
+            Clipping(network, 0.1, None, None)()
+        counts.append(calls.count)
+        expected = [gradient * factor for gradient in gradients]
+        found = [weight.grad for weight in network.parameters() if weight.grad is not None]
+        assert all(map(torch.equal, found, expected))
+    assert counts[0] == counts[1]

@@ -82,7 +82,7 @@ class Clipping:
         device = next(self.model.parameters()).device
         counted = [gradient for name, gradient in gradients.items() if name in self.counted and gradient.numel()]
         norms = [torch.zeros((), device=device), *(torch._foreach_norm(counted) if counted else ())]
-        squares = torch.stack([norm.double() for norm in norms]).square().sum()
+        squares = torch.stack(norms).double().square().sum()  # a cast of each would be a launch per weight
         if self.group is not None:
             squares = squares.to(device if dist.get_backend(self.group) == "nccl" else "cpu")
             dist.all_reduce(squares, group=self.group)
