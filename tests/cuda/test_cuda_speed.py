@@ -105,7 +105,7 @@ def no_room_on_rank_1() -> None:
     from trainer.compute import graphs
 
     if os.environ["RANK"] == "1":
-        graphs._lacking = lambda *_: "no room"
+        graphs.lacking = lambda *_: "no room"
 
 
 def test_a_rank_that_gives_its_graphs_up_says_so_whichever_it_is(machine):
