@@ -171,6 +171,7 @@ accounts_conf() {   # slurmdbd wants it private, and its user's
 # Run on the login host, before slurmctld: a database, slurmdbd, and who may run jobs.
 accounts_up() {
     local db=$LAB/db
+    local -x TMPDIR=$db     # the caller's may be hidden here
     if ! [ -d "$db" ]; then
         command install -d -o mysql -g mysql "$db"
         mariadb-install-db --no-defaults --user=mysql --datadir="$db" --skip-test-db >"$LAB/log/db"
