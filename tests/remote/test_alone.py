@@ -310,6 +310,7 @@ def test_what_prevents_a_decided_attempt_is_named_after_the_cause_of_the_last(
         monkeypatch.setattr(keeper, "kill_all", lambda *_: ["pid 7 (python train.py)"])  # a process in state D
         its = keeper.Keeper(folder, {**folder.read_node(), "token": "", "retries": None})
         its._line.close()
+        monkeypatch.setattr(keeper.signal, "signal", lambda *_: None)  # or the next tests ignore SIGTERM
         assert not its._is_tried_again(75 << 8, 0)
         first = seen(job).first_failure
         why = "rank 1 was killed by SIGKILL; no further attempt: a: pid 7 (python train.py) does not end"
