@@ -78,10 +78,12 @@ def _watch_network(torch: Any, watch: Watch, is_traced: Callable[[], bool]) -> N
     forward, share_buffers = ddp.forward, ddp._sync_buffers
     # Ranks wait for each other in each of these layers, out of our sight.
     waiting_layers = torch.nn.SyncBatchNorm
+    waits: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # keeps no network alive
 
-    @functools.lru_cache(maxsize=8)
     def waits_inside(network: Any) -> bool:
-        return any(isinstance(module, waiting_layers) for module in network.modules())
+        if network not in waits:
+            waits[network] = any(isinstance(module, waiting_layers) for module in network.modules())
+        return waits[network]
 
     @functools.wraps(forward)
     def watched_forward(self: Any, *inputs: Any, **named: Any) -> Any:

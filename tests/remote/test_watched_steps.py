@@ -444,6 +444,14 @@ def test_the_wait_for_a_slow_ranks_buffers_is_no_computing(tmp_path, slow):
     assert sum(step["load_ms"] for step in steps[slow][3:]) > 150 * len(early)
 
 
+def test_a_network_that_a_script_drops_is_gone(tmp_path):
+    drops = (
+        "gone = weakref.ref(network.module)\ndel network, optimizer\ngc.collect()\nassert gone() is None\ndist.destroy"
+    )
+    text = BUFFERS.format(slow=0, network="nn.Linear(4, 1)").replace("dist.destroy", drops)
+    assert steps_of(tmp_path / "job", "import gc, weakref\n" + text)
+
+
 LAYERS = """
 class Plain(nn.Linear):
     has_them = False  # DistributedDataParallel refuses them on CPUs
