@@ -302,7 +302,7 @@ await() {   # until Slurm would start a job there; by the clock, since sinfo wai
     done
     for log in "$LAB"/log/*; do
         say "the end of $log:"
-        tail -n 12 "$log"
+        tail -n 12 "$log" >&2
     done
     die "$1 is '$state' after 120 s"
 }

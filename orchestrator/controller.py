@@ -250,10 +250,11 @@ class Controller:
         shown |= {*handover.notes}
         has_room = self.checks.look_at_gpus(plan, job.hosts, shown)
         with self.store.launching(record, plan) as start:
-            is_cancelled = list[str]()
+            is_cancelled = False
 
             def undone() -> None:
-                is_cancelled.extend([job.id] * (job.record.state == "cancelled"))  # by another command
+                nonlocal is_cancelled
+                is_cancelled = job.record.state == "cancelled"  # by another command
                 self.store.save_job(record.model_copy(update={"state": "cancelled", "ended": now_utc()}))
                 self.store.nothing_to_collect(record.id)
                 start.over()

@@ -545,7 +545,8 @@ def unpulled(
             plans[job] = jobs.plan(job)
         ran_on = {node.name for node in plans[job].nodes} if job in plans else set[str]()
         why = "it ran on hosts of other names" if ran_on else "unknown or damaged here"
-        for name in holders - ran_on if not ran_on or ran_on - holders else ():
+        shares_a_folder = ran_on and ran_on <= holders
+        for name in () if shares_a_folder else holders - ran_on:
             unread[name] = HostError(name, f"holds {job}, {why}", "`orch jobs --rescan`, then `orch pull`")
     opened = connections.open([cluster.node(name) for name, ids in there.items() if ids and name not in unread])
     listed = list_outputs(values(opened), there)

@@ -101,8 +101,9 @@ class Coordinator:
         if order["do"] == "stop" and self.order["do"] != "stop":
             asyncio.get_running_loop().call_later(self._ladder_s, self.decide, True)
         if order != self.order:
-            self.order = order
-            self._hub.expect_word()
+            before, self.order = self.order, order
+            if before["do"] == "queue" != order["do"]:
+                self._hub.expect_word()
             self._hub.announce()
             self._obey(order)
 

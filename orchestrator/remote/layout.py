@@ -224,6 +224,14 @@ def _open_folders(top: Path) -> None:
                     path.chmod(0o700)
 
 
+def size_of(path: os.PathLike[str]) -> int:
+    """-1 without the file."""
+    try:
+        return os.stat(path, follow_symlinks=False).st_size
+    except OSError:
+        return -1
+
+
 def read_json(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text()))

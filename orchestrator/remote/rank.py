@@ -24,7 +24,7 @@ from typing import Any
 from . import answer
 from .cgroups import let_go_first
 from .forked import Forked, fork_script, watched
-from .layout import JobFolder, write_json
+from .layout import JobFolder, size_of, write_json
 from .meeting import Meeting
 from .messages import STOOD_STILL
 from .output_writer import OutputWriter
@@ -174,14 +174,15 @@ def _look_out(job: JobFolder, ranks: list[int], pid: int, meeting: Meeting | Non
     """
     began_s = due_s = time.monotonic()
     finite, trains_alone = set(ranks), False
-    before = _size(job.rank(ranks[0]) / METRICS)  # of a start that torchrun has repeated
+    metrics = job.rank(ranks[0]) / METRICS
+    before = max(0, size_of(metrics))  # of a start that torchrun has repeated
 
     def look() -> None:
         nonlocal due_s, trains_alone
         now_s = time.monotonic()
         if meeting and not meeting.seen and now_s >= due_s:
             due_s = now_s + (now_s - began_s) / RARER
-            steps = _size(job.rank(ranks[0]) / METRICS) > before  # a script joins before its first step
+            steps = size_of(metrics) > before  # a script joins before its first step
             if meeting.look(pid):
                 _report(job, ranks, {"event": "met"})
             elif steps and not trains_alone:
@@ -193,13 +194,6 @@ def _look_out(job: JobFolder, ranks: list[int], pid: int, meeting: Meeting | Non
                 _report(job, [rank], {"event": "not finite", "mark": mark})
 
     return look
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def _not_finite(job: JobFolder, rank: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from .layout import JobFolder
+from .layout import JobFolder, size_of
 from .processes import Use, uses
 
 LOOK_S = 5.0
@@ -68,7 +68,7 @@ class Stillness:
         return all(max(self._sizes(rank)) >= 0 for rank in ranks)
 
     def _sizes(self, rank: str) -> tuple[int, ...]:
-        return tuple(_size(self._job.rank(int(rank)) / name) for name in FILES)
+        return tuple(size_of(self._job.rank(int(rank)) / name) for name in FILES)
 
 
 def what_it_does(samples: deque[Sample]) -> str:
@@ -81,10 +81,3 @@ def what_it_does(samples: deque[Sample]) -> str:
     if used_s >= IDLE * (last.at_s - first.at_s):
         return "busy"
     return "busy" if [sample.use.state for sample in samples].count("R") > RUNNABLE else "waits"
-
-
-def _size(path: os.PathLike[str]) -> int:
-    try:
-        return os.stat(path, follow_symlinks=False).st_size
-    except OSError:
-        return -1

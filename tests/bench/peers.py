@@ -237,12 +237,12 @@ class Peers:
 
     def rank(self, run: Typed, rank: int) -> int:
         """Its process, as this machine numbers it."""
-        inner = str(run.first()[rank][1])
+        inner, network = str(run.first()[rank][1]), self._network(rank)
         for pid in self._of_hosts():
             with contextlib.suppress(OSError):
                 status = Path(f"/proc/{pid}/status").read_text()
                 numbers = next(line.split() for line in status.splitlines() if line.startswith("NSpid:"))
-                if numbers[-1] == inner and os.readlink(f"/proc/{pid}/ns/net") == self._network(rank):
+                if numbers[-1] == inner and os.readlink(f"/proc/{pid}/ns/net") == network:
                     return pid
         raise SystemExit(f"rank {rank} is nowhere")
 

@@ -220,7 +220,7 @@ SAMPLED = {
     "tests/ui/test_page": 3,
     "tests/views/test_boxes": 2,
 }
-"""Of a parametrized test in these files, every n-th case stays in the test's tier, from the first case on. The cases
+"""Every n-th case of a parametrized test in these files stays in the test's tier, from the first case on. The cases
 after them are one tier later, and all others in the third.
 """
 SLACK = 2.0
